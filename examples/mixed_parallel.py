@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 def whole(x: DTensor) -> Tensor:
-    return xt.redistribute_dtensor(x, [Replicate()] * x.device_mesh.ndim).to_local()
+    return xt.dtensor.redistribute(x, [Replicate()] * x.device_mesh.ndim).to_local()
 
 
 def models() -> tuple[Encoder, Decoder]:

@@ -9,23 +9,40 @@ Rooms beside the names below, imported when they are first used:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch_bridge.autodiff.pending import PendingTensor
-from torch_bridge.between import redistribute_between
-from torch_bridge.contractions.einsum import einsum
-from torch_bridge.dtensor.redistribution import redistribute_dtensor
-from torch_bridge.many import redistribute_many
-from torch_bridge.models.explain import explain
-from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
-from torch_bridge.models.parallelize import parallelize
-from torch_bridge.models.state import load_state_dict, state_dict
-from torch_bridge.models.verify import verify
-from torch_bridge.positions import positions
-from torch_bridge.redistribution import redistribute
-from torch_bridge.state.files import load, save
-from torch_bridge.state.transfer import transfer
-
 if TYPE_CHECKING:
     from torch_bridge import compat, dtensor, errors, live, nn, ops, testing  # noqa: F401
+    from torch_bridge.autodiff.pending import PendingTensor
+    from torch_bridge.contractions.einsum import einsum
+    from torch_bridge.mesh.positions import positions
+    from torch_bridge.models.explain import explain
+    from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
+    from torch_bridge.models.parallelize import parallelize
+    from torch_bridge.models.state import load_state_dict, state_dict
+    from torch_bridge.models.verify import verify
+    from torch_bridge.redistribution import redistribute
+    from torch_bridge.state.files import load, save
+    from torch_bridge.state.transfer import transfer
+
+# The module of each name, imported with its first use: most programs use few of them.
+_MODULES = {
+    "PendingTensor": "autodiff.pending",
+    "check_replicas": "models.parallel",
+    "clip_grad_norm_": "models.parallel",
+    "einsum": "contractions.einsum",
+    "explain": "models.explain",
+    "grad_norm": "models.parallel",
+    "load": "state.files",
+    "load_state_dict": "models.state",
+    "no_sync": "models.parallel",
+    "parallelize": "models.parallelize",
+    "positions": "mesh.positions",
+    "redistribute": "redistribution",
+    "save": "state.files",
+    "state_dict": "models.state",
+    "transfer": "state.transfer",
+    "verify": "models.verify",
+}
+ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
 __all__ = [
     "PendingTensor",
@@ -40,19 +57,21 @@ __all__ = [
     "parallelize",
     "positions",
     "redistribute",
-    "redistribute_between",
-    "redistribute_dtensor",
-    "redistribute_many",
     "save",
     "state_dict",
     "transfer",
     "verify",
 ]
 
-ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
-
 
 def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return import_module(f"torch_bridge.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"torch_bridge.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *ROOMS})

@@ -1,11 +1,8 @@
-"""The dtype in which blocks travel.
-
-Decides which dtypes may replace a block's own: floats for floats, complex dtypes for complex ones.
-"""
+"""The dtype in which blocks travel: floats replace floats, complex dtypes replace complex ones."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,26 +20,31 @@ class CommDtype(NamedTuple):
 CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 
 
+def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """`comm_dtype=` -> a dtype for each direction. Raises DtypeError for another value."""
+    pair = tuple(comm_dtype) if isinstance(comm_dtype, list | tuple) else (comm_dtype, comm_dtype)
+    if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
+        raise DtypeError(
+            f"comm_dtype is {comm_dtype!r}",
+            hint="a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)",
+        )
+    return pair
+
+
 def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
     """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind.
 
     >>> comm_dtype_of((torch.bfloat16, None), torch.float32)
     CommDtype(forward=torch.bfloat16, backward=torch.float32)
     """
-    pair = comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
-    if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
-        raise DtypeError(
-            f"comm_dtype is {comm_dtype!r}",
-            hint="a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)",
-        )
-    found = CommDtype(*(block if d is None else d for d in pair))
-    for dtype in found:
+    travels = CommDtype(*(block if d is None else d for d in comm_dtypes(comm_dtype)))
+    for dtype in travels:
         if dtype != block and _kind(dtype) != _kind(block):
             raise DtypeError(
                 f"blocks of {block} do not travel as {dtype}",
                 hint="floats travel as floats, complex numbers as complex ones, other dtypes unchanged",
             )
-    return found
+    return travels
 
 
 def _kind(dtype: torch.dtype) -> object:

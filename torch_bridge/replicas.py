@@ -14,15 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torch_bridge.autodiff.function import apply
-from torch_bridge.dtensor.function import local_block
-from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, mesh_of_ranks, process_mesh, takes_part
-from xshard import Mesh, Plan, Sharding, dtypes, replicas
+from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_mesh
+from xshard import Mesh, Plan, Sharding, replicas
 from xshard.replicas import ReplicaCheck
 
 
@@ -35,23 +32,14 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
     """
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
-    entering = _comparison(check, processes)
+    entering = comparison_of(check, processes)
     returning = None
     if plan.dst.is_linear:
         dual = plan.target.with_layout(plan.target.layout.dual)
-        returning = _comparison(check._replace(sharding=dual, cotangents=True), processes)
+        returning = comparison_of(check._replace(sharding=dual, cotangents=True), processes)
     x = Expect.apply(x, entering, None) if entering else x
     y = apply(executable, x)
     return Expect.apply(y, None, returning) if returning else y
-
-
-def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str, name: str) -> DTensor:
-    """Call `run`, the move of a DTensor; compares the blocks of `x`, and those of the result's gradient."""
-    _check_dtensor(x, text, name, cotangents=False)
-    y = run()
-    if y.requires_grad:
-        y.register_hook(lambda gradient: _check_dtensor(gradient, text, name, cotangents=True))
-    return y
 
 
 def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
@@ -71,18 +59,6 @@ def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Compa
         return entering, None
     dual = made.target.with_layout(made.target.layout.dual)
     return entering, comparison(dual, tuple(made.dst_devices), True)
-
-
-def _check_dtensor(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
-    if not takes_part(x.device_mesh):
-        return
-    processes = dtensor_mesh(x.device_mesh)
-    shape = tuple(x.shape)
-    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim, shape), processes.mesh, shape)
-    check = ReplicaCheck(sharding, processes.mesh, dtypes.name_of(x.dtype), text, cotangents, name)
-    comparison = _comparison(check, processes)
-    if comparison is not None:
-        comparison(local_block(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +113,8 @@ def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Ten
     return Collective("all_reduce", processes.group(axes), n, n, "max").run(values.reshape(-1), values.shape)
 
 
-def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Callable[[Tensor], object] | None:
+def comparison_of(check: ReplicaCheck, processes: ProcessMesh) -> Callable[[Tensor], object] | None:
+    """The comparison to call on a block; None if nothing of it is replicated."""
     if replicas.WATCH is not None:
         return partial(replicas.WATCH(check), dist.get_rank())
     return Comparison(check, processes.ranks, processes, processes) if check.axes else None

@@ -110,7 +110,7 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
 
     def after() -> None:
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        for name, gradient in xt.redistribute_many(gradients, sums, mesh).items():
+        for name, gradient in xt.redistribute(gradients, sums, mesh).items():
             model.get_parameter(name).grad = gradient
 
     return _step(model, after)

@@ -24,8 +24,7 @@ import xshard as xs
 from benchmarks.cases import Case
 from benchmarks.torch_calls import on_ranks
 from benchmarks.torch_redistribute import by_hand
-from torch_bridge.mesh.process_mesh import process_mesh
-from torch_bridge.planning import plan_of
+from torch_bridge.calls.move import MoveCall
 
 Row = dict[str, Any]
 WARM_UP = 3
@@ -111,8 +110,7 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     values = torch.arange(float(torch.Size(local).numel())).view(local) % 13 + first
     block = values.to(getattr(torch, case.dtype))
     text = f"{case.src} -> {case.dst}"
-    of_block = local, block.dtype, block.device
-    plan, part = plan_of(text, process_mesh(mesh), *of_block, case.shape, profile)
+    plan, part = MoveCall(text, mesh, case.shape, profile).plan((local, block.dtype, block.device))
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
     hand_written = by_hand.sequence(plan, part)
     if hand_written is not None:

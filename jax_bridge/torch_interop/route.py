@@ -22,7 +22,7 @@ from jax_bridge.arrays.stored import ArrayMesh, check_even
 from jax_bridge.specs import storage_layout, to_partition_spec
 from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
 from jax_bridge.torch_interop.devices import Ends
-from torch_bridge.between import redistribute_between
+from torch_bridge.redistribution import redistribute
 from xshard import Layout, Plan, Profile, XshardError, plan
 from xshard.errors import PlanError
 
@@ -119,7 +119,7 @@ def _jax_refuses(found: Plan, ends: Ends) -> str | None:
 
 def by_torch(block: Tensor | None, made: Plan) -> Tensor | None:
     """A block before the plan -> the block after it, where there is one; the plan's devices are ranks."""
-    return redistribute_between(None if block is None else block.detach(), made)
+    return redistribute(None if block is None else block.detach(), made)
 
 
 def by_jax(blocks: Blocks, made: Plan, devices: Mapping[int, jax.Device]) -> Blocks:

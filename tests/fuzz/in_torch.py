@@ -99,13 +99,13 @@ def _cross(trip: Trip) -> Moved:
     x, kind = own(trip.blocks, plan.src_devices), getattr(torch, plan.dtype)
     pulls = trip.cotangents is not None and (kind.is_floating_point or kind.is_complex)
     leaf = None if x is None else x.clone().requires_grad_(pulls)
-    y = xt.redistribute_between(leaf, plan, requires_grad=pulls)
+    y = xt.redistribute(leaf, plan, requires_grad=pulls)
     found = [array_of(y.detach().contiguous()).copy()] if rank in plan.dst_devices else [None]
     if trip.cotangents is None:
         return found, None
     cotangent = own(trip.cotangents, plan.dst_devices)
     if not pulls:
-        gradient = xt.redistribute_between(cotangent, plan.backward)
+        gradient = xt.redistribute(cotangent, plan.backward)
     else:
         y.backward(torch.zeros_like(y) if cotangent is None else cotangent)
         gradient = None if leaf is None else leaf.grad

@@ -337,4 +337,4 @@ def test_what_runs_on_one_mesh_refuses_a_plan_between_two():
     between = xs.plan("n/a -> n/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=3), shape=(6,))
     with pytest.raises(PlanError, match="leads from a=2 to b=3") as caught:
         sides(between)
-    assert caught.value.hint == "torch_bridge.redistribute_between runs it"
+    assert caught.value.hint == "torch_bridge.redistribute(x, plan) runs it"

@@ -219,9 +219,9 @@ def _swapped() -> list[tuple[str, str]]:
     found = []
     for move in (
         lambda v: xt.redistribute(v, "n/a d -> n d", MESH),
-        lambda v: xt.redistribute_many([v], "n/a d -> n d", MESH)[0],
-        lambda v: xt.redistribute_between(v, "n/a d -> n d", MESH, MESH, shape=(8, 3)),
-        lambda v: xt.redistribute_dtensor(dtensor, [Replicate()]).to_local(),
+        lambda v: xt.redistribute([v], "n/a d -> n d", MESH)[0],
+        lambda v: xt.redistribute(v, "n/a d -> n d", src_mesh=MESH, dst_mesh=MESH, shape=(8, 3)),
+        lambda v: xt.dtensor.redistribute(dtensor, [Replicate()]).to_local(),
     ):
         block.rows = move
         found.append(error_of(lambda: swapped(block, x)))

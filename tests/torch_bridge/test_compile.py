@@ -180,7 +180,7 @@ def _not_exported() -> None:
     placed = DTensor.from_local(x, named, [Shard(1)], run_check=False)
     for call, given, reason in (
         (compares, x, "compares on the host"),
-        (lambda v: xt.redistribute(v, "s n/a d -> s n d/a"), placed, "no redistribution of a DTensor"),
+        (lambda v: xt.redistribute(v, "s n/a d -> s n d/a"), placed, "plain tensors on one mesh"),
     ):
         with pytest.raises(xs.errors.PlanError, match=reason):
             torch.export.export(Calling(call), (given,))
@@ -195,7 +195,7 @@ def _between_graphs() -> None:
         return xt.redistribute(v * 2, pair, MESH) + 1
 
     def many(v: Tensor) -> Tensor:
-        return sum(xt.redistribute_many([v * 2, v * 3], "n/a d -> n d/a", MESH)) + 1
+        return sum(xt.redistribute([v * 2, v * 3], "n/a d -> n d/a", MESH)) + 1
 
     for function in (by_layouts, many):
         _agrees(torch.compile(function, backend="aot_eager"), function, x)
@@ -218,7 +218,7 @@ def _refused() -> list[str]:
         compiled(lambda v: torch.func.jvp(turn, (v,), (v,))),
         compiled(torch.func.grad(lambda v: turn(v).sum())),
         compiled(torch.func.vmap(turn, in_dims=0)),
-        compiled(lambda v: xt.redistribute_many([v], "n/a d -> n d/a", MESH)),
+        compiled(lambda v: xt.redistribute([v], "n/a d -> n d/a", MESH)),
     ]
     assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), "nothing is left behind"
     assert dist.get_world_size() == 2
@@ -237,7 +237,7 @@ def _in_turn(names: tuple[str, ...]) -> list[str]:
 def test_lengths_options_exports_and_what_torch_cannot_do() -> None:
     """Two ranks do all of it: compiling the first function takes them longer than all others."""
     names = ("_specialised", "_options", "_exported", "_not_exported", "_between_graphs")
-    parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "whose expression is text"]
+    parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "with an expression that is text"]
     parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
     for found in on_ranks(2, _in_turn, names):
         for part, text in zip(parts, found, strict=True):

@@ -143,10 +143,10 @@ def _several() -> None:
     """Several moves in one collective, and a move to another mesh."""
     blocks = _blocks("n/a d", "n/a d")
     wanted = _blocks("n d/a", "n d/a")
-    found = xt.redistribute_many(blocks, ["n/a d -> n d/a"] * 2, MESH)
+    found = xt.redistribute(blocks, ["n/a d -> n d/a"] * 2, MESH)
     assert all(map(torch.equal, found, wanted))
-    moved = xt.redistribute_between(
-        blocks[0], "n/a d -> n d/b", MESH, xs.Mesh(b=2), shape=(8, 8), dtype="float32"
+    moved = xt.redistribute(
+        blocks[0], "n/a d -> n d/b", src_mesh=MESH, dst_mesh=xs.Mesh(b=2), shape=(8, 8), dtype="float32"
     )
     assert torch.equal(moved, wanted[0])
 

@@ -181,7 +181,7 @@ def _redistributed() -> None:
             whole, mesh, xt.dtensor.to_placements(src, mesh, whole.shape), src_data_rank=None
         )
         x.requires_grad_()
-        for y in (xt.redistribute(x, expression), xt.redistribute_many([x.detach()] * 2, expression)[0]):
+        for y in (xt.redistribute(x, expression), xt.redistribute([x.detach()] * 2, expression)[0]):
             assert y.placements == xt.dtensor.to_placements(dst, mesh) and torch.equal(
                 y.full_tensor(), whole.mT
             )

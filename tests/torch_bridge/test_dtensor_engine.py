@@ -47,7 +47,7 @@ class Engine(threading.local):
         try:
             kept, expected = block.clone(), theirs(block, src, dst)
             x = DTensor.from_local(block, src.mesh, src.placements, shape=src.shape, stride=src.stride)
-            found = xt.redistribute_dtensor(x, dst.placements).to_local()
+            found = xt.dtensor.redistribute(x, dst.placements).to_local()
             what = f"{src.placements} -> {dst.placements} of {tuple(src.shape)}"
             assert torch.equal(block, kept), f"{what} wrote to its operand"
             assert found.dtype == expected.dtype, what

@@ -91,7 +91,7 @@ def _many_calls() -> tuple[int, int]:
 
     def dtensor_calls(rounds: int) -> None:
         for _ in range(rounds):
-            torch.autograd.grad(xt.redistribute_dtensor(dtensor, [Replicate()]).sum(), dtensor)
+            torch.autograd.grad(xt.dtensor.redistribute(dtensor, [Replicate()]).sum(), dtensor)
 
     used = []
     for _ in range(2):  # the first calls make what is kept: plans, groups, pools of threads and memory

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, numbers, on_ranks
+from torch_bridge.calls.move import MoveCall, _executable, links_along
 from torch_bridge.mesh import machine as rooms
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
-from torch_bridge.planning import executable_for, executable_of, links_along
 from xshard.cost.machine import LAUNCHERS
 
 MESH = xs.Mesh(a=2)
@@ -35,13 +35,13 @@ def _named() -> tuple[str, str, str, int]:
     assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH, profile="tpu_v5e"))
     product = xt.einsum("n/a d, d e -> n/a e", x, torch.eye(4), mesh=MESH)
     assert torch.equal(product, x)
-    move = functools.partial(xt.redistribute, expression="n/a d -> n d/a", mesh=MESH)
+    move = functools.partial(xt.redistribute, layouts="n/a d -> n d/a", mesh=MESH)
     assert torch.equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), y)
-    asked = "n/a d -> n d/a", MESH, (2, 4), torch.float32, CPU, None
-    before = executable_of.cache_info().misses
+    call, before = MoveCall("n/a d -> n d/a", MESH), _executable.cache_info().misses
     with xs.use_profile("tpu_v5e"):
         xt.redistribute(x.detach(), "n/a d -> n d/a", MESH)
-    return found, agreed, executable_of(*asked).plan.profile.name, executable_of.cache_info().misses - before
+    planned = call.executable(((2, 4), torch.float32, CPU)).plan.profile.name
+    return found, agreed, planned, _executable.cache_info().misses - before
 
 
 def test_all_ranks_plan_for_what_the_first_has_found() -> None:
@@ -68,7 +68,7 @@ def test_the_store_is_asked_once() -> None:
 def _plans_for_nodes_of_two() -> bool:
     """The links of four ranks on two nodes, by axis; also of a part of them, and in another order."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    plan = executable_for(torch.ones(2, 4), "n/(a,b) d -> n d", xs.Mesh(a=2, b=2), None, "auto").plan
+    plan = MoveCall("n/(a,b) d -> n d", xs.Mesh(a=2, b=2)).executable_for(torch.ones(2, 4)).plan
     profile, rank = plan.profile, dist.get_rank()
     assert "priced for gloo:2" in str(plan) and xs.Plan.from_json(plan.to_json()) == plan
     assert profile.link("a", plan.mesh) == profile.across and profile.link("b", plan.mesh) == profile.default

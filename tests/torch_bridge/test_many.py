@@ -54,7 +54,7 @@ def _alone_and_together() -> None:
     xs_, texts = _blocks()
     for most in (None, 300, 1):
         alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
-        together = xt.redistribute_many(xs_, texts, MESH, bucket_bytes=most)
+        together = xt.redistribute(xs_, texts, MESH, bucket_bytes=most)
         assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
         losses = (sum((y**2).sum() for y in ys) for ys in (together, alone))
         first, second = (torch.autograd.grad(loss, xs_, create_graph=True) for loss in losses)
@@ -62,7 +62,7 @@ def _alone_and_together() -> None:
         third, fourth = (torch.autograd.grad(sum((g**2).sum() for g in gs), xs_) for gs in (first, second))
         assert all(torch.equal(a, b) for a, b in zip(third, fourth, strict=True))
     alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
-    together = xt.redistribute_many(xs_, texts, MESH)
+    together = xt.redistribute(xs_, texts, MESH)
     for y in together:
         y.add_(1)  # a tensor of its own
     assert all(torch.equal(a, b + 1) for a, b in zip(together, alone, strict=True))
@@ -76,16 +76,16 @@ def _counted() -> tuple[list[int], ...]:
     names = [f"layer{i}" for i in range(6)]
     model = {name: torch.ones(4, 2 + i, requires_grad=True) for i, name in enumerate(names)}
     with Meter() as forward:
-        moved = xt.redistribute_many(model, "n/a d -> n d | copy(a)", MESH)
+        moved = xt.redistribute(model, "n/a d -> n d | copy(a)", MESH)
     assert list(moved) == names and all(moved[name].shape == (8, 2 + i) for i, name in enumerate(names))
     with Meter() as backward:
         sum(y.sum() for y in moved.values()).backward()
     assert all(torch.equal(x.grad, torch.full_like(x, 2)) for x in model.values())
     with Meter() as bucketed:
-        xt.redistribute_many(model, "n/a d -> n d | copy(a)", MESH, bucket_bytes=300)
+        xt.redistribute(model, "n/a d -> n d | copy(a)", MESH, bucket_bytes=300)
     mixed = [torch.ones(4, 2), torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 3)]
     with Meter() as by_dtype:
-        ys = xt.redistribute_many(mixed, ["n/a d -> n d", "n/a d -> n d", "n/b d -> n d"], MESH)
+        ys = xt.redistribute(mixed, ["n/a d -> n d", "n/a d -> n d", "n/b d -> n d"], MESH)
     assert [y.dtype for y in ys] == [x.dtype for x in mixed]
     return forward.received, backward.received, bucketed.received, by_dtype.received
 
@@ -103,7 +103,7 @@ def _functional() -> None:
     values = [block_of(numbers(8, 4) % 5, text.partition(" ->")[0], MESH) for text in texts]
 
     def together(*blocks: Tensor) -> Tensor:
-        return sum((y**2).sum() for y in xt.redistribute_many(blocks, texts, MESH))
+        return sum((y**2).sum() for y in xt.redistribute(blocks, texts, MESH))
 
     def alone(*blocks: Tensor) -> Tensor:
         return sum((xt.redistribute(x, t, MESH) ** 2).sum() for x, t in zip(blocks, texts, strict=True))
@@ -128,12 +128,12 @@ def _uneven() -> None:
     rows = [2, 2, 2, 1][rank]
     x, y = torch.arange(rows * 3.0).view(rows, 3), torch.arange(4.0).view(1, 4) + rank
     mesh = xs.Mesh(a=4)
-    moved = xt.redistribute_many([x, y], "n/a d -> n d", mesh, shapes=[(7, 3), None])
+    moved = xt.redistribute([x, y], "n/a d -> n d", mesh, shape=[(7, 3), None])
     assert torch.equal(moved[0], xt.redistribute(x, "n/a d -> n d", mesh, shape=(7, 3)))
     assert torch.equal(moved[1], xt.redistribute(y, "n/a d -> n d", mesh))
-    narrow = xt.redistribute_many([y / 3], ["n/a d -> n d"], mesh, comm_dtype=torch.bfloat16)[0]
+    narrow = xt.redistribute([y / 3], ["n/a d -> n d"], mesh, comm_dtype=torch.bfloat16)[0]
     assert torch.equal(narrow, xt.redistribute(y / 3, "n/a d -> n d", mesh, comm_dtype=torch.bfloat16))
-    assert xt.redistribute_many([], [], mesh) == [] and xt.redistribute_many({}, {}, mesh) == {}
+    assert xt.redistribute([], [], mesh) == [] and xt.redistribute({}, {}, mesh) == {}
 
 
 def test_uneven_blocks_and_casts() -> None:
@@ -144,7 +144,7 @@ def _trees() -> None:
     rank = dist.get_rank()
     x, y, z = (block_of(numbers(8, 4 + i), "n/a d", MESH) for i in range(3))
     tree = {"layers": [{"w": x, "b": (y, z)}, {"w": z}], "head": y}
-    moved = xt.redistribute_many(tree, "n/a d -> n d", MESH)
+    moved = xt.redistribute(tree, "n/a d -> n d", MESH)
     alone = [xt.redistribute(v, "n/a d -> n d", MESH) for v in (x, y, z, z, y)]
     same_structure = {"layers": [{"w": 0, "b": (1, 2)}, {"w": 3}], "head": 4}
     assert tree_structure(moved) == tree_structure(same_structure)
@@ -152,19 +152,19 @@ def _trees() -> None:
     # One expression in the place of a branch is for all of it; so are shapes.
     turned = "n/a d -> n d/a"
     texts = {"layers": ["n/a d -> n d", {"w": turned}], "head": turned}
-    moved = xt.redistribute_many(tree, texts, MESH, shapes={"layers": None, "head": (8, 5)})
+    moved = xt.redistribute(tree, texts, MESH, shape={"layers": None, "head": (8, 5)})
     assert torch.equal(moved["layers"][0]["b"][1], alone[2])
     assert torch.equal(moved["layers"][1]["w"], xt.redistribute(z, turned, MESH))
     assert torch.equal(moved["head"], xt.redistribute(y, turned, MESH, shape=(8, 5)))
     rules = xs.Rules({"layers.*.b.**": "n/a d -> n d", "**.w|head": turned})
-    by_rules = xt.redistribute_many(tree, rules, MESH)
+    by_rules = xt.redistribute(tree, rules, MESH)
     assert torch.equal(by_rules["layers"][0]["b"][1], alone[2])
     assert torch.equal(by_rules["head"], xt.redistribute(y, turned, MESH))
     inner = {"layers": xs.Rules({"*.w": turned, "**": "n/a d -> n d"}), "head": turned}
-    assert all(map(torch.equal, tree_leaves(xt.redistribute_many(tree, inner, MESH)), tree_leaves(by_rules)))
-    assert torch.equal(xt.redistribute_many((x,), [("n/a d", "n d")], MESH)[0], alone[0])
+    assert all(map(torch.equal, tree_leaves(xt.redistribute(tree, inner, MESH)), tree_leaves(by_rules)))
+    assert torch.equal(xt.redistribute((x,), [("n/a d", "n d")], MESH)[0], alone[0])
     in_flight = xt.redistribute(x.requires_grad_(), "n/a d -> n d | copy(a)", MESH, async_op=True)
-    (y,) = xt.redistribute_many([in_flight], "n d -> n/b d", MESH)
+    (y,) = xt.redistribute([in_flight], "n d -> n/b d", MESH)
     assert y.shape == (4, 4) and torch.autograd.grad(y.sum(), x)[0].sum() == 16 * 2, rank
 
 
@@ -182,7 +182,7 @@ def _dtensors() -> None:
     texts = {name: "n/a d -> n d/b" if x.ndim == 2 else "n/a -> n" for name, x in state.items()}
     state["steps"], texts["steps"] = torch.tensor(3), "() -> ()"
     with Meter() as meter:
-        together = xt.redistribute_many(state, texts, MESH)
+        together = xt.redistribute(state, texts, MESH)
     assert len(meter.received) == 2  # all-gathers, and an exchange of 7 rows
     for name, y in together.items():
         alone = xt.redistribute(state[name], texts[name], None if isinstance(y, DTensor) else MESH)
@@ -192,7 +192,7 @@ def _dtensors() -> None:
             assert torch.equal(y.full_tensor(), state[name].full_tensor())
 
     def both(x: DTensor, text: str, **options: Any) -> tuple[DTensor, DTensor]:
-        return xt.redistribute_many([x], text, **options)[0], xt.redistribute(x, text, **options)
+        return xt.redistribute([x], text, **options)[0], xt.redistribute(x, text, **options)
 
     narrow = both(state["1.weight"] / 3, "n/a d -> n d", comm_dtype=torch.float32)
     assert narrow[0].dtype == torch.float64 and torch.equal(*narrow)
@@ -200,7 +200,7 @@ def _dtensors() -> None:
     assert torch.equal(*both(largest, "n | max(a) -> n"))
     leaf = distribute_tensor(torch.ones(4, 4), mesh, rows).requires_grad_()
     texts = {"largest": "n | max(a) -> n", "leaf": "n/a d -> n d/b"}
-    y = xt.redistribute_many({"largest": largest, "leaf": leaf}, texts)
+    y = xt.redistribute({"largest": largest, "leaf": leaf}, texts)
     (y["leaf"] ** 2).sum().backward()
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 4), 2.0))
 
@@ -213,16 +213,14 @@ def _debugged() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     x = torch.full((2,), float(rank), requires_grad=True)
     tree = {"w": torch.ones(2), ("b" if rank else "v"): x}
-    found = [error_of(lambda: xt.redistribute_many(tree, "n/a -> n", MESH, debug=True))]
+    found = [error_of(lambda: xt.redistribute(tree, "n/a -> n", MESH, debug=True))]
     texts = {"w": "n/a -> n", "b": "n/a -> n" if rank else "n/b -> n"}
     tree = {"w": torch.ones(2), "b": x}
-    found += [error_of(lambda: xt.redistribute_many(tree, texts, MESH, debug=True))]
-    found += [error_of(lambda: xt.redistribute_many(tree, "n -> n/a", MESH, check_replicated=True))]
-    whole = xt.redistribute_many([x.detach().requires_grad_()], "n/(a,b) -> n", MESH, check_replicated=True)[
-        0
-    ]
+    found += [error_of(lambda: xt.redistribute(tree, texts, MESH, debug=True))]
+    found += [error_of(lambda: xt.redistribute(tree, "n -> n/a", MESH, check_replicated=True))]
+    whole = xt.redistribute([x.detach().requires_grad_()], "n/(a,b) -> n", MESH, check_replicated=True)[0]
     found += [error_of(lambda: (whole * rank).sum().backward())]
-    y = xt.redistribute_many(tree, "n/(a,b) -> n", MESH, debug=True, check_replicated=True)
+    y = xt.redistribute(tree, "n/(a,b) -> n", MESH, debug=True, check_replicated=True)
     assert y["b"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and still_connected()
     return found
 
@@ -244,18 +242,18 @@ def _errors() -> list[tuple[str, str]]:
     x = torch.ones(4, 4)
     tree = {"w": x, "parts": [x, torch.ones(3)]}
     found = [
-        error_of(lambda: xt.redistribute_many(tree, "n/a d -> n d", MESH)),
-        error_of(lambda: xt.redistribute_many({"w": x, "lr": 0.1}, "n/a d -> n d", MESH)),
-        error_of(lambda: xt.redistribute_many(tree, {"w": "n/a d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute_many(tree, {"w": "n d -> n d", "parts": ["n -> n"]}, MESH)),
-        error_of(lambda: xt.redistribute_many(tree, "n/q d -> n d", MESH, check_replicated=True)),
-        error_of(lambda: xt.redistribute_many(tree, "n/a d -> n d")),
-        error_of(lambda: xt.redistribute_many([x], 8, MESH)),
-        error_of(lambda: xt.redistribute_many([x], {"w": "n d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute_many([x, x], ["n/a d -> n d"], MESH)),
-        error_of(lambda: xt.redistribute_many({"w": x}, {"v": "n/a d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute_many([x], "n/a d -> n d", MESH, shapes=[(8, 4), (8, 4)])),
-        error_of(lambda: xt.redistribute_many(tree, xs.Rules({"w": "n/a d -> n d", "v": "n -> n"}), MESH)),
+        error_of(lambda: xt.redistribute(tree, "n/a d -> n d", MESH)),
+        error_of(lambda: xt.redistribute({"w": x, "lr": 0.1}, "n/a d -> n d", MESH)),
+        error_of(lambda: xt.redistribute(tree, {"w": "n/a d -> n d"}, MESH)),
+        error_of(lambda: xt.redistribute(tree, {"w": "n d -> n d", "parts": ["n -> n"]}, MESH)),
+        error_of(lambda: xt.redistribute(tree, "n/q d -> n d", MESH, check_replicated=True)),
+        error_of(lambda: xt.redistribute(tree, "n/a d -> n d")),
+        error_of(lambda: xt.redistribute([x], 8, MESH)),
+        error_of(lambda: xt.redistribute([x], {"w": "n d -> n d"}, MESH)),
+        error_of(lambda: xt.redistribute([x, x], ["n/a d -> n d"], MESH)),
+        error_of(lambda: xt.redistribute({"w": x}, {"v": "n/a d -> n d"}, MESH)),
+        error_of(lambda: xt.redistribute([x], "n/a d -> n d", MESH, shape=[(8, 4), (8, 4)])),
+        error_of(lambda: xt.redistribute(tree, xs.Rules({"w": "n/a d -> n d", "v": "n -> n"}), MESH)),
     ]
     assert still_connected()
     return found
@@ -267,15 +265,15 @@ def test_errors_say_which() -> None:
     expected = [
         ("ShapeError", "leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
         ("XshardError", "leaf 'lr' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
-        ("PlanError", "tensors and expressions differ at 'parts'"),
-        ("PlanError", "1 expressions for 2 tensors"),
+        ("PlanError", "tensors and layouts differ: keys 'w', 'parts', and keys 'w'"),
+        ("PlanError", "tensors at 'parts' and layouts differ: 2 items, and 1 items"),
         ("NotationError", "leaf 'w': unknown mesh axis 'q'"),
         ("MeshError", "leaf 'w': a tensor needs a mesh"),
         ("NotationError", "leaf '0': 8 is no expression"),
-        ("PlanError", "1 expressions for 1 tensors"),
-        ("PlanError", "1 expressions for 2 tensors"),
-        ("PlanError", "tensors and expressions differ at 'w'"),
-        ("PlanError", "2 shapes for 1 tensors"),
+        ("PlanError", "tensors and layouts differ: 1 items, and keys 'w'"),
+        ("PlanError", "tensors and layouts differ: 2 items, and 1 items"),
+        ("PlanError", "tensors and layouts differ: keys 'w', and keys 'v'"),
+        ("PlanError", "tensors and shapes differ: 1 items, and 2 items"),
         ("XshardError", "no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
     ]
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):

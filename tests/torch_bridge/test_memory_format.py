@@ -87,9 +87,7 @@ def _in_every_way() -> None:
     wide, turned = (xt.redistribute(x, text, MESH) for text in (halo, turn))
     x = x.to(memory_format=last)
     assert torch.equal(xt.redistribute(x, turn, MESH, async_op=True).wait(), turned)
-    assert all(
-        map(torch.equal, xt.redistribute_many([x, x, x], [halo, turn, turn], MESH), [wide, turned, turned])
-    )
+    assert all(map(torch.equal, xt.redistribute([x, x, x], [halo, turn, turn], MESH), [wide, turned, turned]))
     assert torch.equal(xt.nn.HaloExchange(1, axis="a", mesh=MESH)(x), wide)
     moved = torch.func.vmap(lambda v: xt.redistribute(v, "c s/a w -> c/a s w", MESH))(x)
     assert torch.equal(moved, turned)
@@ -164,7 +162,7 @@ def _other_numbers_in_memory() -> list[tuple[str, str]]:
     calls = [lambda x=x: xt.redistribute(x, "n/a d -> n d", MESH) for x in sparse]
     calls += [lambda: looked_up.sum().backward()]
     with pytest.raises(xs.errors.ShapeError, match=r"^leaf 'odd': "):
-        xt.redistribute_many({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
+        xt.redistribute({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
     return [error_of(call) for call in calls]
 
 

@@ -26,17 +26,23 @@ def _alone() -> None:
                 ends = zip(parse_expression(text), (whole, made), strict=True)
                 src, dst = (xs.Sharding(end, GRID, at).local_shape(rank) for end, at in ends)
                 x = torch.empty(src, device="meta", dtype=torch.bfloat16, requires_grad=True)
-                move = functools.partial(xt.redistribute, expression=text, mesh=GRID, shape=whole)
+                move = functools.partial(xt.redistribute, layouts=text, mesh=GRID, shape=whole)
                 assert torch.func.vmap(move)(x.detach().expand(3, *src)).shape == (3, *dst)
-                many = xt.redistribute_many([x, x], text, GRID, shapes=[whole, whole])
+                many = xt.redistribute([x, x], text, GRID, shape=[whole, whole])
                 for y in (move(x, async_op=True).wait(), move(x, check_replicated=True), *many):
                     assert y.is_meta and y.shape == dst and y.dtype == torch.bfloat16, text
                     (gradient,) = torch.autograd.grad(y.sum(), x)
                     assert gradient.is_meta and gradient.shape == src, text
     assert still_connected()
     empty = torch.empty(4, 6, device="meta", dtype=torch.uint16) if rank < 2 else None
-    y = xt.redistribute_between(
-        empty, "n/a d -> n d/a", xs.Mesh(a=2), xs.Mesh(a=4), shape=(8, 6), dtype=torch.uint16, device="meta"
+    y = xt.redistribute(
+        empty,
+        "n/a d -> n d/a",
+        src_mesh=xs.Mesh(a=2),
+        dst_mesh=xs.Mesh(a=4),
+        shape=(8, 6),
+        dtype=torch.uint16,
+        device="meta",
     )
     assert y.is_meta and y.shape == (8, [2, 2, 2, 0][rank]) and y.dtype == torch.uint16
     for text in ("n/a d -> n/a:halo(1,1,constant(2)) d", "n/a d -> n d/a", "n d | sum(a) -> n/a d"):

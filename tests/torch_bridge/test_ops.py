@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "numbers": (
         lambda: xt.redistribute([1.0], TURN, MESH),
         "XshardError",
-        ("x is [1.0], not a tensor\n  redistribute_many moves the tensors of lists and dicts",),
+        ("leaf '0' is 1.0, not a tensor\n  torch.as_tensor() makes one of it",),
     ),
     "array": (
         lambda: xt.ops.all_gather(X.numpy(), 0, "tp", MESH, grad="sum"),  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "module": (
         lambda: xt.redistribute(torch.nn.ReLU(), TURN, MESH),
         "XshardError",
-        ("x is ReLU(), not a tensor\n  redistribute_many moves dict(module.named_parameters())",),
+        ("x is ReLU(), not a tensor\n  pass dict(module.named_parameters())",),
     ),
     "expression before the tensor": (
         lambda: xt.redistribute(TURN, X, MESH),
@@ -180,9 +180,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         ("a halo of width 1.5",),
     ),
     "tensor for placements": (
-        lambda: xt.redistribute_dtensor(X, []),  # type: ignore[arg-type]
+        lambda: xt.dtensor.redistribute(X, []),  # type: ignore[arg-type]
         "XshardError",
-        (" is no DTensor\n  redistribute(x, expression, mesh) moves tensors",),
+        (" is no DTensor\n  redistribute(x, layouts, mesh) moves tensors",),
     ),
 }
 TAKEN: list[Callable[[], Any]] = [

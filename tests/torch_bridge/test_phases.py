@@ -62,9 +62,9 @@ def _in_phases() -> None:
                 assert np.array_equal(y, want[device]), (expression, ranks)
                 assert y.is_contiguous() and not y._is_view()
         x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[rank]))
-        for y in xt.redistribute_many([x, x], [plan, plan], mesh):
+        for y in xt.redistribute([x, x], [plan, plan], mesh):
             assert np.array_equal(y, want[rank]), expression
-    move = functools.partial(xt.redistribute, expression=plan, mesh=mesh)
+    move = functools.partial(xt.redistribute, layouts=plan, mesh=mesh)
     assert np.array_equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), want[rank])
 
 

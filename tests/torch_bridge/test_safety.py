@@ -178,7 +178,7 @@ def _between_two_meshes() -> list[tuple[str, str]]:
     def move(expression: str = "n/a d -> n d/b", rows: int = 4, **options: Any) -> Callable[[], Any]:
         x = torch.ones(rows, 6) if rank < 2 else None
         arguments = {"shape": (8, 6), "dtype": torch.float32, **options}
-        return lambda: xt.redistribute_between(x, expression, src, dst, debug=True, **arguments)
+        return lambda: xt.redistribute(x, expression, src_mesh=src, dst_mesh=dst, debug=True, **arguments)
 
     said = [
         error_of(move("n/a d -> n/b d") if rank == 3 else move()),
@@ -300,13 +300,13 @@ def _errors_of_python() -> None:
 
     def across() -> Any:
         ends = {"src_mesh": pair, "dst_mesh": xs.Mesh(b=2), "dst_devices": (1, 0)}
-        return xt.redistribute_between(x, xs.plan("n/a d -> n d/b", shape=(4, 4), **ends))
+        return xt.redistribute(x, xs.plan("n/a d -> n d/b", shape=(4, 4), **ends))
 
     calls = {
         "step 1 of 1, 'all_gather d/a', of 'n d/a -> n d'": [
             lambda: xt.redistribute(x, "n d/a -> n d", pair),
             lambda: xt.redistribute(x, "n d/a -> n d", pair, async_op=True).wait(),
-            lambda: xt.redistribute_many([x, x], "n d/a -> n d", pair),
+            lambda: xt.redistribute([x, x], "n d/a -> n d", pair),
         ],
         "step 1 of 1, 'all_to_all n/a -> d/a', of 'n/a d -> n d/a'": [
             lambda: xt.redistribute(x, "n/a d -> n d/a", pair)

@@ -42,11 +42,13 @@ def _all_kinds() -> None:
             assert torch.equal(gradient, torch.from_numpy(reference.run(plan.backward, cotangent)[rank]))
 
     for_each(EXPRESSIONS, compare)
-    many = xt.redistribute_many({"x": block_of(x, "n/a d", MESH)}, "n/a d -> n d", MESH)
+    many = xt.redistribute({"x": block_of(x, "n/a d", MESH)}, "n/a d -> n d", MESH)
     assert torch.equal(many["x"], torch.from_numpy(x))
     other = torch.distributed.device_mesh.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
     block, whole = block_of(x, "n/a d", MESH), {"shape": (8, 4), "dtype": torch.float64}
-    kind, text = error_of(lambda: xt.redistribute_between(block, "n/a d -> n/a d", MESH, other, **whole))
+    kind, text = error_of(
+        lambda: xt.redistribute(block, "n/a d -> n/a d", src_mesh=MESH, dst_mesh=other, **whole)
+    )
     assert kind == "MeshError" and "ranks that are threads" in text and "torch_bridge.run_ranks" in text
 
 

@@ -129,7 +129,7 @@ def _bits() -> list[tuple[str, str]]:
         for text in ("n/a d -> n d", "n/a d -> n d/a", "n/a d -> n/a:halo(1,3) d", "n/a d -> n/a d"):
             expected = xt.redistribute(values, text, MESH)
             found = xt.redistribute(values.view(dtype), text, MESH)
-            many = xt.redistribute_many([values.view(dtype)] * 2, text, MESH)
+            many = xt.redistribute([values.view(dtype)] * 2, text, MESH)
             assert all(
                 y.dtype == dtype and torch.equal(y.view(torch.uint8), expected) for y in (found, *many)
             )

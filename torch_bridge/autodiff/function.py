@@ -6,16 +6,16 @@ the plan between the dual layouts, and runs through the same Function, so that d
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_bridge.lower.executable import Executable
+
+_unwrap = torch._C._functorch.unwrap_if_dead  # a tensor that outlives its transform
 
 
 class Map(Protocol):
@@ -38,29 +38,6 @@ class Map(Protocol):
     def batched(self, n: int) -> Map: ...
 
 
-class _AsGiven(inspect.Signature):
-    """The signature of a function without defaults: arguments are bound as they are.
-
-    `Function.apply` binds at every call, which otherwise takes longer than the rest of it.
-    """
-
-    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
-        return _Bound(args, kwargs)
-
-
-class _Bound(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def apply_defaults(self) -> None:
-        """There are none."""
-
-
-def _bound_as_given(forward: Any) -> Any:
-    forward.__signature__ = _AsGiven.from_callable(forward)
-    return forward
-
-
 class Redistribute(torch.autograd.Function):
     """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable.
 
@@ -68,8 +45,14 @@ class Redistribute(torch.autograd.Function):
     shares.
     """
 
+    @classmethod
+    def apply(cls, executable: Map, *blocks: Tensor) -> Any:
+        """As `Function.apply`, without binding arguments: that takes longer than the rest of it."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(executable, *blocks)
+        return super(torch.autograd.Function, cls).apply(executable, *map(_unwrap, blocks))
+
     @staticmethod
-    @_bound_as_given
     def forward(executable: Map, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]:
         return executable(*blocks)
 
@@ -84,7 +67,10 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         executable = ctx.executable
         if executable.is_linear:
-            return None, *_as_tuple(Redistribute.apply(executable.backward, *gradients))
+            back = executable.backward
+            is_recorded = torch.is_grad_enabled() or is_transformed()
+            found = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
+            return None, *((found,) if isinstance(found, Tensor) else found)
         cotangent = executable.winners[2]
         return None, Redistribute.apply(cotangent, *gradients) * _shares(executable, *ctx.saved_tensors)
 
@@ -128,7 +114,3 @@ def apply(executable: Executable, block: Tensor) -> Tensor:
 def is_transformed() -> bool:
     """Whether torch.func or forward mode is active; their tensors require no gradient."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return (found,) if isinstance(found, Tensor) else found

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.domain_parallel import domain_parallel
@@ -30,6 +29,7 @@ from torch_bridge.nn.layers import layer_of, same_state
 from torch_bridge.nn.placed import Placement, placed_as, record
 from torch_bridge.nn.resample import interpolate
 from torch_bridge.ops import Grad, all_gather, halo_exchange
+from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError
 from xshard.ops import HaloWidth
@@ -229,7 +229,7 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
     manager = _sharding_manager(manager)
     if manager is not None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        means = redistribute_many(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
+        means = redistribute(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean)
 

@@ -1,7 +1,4 @@
-"""`einsum`: the public verb, and its DTensors.
-
-Decides whether a compiler records the call or this process runs it now, and what autocast means.
-"""
+"""`einsum`: the public verb, and its DTensors."""
 
 from __future__ import annotations
 
@@ -10,22 +7,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
-from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.planning import HINT, Asked, Block, check_number, executable_of, plan_of
-from torch_bridge.dtensor.function import as_dtensor
-from torch_bridge.dtensor.placements import local_of, to_placements
+from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, world
+from torch_bridge.mesh.process_mesh import MeshLike
 from xshard import Profile
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
@@ -85,84 +76,77 @@ def einsum(
         raise PlanError(f"save is {save!r}", hint='"used": operands where they are contracted, or "given"')
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
-    options: dict[str, Any] = {"mesh": mesh, "shape": shape, "sizes": sizes, "profile": profile}
-    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype, "overlap": overlap}
+    options: dict[str, Any] = {"shape": shape, "sizes": sizes, "profile": profile, "overlap": overlap}
+    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype}
     if torch.compiler.is_compiling():
-        from torch_bridge.contractions import compiled  # slow: it imports torch._dynamo, half a second
+        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
-        return compiled.einsum_recorded(expression, operands, save, async_op, options)
+        blocks = list(map(_autocast, operands))
+        if compiled.is_recorded(blocks, expression, mesh, profile):
+            return compiled.recorded("einsum", blocks, expression, mesh, options | {"save": save}, async_op)
+        options |= {"mesh": mesh, "save": save, "async_op": async_op}
+        return compiled.eagerly(einsum, expression, *operands, **options)
     check_not_swapped()
-    asked, blocks = Asked.of(expression, **options), list(operands)
+    call, blocks = EinsumCall.of(expression, mesh, **options), list(operands)
     if not all(isinstance(x, Tensor) for x in blocks):
-        check_number(asked.contraction, blocks)
+        check_number(call.contraction, blocks)
         blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
-    run = _of_dtensors if any(isinstance(x, DTensor) for x in blocks) else _of_blocks
-    return run(asked, blocks, save == "used", async_op)
+    if any(map(is_dtensor, blocks)):
+        if async_op:
+            raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
+        return _of_dtensors(call, blocks, save == "used")
+    return _of_blocks(call, blocks, save == "used", async_op)
 
 
-def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) -> Tensor | PendingTensor:
-    check_world()
+def _of_blocks(
+    call: EinsumCall, blocks: list[Tensor], keeps: bool, async_op: bool = False
+) -> Tensor | PendingTensor:
     for x in blocks:
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
-        blocks = list(map(autocast, blocks))
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-    facts = tuple((x.shape, x.dtype, x.device) for x in blocks)
+        blocks = list(map(_autocast, blocks))
     if desync.ALWAYS:
-        _compare(asked, facts, differentiated)
-    fake = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
-    if fake is None:
-        return executable_of(asked, facts, differentiated, world())(blocks, keeps, async_op)
-    with fake:  # the tensors that an executable keeps are fake too: it is not cached
-        executable = executable_of.__wrapped__(asked, facts, differentiated, world())
-    return executable(blocks, keeps, async_op)
+        desync.compare_call(call.mesh, call.contraction.text, lambda: call.facts(blocks))
+    return call.executable(blocks)(blocks, keeps, async_op)
 
 
-def _compare(asked: Asked, blocks: tuple[Block, ...], differentiated: bool) -> None:
-    """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
-
-    def facts() -> CallFacts:
-        plan, processes = plan_of(asked, blocks)
-        own = {"blocks": str([tuple(shape) for shape, *_ in blocks])}
-        within = {"shapes": str(plan.shapes), "dtype": str(blocks[0][1]), "plan": plan.local}
-        within |= {"requires_grad": str(differentiated), "comm_dtype": str(asked.comm_dtype)}
-        within["rounds"] = str([part.ring and part.ring.key for part in plan.parts])
-        everywhere = {"expression": plan.text, "mesh": repr(asked.mesh)}
-        return CallFacts(everywhere, within, processes.ranks, own)
-
-    ranks = callers(asked.mesh)
-    if dist.get_rank() in ranks:  # no rank waits for one outside, which raises later
-        compare_ranks(ranks, asked.contraction.text, facts)
-
-
-def autocast(x: Tensor) -> Tensor:
+def _autocast(x: Any) -> Any:
     """The block in the dtype in which autocast multiplies, cast before it travels."""
-    kind = x.device.type
-    if not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
         return x
+    kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _of_dtensors(asked: Asked, operands: list[Tensor], keeps: bool, async_op: bool) -> Tensor:
-    given, placed = asked.contraction, [x for x in operands if isinstance(x, DTensor)]
-    mesh = placed[0].device_mesh
-    if async_op:
-        raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
-    check_number(given, operands)
-    if len(placed) < len(operands) or any(x.device_mesh != mesh for x in placed):
-        raise MeshError("not all operands are DTensors of one mesh", text=given.text, hint="all or none are")
-    if asked.mesh not in (None, mesh):
-        raise MeshError(f"the DTensors are on {mesh!r}, not on {asked.mesh!r}", hint="leave the mesh out")
-    shapes = shapes_of(given, None, [tuple(x.shape) for x in placed])
-    if asked.shapes not in (None, shapes):
-        what = f"the DTensors have shapes {shapes}, not {asked.shapes}"
-        raise ShapeError(what, text=given.text, hint="leave sizes= and shape= out")
-    ends = [*zip(given.operands, shapes, strict=True)]
-    lengths = {name: n for layout, shape in ends for name, n in zip(layout.names, shape, strict=True)}
-    shape = tuple(lengths[name] for name in given.result.names)
-    to_placements(given.result, mesh, shape)  # raises where no DTensor is placed so
-    spans = text_spans(given.text).layouts
-    each = zip(placed, given.operands, spans, strict=False)
-    blocks = [local_of(x, layout, given.text, span) for x, layout, span in each]
-    y = _of_blocks(asked._replace(mesh=mesh, shapes=shapes), blocks, keeps, False)
-    return as_dtensor(as_tensor(y), given.result, mesh, shape)
+def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
+    from torch_bridge.dtensor.function import as_dtensor
+    from torch_bridge.dtensor.placements import local_of, to_placements
+
+    contraction = call.contraction
+    dtensors: list[Any] = list(filter(is_dtensor, operands))
+    mesh = dtensors[0].device_mesh
+    check_number(contraction, operands)
+    if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
+        raise MeshError(
+            "not all operands are DTensors of one mesh", text=contraction.text, hint="all or none are"
+        )
+    if call.mesh not in (None, mesh):
+        raise MeshError(f"the DTensors are on {mesh!r}, not on {call.mesh!r}", hint="leave the mesh out")
+    shapes = shapes_of(contraction, None, [tuple(x.shape) for x in dtensors])
+    if call.shapes not in (None, shapes):
+        what = f"the DTensors have shapes {shapes}, not {call.shapes}"
+        raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
+    lengths = {
+        name: n
+        for layout, shape in zip(contraction.operands, shapes, strict=True)
+        for name, n in zip(layout.names, shape, strict=True)
+    }
+    shape = tuple(lengths[name] for name in contraction.result.names)
+    to_placements(contraction.result, mesh, shape)  # raises if no DTensor is placed so
+    spans = text_spans(contraction.text).layouts
+    blocks = [
+        local_of(x, layout, contraction.text, span)
+        for x, layout, span in zip(dtensors, contraction.operands, spans, strict=False)
+    ]
+    y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
+    return as_dtensor(as_tensor(y), contraction.result, mesh, shape)

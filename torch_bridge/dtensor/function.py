@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_bridge.calls.move import MoveCall
+from torch_bridge.calls.transfer import TransferCall
 from torch_bridge.dtensor.placements import dtensor_of, from_placements, layout_of_gradient, to_placements
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
@@ -35,7 +37,6 @@ from torch_bridge.mesh.process_mesh import (
     takes_part,
     world,
 )
-from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, Profile, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
@@ -168,7 +169,7 @@ def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         raise MeshError(
             f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
-            hint="redistribute_between moves plain tensors between any two",
+            hint="redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two",
         )
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
@@ -209,14 +210,13 @@ def _executables(
     for start, stop in itertools.pairwise(legs):
         last = stop is legs[-1]
         if same or not last:
-            found.append(
-                executable_of((start, stop), src, local_shape, move.op_dtype, device, shape, move.profile)
-            )
+            call = MoveCall((start, stop), src, shape, move.profile)
+            found.append(call.executable((local_shape, move.op_dtype, device)))
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
             name = dtypes.name_of(move.op_dtype)
-            made = plan_between((start, stop), src, dst, shape, name, False, move.profile)
-            found.append(cross(made, device, group_of(tuple(sorted(src.ranks)))))
+            between = TransferCall((start, stop), src, dst, shape, name, False, move.profile)
+            found.append(cross(between.plan(), device, group_of(tuple(sorted(src.ranks)))))
     return tuple(found)
 
 
@@ -273,8 +273,8 @@ def _winner_shares(block: Tensor, move: DTensorMove, shape: tuple[int, ...]) -> 
     ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
 
     def reduced(layout: Layout, values: Tensor) -> Tensor:
-        arguments = tuple(values.shape), values.dtype, values.device, shape, move.profile
-        return executable_of((layout, ended), processes, *arguments)(values)
+        call = MoveCall((layout, ended), processes, shape, move.profile)
+        return call.executable((tuple(values.shape), values.dtype, values.device))(values)
 
     won = (block == reduced(src.layout, block)).to(block.dtype)
     return won / reduced(with_kind(src.layout, "sum"), won)

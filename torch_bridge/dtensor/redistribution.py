@@ -1,4 +1,4 @@
-"""`redistribute_dtensor`: `DTensor.redistribute`, with every transition, and exact gradients.
+"""`dtensor.redistribute`: `DTensor.redistribute`, with every transition, and exact gradients.
 
 Decides what its arguments mean as the two ends of a move, and what is refused. How a DTensor moves is
 decided in `dtensor.function`.
@@ -35,12 +35,11 @@ from xshard.errors import PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
 
 
-def redistribute_dtensor(
+def redistribute(
     dtensor: DTensor,
     placements: Sequence[Placement],
     *,
     device_mesh: DeviceMesh | None = None,
-    async_op: bool = False,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     grad_placements: Sequence[Placement] | None = None,
@@ -57,7 +56,6 @@ def redistribute_dtensor(
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
-    async_op: accepted and not used; the result has always arrived.
     forward_dtype: the dtype that travels, and that of the result. backward_dtype: the dtype in which the
     gradient travels; it comes out in the input's dtype. Default: the input's dtype for both.
     grad_placements: of the input's gradient. Default: the input's, with `Replicate` for `Partial`. The
@@ -80,14 +78,14 @@ def redistribute_dtensor(
     >>> def turn():
     ...     mesh = init_device_mesh("cpu", (2,))
     ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
-    ...     return xt.redistribute_dtensor(x, [Shard(1)]).to_local().tolist()
+    ...     return xt.dtensor.redistribute(x, [Shard(1)]).to_local().tolist()
     >>> xt.testing.run_ranks(2, turn)
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     check_not_swapped()
     if not isinstance(dtensor, DTensor):
         raise XshardError(
-            f"{shown(dtensor)} is no DTensor", hint="redistribute(x, expression, mesh) moves tensors"
+            f"{shown(dtensor)} is no DTensor", hint="redistribute(x, layouts, mesh) moves tensors"
         )
     mesh = device_mesh or dtensor.device_mesh
     kept = frozenset[int]()

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.between import tensor_device_of
 from torch_bridge.errors import DesyncError
 from torch_bridge.live.endpoint import Endpoint
 from torch_bridge.live.heartbeat import PAUSE_S, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
+from torch_bridge.redistribution.two_meshes import tensor_device_of
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
 from xshard import Profile, XshardError, load_profile
 from xshard.state import TreePlan

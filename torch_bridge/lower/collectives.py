@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from torch_bridge.mesh.failures import call_backend
+from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
 
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
@@ -151,18 +151,19 @@ class Collective:
             return None
         if self.kind == "all_reduce":
             out.copy_(messages)
-        if messages.is_complex():
+        if messages.dtype.is_complex:
             out, messages = torch.view_as_real(out), torch.view_as_real(messages)
-        return call_backend(self.kind, self.group.ranks, self._call, out, messages, async_op)
-
-    def _call(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
-        work = self._begun(out, messages, async_op)
-        if work is not None and not async_op:
-            work.wait()  # some backends return before the end
+        try:
+            work = self._started(out, messages, async_op)
+            if work is not None and not async_op:
+                work.wait()  # some backends return before the end
+        except RuntimeError as error:
+            raise_lost_peer(error, self.kind, self.group.ranks)
+            raise
         return work
 
-    def _begun(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
-        if self.kind == "permute" or self._is_better_as_messages(messages):
+    def _started(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+        if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_to_all":
@@ -173,14 +174,16 @@ class Collective:
             return group.allreduce([out], options)
         return getattr(group, _REDUCE_SCATTER)(out, messages, options)
 
+    @cached_property
+    def _is_a_pair(self) -> bool:
+        return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
+
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether it is between two ranks, large, and on gloo; the same on both.
+        """Whether a collective of two ranks is large, and on gloo; the same on both.
 
         gloo sends before it receives: what two ranks send each other then travels one way after the other, in
         twice the time. More ranks have others to receive from meanwhile.
         """
-        if len(self.group.devices) != 2 or self.kind not in ("all_gather", "all_to_all"):
-            return False
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers

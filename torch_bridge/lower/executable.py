@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
-from torch_bridge.mesh.failures import during
+from torch_bridge.mesh.failures import during, name_place
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, dtypes
 from xshard.errors import DtypeError, ShapeError
@@ -48,11 +48,12 @@ def check_dense(block: Tensor) -> None:
 
 
 def dense(block: Tensor) -> Tensor:
-    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
+    """The block; a copy of it if it is a view that conjugates or negates: its memory holds other numbers.
 
     Raises ShapeError for a sparse tensor.
     """
-    check_dense(block)
+    if block.is_nested or block.layout is not torch.strided:
+        check_dense(block)
     return block.resolve_conj().resolve_neg()
 
 
@@ -84,8 +85,12 @@ class Executable:
 
     def __call__(self, block: Tensor) -> Tensor:
         out = start = self.enter(block)
-        for move in self.moves:
-            out = self.guarded(move, move, out)
+        try:
+            for move in self.moves:
+                out = move(out)
+        except Exception as error:
+            name_place(error, self._place(move))
+            raise
         if out is start and not self.lends:  # callers may write to the result
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
@@ -141,11 +146,11 @@ class Executable:
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
 
-        def place() -> str:
-            found = place_of(self.plan, self.steps[self.moves.index(move)])
-            return f"{found}, for '{self.whole}'" if self.whole else found
+        return during(lambda: self._place(move), act, *args)
 
-        return during(place, act, *args)
+    def _place(self, move: Move) -> str:
+        step = place_of(self.plan, self.steps[self.moves.index(move)])
+        return f"{step}, for '{self.whole}'" if self.whole else step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
         """The same for blocks of another dtype, cast to the plan's before and back after.

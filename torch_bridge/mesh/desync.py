@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import DesyncError
 from torch_bridge.mesh.process_groups import ranks_digest
+from torch_bridge.mesh.process_mesh import callers
 from torch_bridge.mesh.waiting import timeout_of, within
 from xshard.environment import is_on
 
@@ -68,6 +69,16 @@ def compare_ranks(
     if differing:
         raise _desync(reports, differing[:LISTED])
     return reports
+
+
+def compare_call(mesh: object, text: str, prepare: Callable[[], CallFacts]) -> None:
+    """Raise on all ranks of a mesh unless all of them are about to make the same call, and can.
+
+    text: the call in the user's own words. prepare: as in `compare_ranks`. A rank outside the mesh returns:
+    no other rank waits for it, and its call raises later.
+    """
+    if dist.is_initialized() and dist.get_rank() in (ranks := callers(mesh)):
+        compare_ranks(ranks, text, prepare)
 
 
 @dataclass

@@ -14,29 +14,39 @@ from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.waiting import timeout_of
 
 
+def name_place(error: Exception, place: str) -> None:
+    """Add the part of a plan that raised an error: to a CollectiveError, raised anew, or as a note."""
+    if isinstance(error, CollectiveError):
+        raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
+    error.add_note(f"in {place}")
+
+
 def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
-    """Call a part of a plan. A CollectiveError then says in which `place`; another error has it as a note."""
+    """Call a part of a plan; its errors name the `place`, as in `name_place`."""
     try:
         return act(*args)
-    except CollectiveError as error:
-        raise CollectiveError(_failed(place()), hint=error.hint) from error.__cause__
     except Exception as error:
-        error.add_note(f"in {place()}")
+        name_place(error, place())
         raise
 
 
-def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that does nothing but communicate. Raises CollectiveError for a lost peer.
+def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> None:
+    """Raise CollectiveError if a backend's error means a lost peer.
 
-    what, ranks: what it does and who takes part, for the error.
+    what, ranks: the operation and its ranks, for the message.
     """
+    # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
+    if type(error) is RuntimeError or isinstance(error, dist.DistError):
+        raise CollectiveError(_failed(what), hint=_explained(ranks, error)) from error
+
+
+def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that only communicates. Raises CollectiveError as `raise_lost_peer` does."""
     try:
         return function(*args)
     except RuntimeError as error:
-        # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            raise
-        raise CollectiveError(_failed(what), hint=_explained(ranks, error)) from error
+        raise_lost_peer(error, what, ranks)
+        raise
 
 
 def _failed(what: str) -> str:

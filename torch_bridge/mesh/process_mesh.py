@@ -7,6 +7,7 @@ groups are made. Knows no tensors.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.graph_groups import step_group
@@ -144,8 +145,14 @@ def alone() -> Iterator[None]:
 
 
 def world() -> World:
-    """On what the processes of a mesh depend, for keys of caches: the world, whose groups end with it."""
-    return dist.group.WORLD, _ALONE
+    """The world and whether `alone` is active: a part of the keys of caches that depend on process groups.
+
+    Raises MeshError unless this process, or this thread, is one rank of an initialised world.
+    """
+    group = c10d._world.default_pg
+    if group is None or torch._C._len_torch_dispatch_stack():
+        check_world()
+    return group, _ALONE
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
@@ -157,7 +164,6 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
-    check_world()
     return _process_mesh(mesh, world())
 
 
@@ -166,7 +172,6 @@ def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
 
     Raises MeshError as `process_mesh` does, but not for missing names.
     """
-    check_world()
     return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, world())
 
 
@@ -204,6 +209,15 @@ def check_device(device: torch.device) -> None:
             f"the processes cannot send a block that is on '{device}'",
             hint=f"their backends are {backends}: move it, or initialise the process group for both",
         )
+
+
+def require_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
+    """The mesh. Raises MeshError for None, and for a value that is not a mesh."""
+    if mesh is None:
+        raise MeshError("a tensor needs a mesh", hint=hint)
+    if not isinstance(mesh, MeshLike):
+        mesh_of(mesh)  # raises
+    return mesh
 
 
 def mesh_of(mesh: MeshLike) -> Mesh:
@@ -270,7 +284,7 @@ def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
 
     Raises MeshError if no group is initialised, `group` is no process group, or this process is not in it.
     """
-    check_world()
+    world()
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -288,7 +302,8 @@ def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
 
 def check_world() -> None:
     """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
-    if local_tensor_mode() is not None:
+    local_tensor = sys.modules.get("torch.distributed._local_tensor")  # slow to import
+    if local_tensor is not None and local_tensor.local_tensor_mode() is not None:
         raise MeshError(
             "LocalTensorMode runs the program of rank 0 for all ranks",
             hint="ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread",

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.many import redistribute_many
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
@@ -195,7 +194,7 @@ def _gather_all(
             for x, part in zip(stored, parts, strict=True)
         ]
     moves, shapes = [part.move for part in parts], [part.shape for part in parts]
-    return redistribute_many(list(stored), moves, context.mesh, shapes=shapes, **options)
+    return redistribute(list(stored), moves, context.mesh, shape=shapes, **options)
 
 
 class RegatherOnBackward:

@@ -79,7 +79,7 @@ def attention(
     [[0.0, 0.5, 3.0, 3.5], [1.0, 1.5, 2.0, 2.5]]
     """
     if torch.compiler.is_dynamo_compiling():
-        from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
+        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
         options: dict[str, Any] = {"documents": documents, "window": window, "scale": scale, "how": how}
         options |= {"kv_layout": kv_layout, "shape": shape, "kv_heads": kv_heads, "sequence": sequence}

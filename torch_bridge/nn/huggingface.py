@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bridge.mesh.positions import positions
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import placed_as
-from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
@@ -110,7 +109,7 @@ class Placement:
     def copies_of(self, parameters: Sequence[Tensor], axes: tuple[str, ...]) -> Sequence[Tensor]:
         """Replicated parameters as copies along the axes: one collective sums the gradients of all."""
         src, dst = ("..." + (tag("copy", names) if names else "") for names in (self.shares, axes))
-        return redistribute_many(list(parameters), f"{src} -> {dst}", self.processes)
+        return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
 
 
 def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:

@@ -18,9 +18,9 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
+from torch_bridge.calls.transfer import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from torch_bridge.planning import ranks_of
 from torch_bridge.state.leaves import local_array, tensors_and_constants
 from torch_bridge.state.processes import rank
 from xshard import Mesh, Profile, Rules, dtypes

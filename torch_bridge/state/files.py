@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
-from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.redistribution import redistribute
 from torch_bridge.state.leaves import WHOLE, LocalArray, local_arrays
 from torch_bridge.state.processes import all_or_none, axes_of, processes_of, rank
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
@@ -224,7 +224,7 @@ def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor]
         moves = {name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()}
         shapes = {name: load.array.shape for name, load in on_mesh.items()}
         some = {name: blocks[name] for name in on_mesh}
-        for name, block in redistribute_many(some, moves, mesh, shapes=shapes, profile=profile).items():
+        for name, block in redistribute(some, moves, mesh, shape=shapes, profile=profile).items():
             result[name].copy_(block)
 
 

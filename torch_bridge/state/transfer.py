@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_bridge.between import tensor_device_of
+from torch_bridge.calls.transfer import ranks_of
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
-from torch_bridge.planning import ranks_of
+from torch_bridge.redistribution.two_meshes import tensor_device_of
 from torch_bridge.state.execute import execute
 from torch_bridge.state.facts import (
     described,

@@ -108,6 +108,9 @@ class Profile:
                     hint='a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}',
                 )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a part of the key of every cached call
+
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
         if set(axes) == set(mesh.axes):

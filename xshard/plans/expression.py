@@ -50,7 +50,7 @@ def sides(expression: Expression) -> Sides:
     if isinstance(expression, Plan):
         if expression.transfer:
             why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
-            raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
+            raise PlanError(why, hint="torch_bridge.redistribute(x, plan) runs it")
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
     check_dims(src.dims, dst.dims, text := f"{src} -> {dst}")

@@ -130,7 +130,7 @@ def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operati
     layer = xt.nn.domain_parallel(nn.Conv2d(1, 1, (3, 1), padding=(1, 0)), layout, mesh)
     yield Operation("layers", layer, block[None, None, :1])
     yield Operation("`parallelize`", _parallel(width), block)
-    yield Operation("`redistribute_between`", _between, block)
+    yield Operation("`redistribute` between meshes", _between, block)
     if direction == "forward":
         yield Begun("`transfer`", _transferred, block)
 
@@ -196,7 +196,7 @@ def _begun(x: Tensor, mesh: Any, expression: str) -> Tensor:
 
 
 def _many(x: Tensor, mesh: Any, expression: str) -> Tensor:
-    return torch.stack(xt.redistribute_many([x, x + 1], expression, mesh))
+    return torch.stack(xt.redistribute([x, x + 1], expression, mesh))
 
 
 def _contracted(x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], in_rounds: bool) -> Tensor:
@@ -217,7 +217,7 @@ def _parallel(width: int) -> Run:
     return xt.parallelize(nn.Linear(width, ROWS), rules, {"": f"b/{axis} i"}, mesh)
 
 
-WAYS = {"`redistribute`": _plain, "`async_op=True`": _begun, "`redistribute_many`": _many}
+WAYS = {"`redistribute`": _plain, "`async_op=True`": _begun, "`redistribute` of a tree": _many}
 
 
 def _between(x: Tensor) -> Tensor:
@@ -227,11 +227,11 @@ def _between(x: Tensor) -> Tensor:
         DeviceMesh("cpu", range(k, n, 2), mesh_dim_names=(axis,), _init_backend=False)
         for k, axis in ((0, "a"), (1, "b"))
     )
-    y = xt.redistribute_between(
+    y = xt.redistribute(
         None if rank % 2 else x,
         "n/a d -> n/zigzag(b) d",
-        src,
-        dst,
+        src_mesh=src,
+        dst_mesh=dst,
         shape=(n // 2 * ROWS, x.shape[1]),
         dtype=x.dtype,
         requires_grad=True,

@@ -41,7 +41,7 @@ def _begun(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
 
 
 def _many(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
-    return xt.redistribute_many([x, x + 1], text, mesh, debug=debug)[1]
+    return xt.redistribute([x, x + 1], text, mesh, debug=debug)[1]
 
 
 def _contracted(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""`redistribute_dtensor`: every transition, its values, its gradients and what it sends.
+"""`dtensor.redistribute`: every transition, its values, its gradients and what it sends.
 
 The transitions, sizes and numbers of collectives are those of torch's own tests of
 `DTensor.redistribute`; what that refuses or gets wrong is here too. Blocks are compared with those of
@@ -90,7 +90,7 @@ def case(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placement
     whole, weight = whole_array(*shape), whole_array(*shape).flip(0) * 2
     x = dtensor(whole, mesh, src).requires_grad_()
     kept = x.to_local().detach().clone()
-    y = xt.redistribute_dtensor(x, dst)
+    y = xt.dtensor.redistribute(x, dst)
     assert_is(y, whole, dst)
     forms = [replicated(dst), [P] * mesh.ndim]
     for form in forms:
@@ -104,7 +104,7 @@ def case(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placement
     assert torch.equal(x.to_local(), kept)
 
     block = kept.clone().requires_grad_()
-    y = xt.redistribute_dtensor(dtensor(whole, mesh, src, block), dst)
+    y = xt.dtensor.redistribute(dtensor(whole, mesh, src, block), dst)
     y.backward(dtensor(weight, mesh, replicated(dst)))
     share = blocks_of(weight, mesh, replicated(src))
     for at, (placement, index) in enumerate(zip(src, mesh.get_coordinate(), strict=True)):
@@ -240,24 +240,24 @@ def _counts() -> None:
     ]
     for on, shape, src, dst, there, back in table:
         x = dtensor(whole_array(*shape), on, src).requires_grad_()
-        xt.redistribute_dtensor(x, dst)  # makes groups
+        xt.dtensor.redistribute(x, dst)  # makes groups
         weight = dtensor(whole_array(*shape), on, replicated([p if p != Shard(-1) else S1 for p in dst]))
         with Meter() as forward:
-            y = xt.redistribute_dtensor(x, dst)
+            y = xt.dtensor.redistribute(x, dst)
         with Meter() as backward:
             y.backward(weight)
         found = len(forward.received), len(backward.received)
         assert found == (there, back), f"{src} -> {dst}: {found}, not {(there, back)}"
     # A gradient of addends for a replicated input: one all-reduce.
     x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
-    y = xt.redistribute_dtensor(x, [R])
+    y = xt.dtensor.redistribute(x, [R])
     with Meter() as backward:
         y.to_local(grad_placements=[P]).sum().backward()
     assert len(backward.received) == 1 and x.grad.placements == (R,)
     assert torch.equal(x.grad.to_local(), torch.full((4, 2), 4.0, dtype=torch.float64))
     # ... or none, where the sum may wait.
     x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
-    y = xt.redistribute_dtensor(x, [R], grad_placements=[P])
+    y = xt.dtensor.redistribute(x, [R], grad_placements=[P])
     with Meter() as backward:
         y.to_local(grad_placements=[P]).sum().backward()
     assert len(backward.received) == 0 and x.grad.placements == (P,)
@@ -272,15 +272,15 @@ def _dtypes() -> None:
     kinds = [None, torch.float32, torch.bfloat16]
     for forward, backward, src in itertools.product(kinds, kinds, ([R], [S0])):
         x = dtensor(whole_array(8, 2).float(), mesh, src).requires_grad_()
-        y = xt.redistribute_dtensor(x, [R], forward_dtype=forward, backward_dtype=backward)
+        y = xt.dtensor.redistribute(x, [R], forward_dtype=forward, backward_dtype=backward)
         assert y.dtype == y.to_local().dtype == (forward or torch.float32)
         y.sum().backward()
         assert x.grad.dtype == torch.float32 and x.grad.placements == tuple(src)
         assert torch.equal(x.grad.to_local(), torch.ones_like(x.to_local()))
     # What is lost shows where it travels: 257 is no bfloat16.
     x = dtensor(torch.full((4, 1), 257.0), mesh, [S0]).requires_grad_()
-    assert xt.redistribute_dtensor(x, [R], forward_dtype=torch.bfloat16).to_local()[0].item() == 256
-    y = xt.redistribute_dtensor(x, [R], backward_dtype=torch.bfloat16)
+    assert xt.dtensor.redistribute(x, [R], forward_dtype=torch.bfloat16).to_local()[0].item() == 256
+    y = xt.dtensor.redistribute(x, [R], backward_dtype=torch.bfloat16)
     assert y.to_local()[0].item() == 257
     (y * 257).sum().backward()
     assert x.grad.to_local().item() == 256
@@ -288,9 +288,9 @@ def _dtypes() -> None:
         whole = torch.arange(10).view(5, 2).to(dtype)
         block = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
         x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
-        y = xt.redistribute_dtensor(x, [S1])
+        y = xt.dtensor.redistribute(x, [S1])
         assert y.dtype == dtype and y.placements == (S1,)
-        assert xt.redistribute_dtensor(y, [R]).to_local().float().equal(whole.float()) or dtype.is_complex
+        assert xt.dtensor.redistribute(y, [R]).to_local().float().equal(whole.float()) or dtype.is_complex
 
 
 def test_dtypes() -> None:
@@ -303,7 +303,7 @@ def _right_where_dtensor_is_not() -> None:
     # A flattened mesh, after which torch 2.13 gathers [0, 1, 2, 0, 3] (pytorch#194457).
     mesh["a", "b"]._flatten("ab")
     x = dtensor(torch.arange(5.0), mesh, [S0, S0]).requires_grad_()
-    y = xt.redistribute_dtensor(x, [R, R])
+    y = xt.dtensor.redistribute(x, [R, R])
     assert y.to_local().tolist() == [0, 1, 2, 3, 4]
     weight = torch.tensor([1.0, 2, 3, 4, 5])
     y.backward(dtensor(weight, mesh, [R, P], weight * (rank % 2)))
@@ -312,24 +312,24 @@ def _right_where_dtensor_is_not() -> None:
     x = dtensor(whole_array(8, 4), mesh, [S0, R]).requires_grad_()
     mean = x.mean()
     assert mean.placements == (MEAN, R)
-    xt.redistribute_dtensor(mean, [R, R]).backward()
+    xt.dtensor.redistribute(mean, [R, R]).backward()
     assert torch.equal(x.grad.full_tensor(), torch.full((8, 4), 1 / 32, dtype=torch.float64))
     # ... and one that was put together of blocks: the blocks' gradient.
     block = torch.ones(2, requires_grad=True)
-    xt.redistribute_dtensor(DTensor.from_local(block, mesh, [MEAN, R]), [R, R]).to_local().sum().backward()
+    xt.dtensor.redistribute(DTensor.from_local(block, mesh, [MEAN, R]), [R, R]).to_local().sum().backward()
     assert block.grad.tolist() == [0.5, 0.5]
     # Equal winners share.
     block = torch.tensor([float(rank // 2), 1.0], requires_grad=True)
-    xt.redistribute_dtensor(DTensor.from_local(block, mesh, [MAX, R]), [R, R]).to_local().sum().backward()
+    xt.dtensor.redistribute(DTensor.from_local(block, mesh, [MAX, R]), [R, R]).to_local().sum().backward()
     assert block.grad.tolist() == [float(rank // 2), 0.5]
     # Four rows over 2 x 3 devices (the same on 2 x 2): no row is lost or doubled.
     x = dtensor(whole_array(3, 2), mesh, [P, P])
-    assert_is(xt.redistribute_dtensor(x, [S0, S0]), whole_array(3, 2), [S0, S0])
+    assert_is(xt.dtensor.redistribute(x, [S0, S0]), whole_array(3, 2), [S0, S0])
     # Mixed sums and means.
     x = DTensor.from_local(torch.full((4,), 8.0), mesh, [R, R])
     partial = DTensor.from_local(torch.full((4,), 8.0), mesh, [P, P])
-    assert xt.redistribute_dtensor(partial, [MEAN, P]).to_local().tolist() == [16.0] * 4
-    assert_is(xt.redistribute_dtensor(x, [P, MEAN]), torch.full((4,), 8.0), [P, MEAN])
+    assert xt.dtensor.redistribute(partial, [MEAN, P]).to_local().tolist() == [16.0] * 4
+    assert_is(xt.dtensor.redistribute(x, [P, MEAN]), torch.full((4,), 8.0), [P, MEAN])
 
 
 def test_right_where_dtensor_is_not() -> None:
@@ -356,7 +356,7 @@ def _meshes() -> None:
         for src, dst in ((ends[2][i], ends[mesh.ndim][j]) for i, j in every):
             for here, there, start, stop in ((grid, mesh, src, dst), (mesh, grid, dst, src)):
                 x = dtensor(whole, here, start).requires_grad_()
-                y = xt.redistribute_dtensor(x, stop, device_mesh=there)
+                y = xt.dtensor.redistribute(x, stop, device_mesh=there)
                 assert_is(y, whole, stop, there)
                 (gradient,) = torch.autograd.grad(y, x, dtensor(weight, there, replicated(stop)))
                 assert_is(gradient, weight, replicated(start), here)
@@ -365,12 +365,12 @@ def _meshes() -> None:
     turned = DeviceMesh("cpu", [1, 3])
     if rank in (1, 3):
         x = dtensor(whole, pair, [R, S0])
-        assert_is(xt.redistribute_dtensor(x, [S0], device_mesh=turned), whole, [S0], turned)
+        assert_is(xt.dtensor.redistribute(x, [S0], device_mesh=turned), whole, [S0], turned)
     # If it calls, nothing happens there, as in torch.
     part = DeviceMesh("cpu", [[1, 3]], mesh_dim_names=("a", "b"))
     x = distribute_tensor(whole, part, [R, S0], src_data_rank=None).requires_grad_()
     moves: list[Callable[[], DTensor]] = [
-        lambda: xt.redistribute_dtensor(x, [R, S1], debug=True),
+        lambda: xt.dtensor.redistribute(x, [R, S1], debug=True),
         lambda: xt.redistribute(x, "n/b d -> n d/b", debug=True, check_replicated=True),
     ]
     for move in moves:
@@ -381,10 +381,10 @@ def _meshes() -> None:
     # A result is on the mesh that was asked for, though another may be equal to it.
     again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert again == grid
-    assert xt.redistribute_dtensor(dtensor(whole, again, [R, S0]), [S0, R]).device_mesh is again
+    assert xt.dtensor.redistribute(dtensor(whole, again, [R, S0]), [S0, R]).device_mesh is again
     # Of other processes: refused on all that call.
     kind, text = error_of(
-        lambda: xt.redistribute_dtensor(dtensor(whole, grid, [R, R]), [R], device_mesh=turned)
+        lambda: xt.dtensor.redistribute(dtensor(whole, grid, [R, R]), [R], device_mesh=turned)
     )
     assert kind == "MeshError" and "are of different processes" in text
     assert still_connected()
@@ -401,23 +401,23 @@ def _blocks_of_any_size() -> None:
     block = whole.split(sizes)[rank].clone().requires_grad_()
     x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
     for dst in ([R], [S0], [S1], [P]):
-        y = xt.redistribute_dtensor(x, dst, src_layout="n/sizes(a,2,0,4,3) d")
+        y = xt.dtensor.redistribute(x, dst, src_layout="n/sizes(a,2,0,4,3) d")
         assert_is(y, whole, dst)
         (gradient,) = torch.autograd.grad(y, block, dtensor(weight, mesh, replicated(dst)))
         assert torch.equal(gradient, weight.split(sizes)[rank])
     # Another order of rows, whose gradient comes in that order.
     even, weight = whole_array(8, 4), whole_array(8, 4).flip(0)
     x = dtensor(even, mesh, [S1]).requires_grad_()
-    z = xt.redistribute_dtensor(x, [S0], dst_layout="n/zigzag(a) d")
+    z = xt.dtensor.redistribute(x, [S0], dst_layout="n/zigzag(a) d")
     rows = [rank, 7 - rank]
     assert z.placements == (S0,) and torch.equal(z.to_local(), even[rows])
     z.backward(dtensor(even, mesh, [S0], weight[rows]))
     assert_is(x.grad, weight, [S1])
-    back = xt.redistribute_dtensor(z, [R], src_layout="n/zigzag(a) d")
+    back = xt.dtensor.redistribute(z, [R], src_layout="n/zigzag(a) d")
     assert torch.equal(back.to_local(), even)
     block = whole.split(sizes)[rank]
     x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
-    said = error_of(lambda: xt.redistribute_dtensor(x, [R], debug=True))
+    said = error_of(lambda: xt.dtensor.redistribute(x, [R], debug=True))
     assert said[0] == "ShapeError" and "blocks of other sizes need src_layout=" in said[1]
     assert still_connected()
 
@@ -432,7 +432,7 @@ def _higher_orders() -> None:
     whole = torch.arange(-8.0, 8.0, dtype=torch.float64).view(4, 4)
     for src, dst in [([S0, S1], [R, S0]), ([R, R], [S0, S1]), ([S0, S0], [S1, S0]), ([S1, R], [S0, S1])]:
         x = dtensor(whole, mesh, src).requires_grad_()
-        y = xt.redistribute_dtensor(x, dst)
+        y = xt.dtensor.redistribute(x, dst)
         (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
         assert_is(first, 3 * whole**2, src)
         (second,) = torch.autograd.grad((first * first).sum(), x, create_graph=True)
@@ -452,7 +452,7 @@ def _products() -> None:
     every = [whole_array(8, 3) % 3 + rank + 1 for rank in range(4)]
     product = every[0] * every[1] * every[2] * every[3]
     for dst in (R, S0, S1):
-        assert torch.equal(xt.redistribute_dtensor(found, [dst]).full_tensor(), product)
+        assert torch.equal(xt.dtensor.redistribute(found, [dst]).full_tensor(), product)
     # ... and stays where it stays: then its blocks move like any others.
     grid, whole = init_device_mesh("cpu", (2, 2)), whole_array(8, 4) % 5 + dist.get_rank() // 2
     for op in ("product", "prod", "band"):
@@ -460,7 +460,7 @@ def _products() -> None:
         for src, dst in itertools.product((R, S0, S1), repeat=2):
             block = blocks_of(whole, grid, [R, src]).requires_grad_()
             x = DTensor.from_local(block, grid, [kept, src], shape=whole.shape, stride=whole.stride())
-            y = xt.redistribute_dtensor(x, [kept, dst])
+            y = xt.dtensor.redistribute(x, [kept, dst])
             assert y.placements == (kept, dst)
             assert torch.equal(y.to_local(), blocks_of(whole, grid, [R, dst]))
             (gradient,) = torch.autograd.grad(y, block, dtensor(whole, grid, [R, dst]))
@@ -469,8 +469,8 @@ def _products() -> None:
     table = distribute_tensor(whole_array(8, 2), mesh, [S0], src_data_rank=None)
     rows = torch.nn.functional.embedding(dtensor(torch.arange(8), mesh, [R]), table)
     assert type(rows.placements[0]) is not Partial
-    assert xt.redistribute_dtensor(rows, rows.placements).placements == rows.placements
-    assert torch.equal(xt.redistribute_dtensor(rows, [R]).to_local(), whole_array(8, 2))
+    assert xt.dtensor.redistribute(rows, rows.placements).placements == rows.placements
+    assert torch.equal(xt.dtensor.redistribute(rows, [R]).to_local(), whole_array(8, 2))
 
 
 def test_a_product_is_ended_as_dtensor_does() -> None:
@@ -484,23 +484,23 @@ def _refused() -> list[tuple[str, str]]:
     turned = dtensor(whole_array(8, 4), mesh, [S0, S0])
     turned._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     wrong: list[Callable[[], Any]] = [
-        lambda: xt.redistribute_dtensor(x, [Partial("product"), R]),
-        lambda: xt.redistribute_dtensor(x, [R]),
-        lambda: xt.redistribute_dtensor(x, [Shard(2), R]),
-        lambda: xt.redistribute_dtensor(x, [P, MAX]),
-        lambda: xt.redistribute_dtensor(x, [MAX, MIN]),
-        lambda: xt.redistribute_dtensor(product, [Partial("product"), P]),
-        lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/b d"),
-        lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/sizes(a,2,3) d"),
-        lambda: xt.redistribute_dtensor(turned, [R, R]),
+        lambda: xt.dtensor.redistribute(x, [Partial("product"), R]),
+        lambda: xt.dtensor.redistribute(x, [R]),
+        lambda: xt.dtensor.redistribute(x, [Shard(2), R]),
+        lambda: xt.dtensor.redistribute(x, [P, MAX]),
+        lambda: xt.dtensor.redistribute(x, [MAX, MIN]),
+        lambda: xt.dtensor.redistribute(product, [Partial("product"), P]),
+        lambda: xt.dtensor.redistribute(x, [S0, R], dst_layout="n/b d"),
+        lambda: xt.dtensor.redistribute(x, [S0, R], dst_layout="n/sizes(a,2,3) d"),
+        lambda: xt.dtensor.redistribute(turned, [R, R]),
     ]
     found = [error_of(function) for function in wrong]
     odd = dist.get_rank() == 3
-    found.append(error_of(lambda: xt.redistribute_dtensor(x, [S1 if odd else R, R], debug=True)))
-    found.append(error_of(lambda: xt.redistribute_dtensor(x, [Shard(5) if odd else R, R], debug=True)))
+    found.append(error_of(lambda: xt.dtensor.redistribute(x, [S1 if odd else R, R], debug=True)))
+    found.append(error_of(lambda: xt.dtensor.redistribute(x, [Shard(5) if odd else R, R], debug=True)))
     block = x.to_local()
     with LocalTensorMode(4):
-        found.append(error_of(lambda: xt.redistribute_dtensor(x, [R, R])))
+        found.append(error_of(lambda: xt.dtensor.redistribute(x, [R, R])))
         found.append(error_of(lambda: xt.redistribute(block, "n/a d -> n d", mesh)))
     assert still_connected()
     return found

@@ -1,0 +1,236 @@
+"""A contraction as a value: its plan, its executable, and the facts that ranks compare.
+
+It checks first the values that all processes have in common (expression, mesh, dtypes, given shapes), so that
+all of them raise or none; then the local blocks. Only their own process knows the shapes of local blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, unless_fake
+from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
+from torch_bridge.contractions.executable import ContractionExecutable, Lowering
+from torch_bridge.contractions.local import LocalContraction
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.rules import lower_traced
+from torch_bridge.mesh.desync import CallFacts
+from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    ProcessMesh,
+    World,
+    check_device,
+    process_mesh,
+    require_mesh,
+    world,
+)
+from xshard import Mesh, Plan, Profile
+from xshard.arguments import limit_of
+from xshard.contractions.expression import Contraction, contraction
+from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import NEVER
+from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
+from xshard.cost.machine import asked_for
+from xshard.dtypes import name_of
+from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
+from xshard.layout import Sharding
+from xshard.layout.layout import check_axes
+from xshard.notation.parser import text_spans
+from xshard.planner import plan_contraction
+from xshard.plans.expression import check_block
+
+Shapes = tuple[tuple[int, ...], ...]
+
+HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
+
+
+class EinsumCall(NamedTuple):
+    """A contraction, without its blocks. shapes: the operands' global shapes; None: inferred from blocks."""
+
+    expression: str | ContractionPlan
+    mesh: MeshLike | None
+    shapes: Shapes | None
+    profile: str | Path | Profile
+    memory_limit: int | None
+    comm_dtype: CommDtypeLike
+    overlap: str
+
+    @classmethod
+    def of(
+        cls,
+        expression: str | ContractionPlan,
+        mesh: Any,
+        *,
+        profile: Any,
+        shape: Any = None,
+        sizes: Any = None,
+        memory_limit: Any = None,
+        comm_dtype: Any = None,
+        overlap: str = NEVER,
+    ) -> EinsumCall:
+        """The call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
+        if mesh is not None:
+            require_mesh(mesh)
+        travels = None if comm_dtype is None else comm_dtypes(comm_dtype)
+        limit = limit_of(memory_limit)
+        call = cls(expression, mesh, None, asked_for(profile), limit, travels, overlap)
+        if shape is None and sizes is None:
+            return call
+        return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape)))
+
+    @property
+    def contraction(self) -> Contraction:
+        """The parsed expression."""
+        planned = isinstance(self.expression, ContractionPlan)
+        return self.expression.contraction if planned else contraction(self.expression)
+
+    def executable(self, blocks: Sequence[Tensor]) -> ContractionExecutable:
+        """The executable of this process, from the cache if it is there. Raises as `einsum` does."""
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
+        return unless_fake(_executable, blocks, self, _facts(blocks), differentiated)
+
+    def plan(self, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
+        """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
+        operands, processes = self.contraction, process_mesh(require_mesh(self.mesh, HINT))
+        layouts = (*operands.operands, operands.result)
+        for layout in layouts:
+            check_axes(layout, processes.mesh, operands.text)
+        _check_operands(operands, blocks)
+        _, dtype, device = blocks[0]
+        name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
+        if isinstance(self.expression, ContractionPlan):
+            plan = self.expression
+            _check_plan(plan, processes.mesh, name, self.shapes)
+        else:
+            axes = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
+            links = links_along(machine(self.profile, device), axes, processes)
+            processes = processes.along(axes)
+            shapes = self.shapes or whole_shapes(operands, processes.mesh, [shape for shape, *_ in blocks])
+            both = operands.text, processes.mesh, None, shapes
+            limit, overlap = self.memory_limit, self.overlap
+            plan = plan_contraction(*both, name, links, limit, None, None, overlap)
+        _check_product(plan, dtype, device)
+        _check_blocks(self, plan, processes, [shape for shape, *_ in blocks])
+        return plan, processes
+
+    def facts(self, blocks: Sequence[Tensor]) -> CallFacts:
+        """What ranks compare before this call with blocks."""
+        plan, processes = self.plan(_facts(blocks))
+        within = {
+            "shapes": str(plan.shapes),
+            "dtype": str(blocks[0].dtype),
+            "plan": plan.local,
+            "requires_grad": str(torch.is_grad_enabled() and any(x.requires_grad for x in blocks)),
+            "comm_dtype": str(self.comm_dtype),
+            "rounds": str([part.ring and part.ring.key for part in plan.parts]),
+        }
+        everywhere = {"expression": plan.text, "mesh": repr(self.mesh)}
+        own = {"blocks": str([tuple(x.shape) for x in blocks])}
+        return CallFacts(everywhere, within, processes.ranks, own)
+
+
+def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:
+    return tuple((x.shape, x.dtype, x.device) for x in blocks)
+
+
+@lru_cache(maxsize=4096)
+def _executable(
+    call: EinsumCall, blocks: tuple[Block, ...], differentiated: bool, world: World
+) -> ContractionExecutable:
+    """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
+    plan, processes = call.plan(blocks)
+    _, dtype, device = blocks[0]
+    travels = comm_dtype_of(call.comm_dtype, dtype)
+    return Lowering(processes, dtype, device, travels, differentiated).contraction(plan)
+
+
+def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
+    """`einsum` while a compiler records; all lengths are compiled for."""
+    check_no_transform()
+    lengths = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
+        call = EinsumCall.of(expression, mesh, **options)
+        executable = _executable(call, lengths, differentiated, world())
+    lowering = replace(executable.lowering, lower=_lowered)
+    return lowering.contraction(executable.plan)(blocks, save == "used", False)
+
+
+def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
+    return lower_traced(plan, processes, tensor_device, {})
+
+
+TRACED["einsum"] = _traced
+
+
+def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
+    """Raise NotationError, DtypeError, MeshError, ShapeError unless blocks are alike, one per operand."""
+    check_number(given, blocks)
+    check_device(blocks[0][2])
+    spans = text_spans(given.text).layouts
+    for layout, (shape, *kind), span in zip(given.operands, blocks, spans, strict=False):
+        for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
+            if one != other:
+                what = f"one operand is {one}, another {other}"
+                raise error(
+                    what, text=given.text, span=span, hint="x.to(...): they are multiplied as they are"
+                )
+        if len(shape) != len(layout.names):
+            what = f"a block of shape {tuple(shape)} for '{layout}'"
+            raise ShapeError(what, text=given.text, span=span, hint="one name per dim")
+
+
+def check_number(given: Contraction, tensors: Sequence[object]) -> None:
+    """Raise NotationError unless there is one tensor per operand."""
+    if len(tensors) != len(given.operands):
+        what = f"{len(tensors)} tensors for {len(given.operands)} operands"
+        raise NotationError(what, text=given.text, hint=HINT)
+
+
+def _check_plan(plan: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes | None) -> None:
+    about: Any = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
+    if plan.mesh != mesh:
+        raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
+    if plan.dtype != dtype:
+        raise DtypeError(f"the plan is for {plan.dtype}, the operands have {dtype}", **about)
+    if shapes not in (None, plan.shapes):
+        raise ShapeError(f"the plan is for {plan.shapes} arrays, not {shapes}", **about)
+
+
+def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise DtypeError where torch has no product of such a dtype."""
+    for part in plan.parts:
+        local = LocalContraction.of(part, 0)
+        try:
+            local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            what = f"torch has no product of {dtype}: {why}"
+            raise DtypeError(what, text=plan.text, hint="cast the operands first: x.to(...)") from None
+
+
+def _check_blocks(
+    call: EinsumCall, plan: ContractionPlan, processes: ProcessMesh, blocks: Sequence[tuple[int, ...]]
+) -> None:
+    operands, device = plan.contraction, processes.device
+    for i, (layout, shape, block) in enumerate(zip(operands.operands, plan.shapes, blocks, strict=True)):
+        check_block(
+            f"the block of operand {i + 1} on rank {processes.ranks[device]}",
+            tuple(block),
+            Sharding(layout, processes.mesh, shape).local_shape(device),
+            layout.names,
+            operands.text,
+            f"under '{layout}' that is the part of device {device} of {processes.mesh!r} of a {shape} array",
+            inferred=call.shapes is None and call.expression is not plan,
+            start=text_spans(operands.text).layouts[i][0],
+        )
