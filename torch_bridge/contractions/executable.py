@@ -1,6 +1,7 @@
 """The plan of a contraction as this process executes it.
 
-Decides which of its moves are left out, and in which dtype each travels.
+Autograd records redistributions and `torch.einsum`, so there is no gradient rule but one: `MoveAgain`, which
+keeps operands as they were given.
 """
 
 from __future__ import annotations
@@ -11,23 +12,113 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from torch_bridge.autodiff.function import apply, is_transformed
+from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.contractions.part import Move, PartExecutable, Stages
 from torch_bridge.contractions.rounds import Rounds
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import Plan, dtypes
+from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.ring import ContractionRing
+from xshard.dtypes import name_of
 from xshard.plans.plan import find_plan
+
+Move = Executable | None  # None: neither the block moves nor its gradient
+
+
+def _moved(move: Move, block: Any) -> Tensor:
+    """Run a move on a block, differentiable."""
+    return block if move is None else apply(move, block)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The moves of the operands, the function that contracts them, and the move of its result."""
+
+    moves: tuple[Move, ...]
+    contract: Callable[..., Tensor]
+    result: Move
+    is_last: bool  # its result is contiguous
+
+    def __call__(self, blocks: Sequence[Tensor], async_op: bool = False) -> Any:
+        y = self.contract(*map(_moved, self.moves, blocks))
+        if self.result is not None:
+            return PendingTensor.begin(y, self.result) if async_op else apply(self.result, y)
+        if len(self.moves) == 1:
+            y = y.clone(memory_format=torch.contiguous_format)  # no view of the operand
+        elif self.is_last:
+            y = y.contiguous()
+        return PendingTensor(y, y.shape, y) if async_op else y
+
+
+@dataclass(frozen=True, eq=False)
+class PartExecutable:
+    """The blocks of operands -> the block of the result of one part.
+
+    takes: indices of the operands among the blocks that are left.
+    plain: moves and contraction one after the other. stages: the same, or in rounds.
+    receives: whether operands come from other processes.
+    """
+
+    takes: tuple[int, ...]
+    plain: Stages
+    stages: Stages
+    receives: bool
+
+    def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
+        """keeps: keep operands as they were contracted; else gradients move them again."""
+        if keeps or not self.receives or not _records(blocks):
+            return self.stages(blocks, async_op)
+        y = MoveAgain.apply(self, *blocks)
+        return PendingTensor(y, y.shape, y) if async_op else y
+
+
+def _records(blocks: Sequence[Tensor]) -> bool:
+    """Whether operands are kept for gradients. Tangents need them now."""
+    if forward_ad._current_level >= 0:
+        return False
+    return is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in blocks))
+
+
+class MoveAgain(torch.autograd.Function):
+    """`MoveAgain.apply(part, *operands)`: the result of a part; its gradients move the operands again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(part: PartExecutable, *operands: Tensor) -> Tensor:
+        return part.stages(operands).detach()  # callers may write to it, which autograd refuses for views
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.plain = inputs[0].plain
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        plain, (_, *needed), operands = ctx.plain, ctx.needs_input_grad, ctx.saved_tensors
+        backward = [None if move is None else move.backward for move in (*plain.moves, plain.result)]
+        local = _moved(backward[-1], cotangent)
+        others = [[j for j in range(len(operands)) if j != i] for i in range(len(operands))]
+        contracted = [
+            _moved(move, x).conj() if any(needed[i] for i in others[j]) else None
+            for j, (move, x) in enumerate(zip(plain.moves, operands, strict=True))
+        ]
+        return None, *(
+            _moved(backward[i], plain.contract.gradient(i)(local, *(contracted[j] for j in others[i])))
+            if needed[i]
+            else None
+            for i in range(len(operands))
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ContractionExecutable:
-    """The blocks of the operands -> the block of the result. lowering: how it was made of the plan."""
+    """The blocks of the operands -> the block of the result. lowering: made it of the plan."""
 
     plan: ContractionPlan
     lowering: Lowering
@@ -36,9 +127,9 @@ class ContractionExecutable:
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
         left = list(blocks)
         for part in self.parts:
-            taken = [left[i] for i in part.takes]
+            operands = [left[i] for i in part.takes]
             left = [block for i, block in enumerate(left) if i not in part.takes]
-            left.append(part(taken, keeps, async_op and part.is_last))
+            left.append(part(operands, keeps, async_op and part.stages.is_last))
         return left[0]
 
 
@@ -46,9 +137,9 @@ class ContractionExecutable:
 class Lowering:
     """How plans become executables, on which processes and for which blocks.
 
-    differentiated: whether gradients are planned now, when all processes are here to make their groups.
+    travels: the dtypes in which blocks travel, forward and back.
+    differentiated: plan gradients now, when all processes are here to make their groups.
     lower: the plan of a move, the processes and the device of tensors -> the move's executable.
-    text: the contraction, for errors.
     """
 
     processes: ProcessMesh
@@ -57,41 +148,34 @@ class Lowering:
     travels: CommDtype
     differentiated: bool
     lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
-    text: str = ""
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
-        named = replace(self, text=plan.text)
-        parts = [named._in_rounds(named._part(part), part.ring) for part in plan.parts]
-        inner = (replace(part, is_last=False) for part in parts[:-1])
-        return ContractionExecutable(plan, self, (*inner, parts[-1]))
+        parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
+        return ContractionExecutable(plan, self, parts)
 
-    def _part(self, part: Part) -> PartExecutable:
-        return PartExecutable(
-            part.takes,
-            tuple(self._move(move, lends=True) for move in part.moves),
-            LocalContraction.of(part, self.processes.device),
-            self._move(part.result),
-        )
+    def _part(self, part: Part, text: str, is_last: bool) -> PartExecutable:
+        """text: the contraction, for errors."""
+        moves = tuple(self._move(move, text, lends=True) for move in part.moves)
+        receives = any(move.plan.bytes_received for move in moves if move is not None)
+        local, result, ring = LocalContraction.of(part, self.processes.device), part.result, part.ring
+        plain = stages = Stages(moves, local, self._move(result, text), is_last)
+        # Sums that travel in another dtype would be added in it.
+        if ring is not None and self.travels == (self.block, self.block):
+            rest = self._move(ring.rest, text, lends=ring.operand is not None)
+            rounds = Rounds.of(local, ring, self._move(ring.rotation, text))
+            moves = tuple(rest if i == ring.operand else move for i, move in enumerate(moves))
+            stages = Stages(moves, rounds, rest if ring.operand is None else plain.result, is_last)
+        return PartExecutable(part.takes, plain, stages, receives)
 
-    def _in_rounds(self, made: PartExecutable, ring: ContractionRing | None) -> PartExecutable:
-        """With its rounds; none if blocks travel in another dtype, in which sums would not be added."""
-        if ring is None or self.travels != (self.block, self.block):
-            return made
-        rest = self._move(ring.rest, lends=ring.operand is not None)
-        rotation = self._move(ring.rotation)
-        moves = tuple(rest if i == ring.operand else move for i, move in enumerate(made.moves))
-        result = rest if ring.operand is None else made.result
-        return replace(made, in_rounds=Stages(moves, Rounds.of(made.local, ring, rotation), result))
-
-    def _move(self, plan: Plan, *, lends: bool = False) -> Move:
+    def _move(self, plan: Plan, text: str, *, lends: bool = False) -> Move:
         if not plan.steps:
             return None
-        forward = self.travels.forward if plan.bytes_received else self.block  # what is not sent is not cast
-        if plan.dtype != (name := dtypes.name_of(forward)):
+        forward = self.travels.forward if plan.bytes_received else self.block  # no cast without a message
+        if plan.dtype != (name := name_of(forward)):
             plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
-        made = self.lower(plan, self.processes, self.tensor_device).casting(self.block, self.travels.backward)
-        made = replace(made, lends=lends, whole=self.text)
+        move = self.lower(plan, self.processes, self.tensor_device).casting(self.block, self.travels.backward)
+        move = replace(move, lends=lends, whole=text)
         if self.differentiated:
-            made.plan_gradient()
-        return made
+            move.plan_gradient()
+        return move

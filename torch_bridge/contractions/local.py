@@ -1,7 +1,4 @@
-"""What every device contracts alone, and its gradients, by `torch.einsum`.
-
-Decides the letters of the dims. Knows no mesh.
-"""
+"""The contraction of one device's blocks, and its gradients, by `torch.einsum`."""
 
 from __future__ import annotations
 
@@ -22,9 +19,10 @@ _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 @dataclass(frozen=True)
 class LocalContraction:
-    """`torch.einsum` of blocks whose dims have names; dims that the result lacks are summed.
+    """`torch.einsum` of blocks with named dims; dims that the result lacks are summed.
 
-    lengths: of all dims here. A dim of the result that no operand has is repeated: as in gradients of sums.
+    lengths: the length of every dim of the blocks. A dim that only the result has is repeated, as in the
+    gradient of a sum.
     """
 
     operands: tuple[Names, ...]
@@ -33,15 +31,15 @@ class LocalContraction:
 
     @classmethod
     def of(cls, part: Part, device: int) -> LocalContraction:
-        """What a part contracts on a device."""
-        names = tuple(used.layout.names for used in part.used)
-        shapes = (used.local_shape(device) for used in part.used)
+        """The local contraction of a part on a device."""
+        names = tuple(operand.layout.names for operand in part.used)
+        shapes = (operand.local_shape(device) for operand in part.used)
         lengths = {n: k for dims, s in zip(names, shapes, strict=True) for n, k in zip(dims, s, strict=True)}
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
     @lru_cache(maxsize=256)  # noqa: B019 (a value, as its results)
     def gradient(self, i: int) -> LocalContraction:
-        """That of operand `i`: of the cotangent and the other operands."""
+        """The gradient of operand `i`: the contraction of the cotangent and the other operands."""
         rest = (*self.operands[:i], *self.operands[i + 1 :])
         return LocalContraction((self.result, *rest), self.operands[i], self.lengths)
 
@@ -50,14 +48,14 @@ class LocalContraction:
         if kind in _NARROW:  # torch sums them into int64, and has no product of both
             blocks = tuple(x.long() for x in blocks)
         y = torch.einsum(self._equation, *blocks).to(kind)
-        for at, length in self._repeated:
-            y = y.unsqueeze(at).expand(*y.shape[:at], length, *y.shape[at:])
+        for d, length in self._repeated:
+            y = y.unsqueeze(d).expand(*y.shape[:d], length, *y.shape[d:])
         return y
 
     @cached_property
     def _equation(self) -> str:
-        # torch sums dims in the order of their letters: let it be that of the largest block, which is then
-        # not copied. Which block comes first torch decides itself.
+        # torch sums dims in the order of their letters. In the order of the largest block it is not copied.
+        # Torch itself decides which block comes first.
         lengths = dict(self.lengths)
         largest = sorted(self.operands, key=lambda dims: -math.prod(lengths[name] for name in dims))
         names = dict.fromkeys(name for dims in largest for name in dims)
@@ -68,4 +66,4 @@ class LocalContraction:
     @cached_property
     def _repeated(self) -> tuple[tuple[int, int], ...]:
         known = {name for dims in self.operands for name in dims}
-        return tuple((at, dict(self.lengths)[n]) for at, n in enumerate(self.result) if n not in known)
+        return tuple((d, dict(self.lengths)[n]) for d, n in enumerate(self.result) if n not in known)

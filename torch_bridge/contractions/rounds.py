@@ -1,7 +1,7 @@
 """A local contraction in rounds: while one part is contracted, the next one travels.
 
-Decides which part every round takes. Each part that travels is a redistribution in flight, so autograd runs
-the rounds backwards: the gradient of a gather ring is the ring in front of a reduce-scatter, and the reverse.
+Each part that travels is a redistribution in flight, so autograd runs the rounds backwards: the gradient of a
+gather ring is the ring in front of a reduce-scatter, and the reverse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rounds:
 
     @classmethod
     def of(cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None) -> Rounds:
-        """`whole`, of operands where they are used, in the rounds of a ring."""
+        """`whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
         lengths = tuple((name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths)
         order = ring.order(ring.rotation.mesh.index(rotation.processes.device, (ring.axis,)))
@@ -50,7 +50,7 @@ class Rounds:
         return self._scattered(parts) if self.operand is None else self._gathered(parts, self.operand)
 
     def _parts(self, i: int, block: Tensor) -> Sequence[Tensor]:
-        """What each product takes of an operand that stays; the own pieces of one that travels."""
+        """The block for each product, of an operand that stays; the own pieces of the one that travels."""
         names = self.local.operands[i]
         if self.dim not in names:
             return [block] * len(self.order)
@@ -60,30 +60,27 @@ class Rounds:
         return [parts[j] for j in self.order]
 
     def _scattered(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        coming: deque[PendingTensor] = deque()
-        found = []
-        for k, each in enumerate(zip(*parts, strict=True)):
-            y = self.local(*each)
-            y = coming.popleft().wait() + y if k >= self.pieces else y
+        under_way, sums = deque[PendingTensor](), list[Tensor]()
+        for k, blocks in enumerate(zip(*parts, strict=True)):
+            y = self.local(*blocks)
+            y = under_way.popleft().wait() + y if k >= self.pieces else y
             if k + self.pieces < len(self.order):
-                coming.append(PendingTensor.begin(y, self.rotation))
+                under_way.append(PendingTensor.begin(y, self.rotation))
             else:
-                found.append(y)
-        return self._together(found)
+                sums.append(y)
+        return self._concatenated(sums)
 
     def _gathered(self, parts: Sequence[Sequence[Tensor]], operand: int) -> Tensor:
-        coming: deque[Tensor | PendingTensor] = deque(parts[operand])
-        found = []
+        under_way, results = deque[Tensor | PendingTensor](parts[operand]), list[Tensor]()
         for k in range(len(self.order)):
-            block = coming.popleft()
+            block = under_way.popleft()
             block = block.wait() if isinstance(block, PendingTensor) else block
             if k + self.pieces < len(self.order):
-                coming.append(PendingTensor.begin(block, self.rotation))
-            found.append(self.local(*(block if i == operand else each[k] for i, each in enumerate(parts))))
+                under_way.append(PendingTensor.begin(block, self.rotation))
+            results.append(self.local(*(block if i == operand else each[k] for i, each in enumerate(parts))))
         if self.dim not in self.local.result:
-            return sum(found[1:], start=found[0])
-        return self._together([found[self.order.index(j)] for j in range(len(self.order))])
+            return sum(results[1:], start=results[0])
+        return self._concatenated([results[self.order.index(j)] for j in range(len(self.order))])
 
-    def _together(self, rows: Sequence[Tensor]) -> Tensor:
-        """Results of pieces, side by side."""
-        return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), self.local.result.index(self.dim))
+    def _concatenated(self, pieces: Sequence[Tensor]) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), self.local.result.index(self.dim))
