@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_bridge.calls import as_array
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here
-from jax_bridge.nn.ring import JaxBlockAttention, ring
+from jax_bridge.nn.ring import DeviceAttention, ring
 from jax_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, Profile, Sharding
 from xshard.contractions.attention import chosen
@@ -56,13 +56,13 @@ def attention(
     Masks follow from the positions of the rows, whatever their order.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence, also into unequal parts; "ring" passes blocks of keys and values from device to device, also in
-    the backward pass, so that no device holds all of them; "auto" takes the method that is cheapest on the
-    machine of `profile`. A ring has first derivatives in reverse mode, the others have all.
+    sequence; "ring" passes blocks of keys and values from device to device, so that no device holds all of
+    them; "auto" takes the cheapest on the machine of `profile`. A ring has first derivatives in reverse
+    mode, the others have all.
     causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded
-    like the dims of `q`: rows see only their own document. window: rows see only rows less than `window`
-    away. scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries'
-    layout: they may have fewer heads, each for a group of queries' heads, also fewer than there are devices.
+    like the dims of `q`: rows see only their own document. window: rows see only rows less than `window` away.
+    scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries' layout;
+    they may have fewer heads, each for a group of queries' heads, also fewer than there are devices.
     mesh: by default the one of the context. shape, kv_heads: the global shape of `q` and the number of heads
     of keys, if blocks differ in size; a length of None is the block's, times the number of parts. sequence,
     heads: the names of these dims. implementation: passed to `jax.nn.dot_product_attention`.
@@ -93,7 +93,7 @@ def attention(
         layouts, whole, dim = core.document_move(attn, layout, documents.ndim)
         documents = redistribute(documents, layouts, here, shape=whole)
         documents = jnp.moveaxis(documents, dim, -1).reshape(-1, whole[dim])
-    blocks = JaxBlockAttention(attn, q.shape[-1] ** -0.5 if scale is None else scale)
+    blocks = DeviceAttention(attn, q.shape[-1] ** -0.5 if scale is None else scale)
     batch = q.shape[:-3]
     q = _flat(_moved(q, attn.q, attn.queries))
     kv = _flat(_moved(jnp.concatenate((k, v), -1), attn.kv, attn.keys))
@@ -125,7 +125,7 @@ def _moved(x: jax.Array, src: Sharding, dst: Sharding) -> jax.Array:
 
 
 def _attended(
-    blocks: JaxBlockAttention,
+    blocks: DeviceAttention,
     q: jax.Array,
     kv: jax.Array,
     documents: jax.Array | None,

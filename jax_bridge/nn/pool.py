@@ -38,15 +38,14 @@ def reduce_window(
     Takes the arguments of `lax`, with a number for every dim, for the global array. boundary: the rows of
     `padding`, by default `init_value`. outputs: as in `conv_general_dilated`. Raises as `redistribute` does.
     """
-    ones, whole = (1,) * operand.block.ndim, operand.sharding.shape
+    whole, ones = operand.sharding.shape, (1,) * operand.block.ndim
     strides, base, dilation = (tuple(o or ones) for o in (window_strides, base_dilation, window_dilation))
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
     arguments = computation, window_dimensions, strides, padding, base, dilation
     struct = jax.ShapeDtypeStruct(whole, init.dtype)
     jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
-    pads = paddings(whole, window_dimensions, strides, dilation, padding)
-    every = map(Window, window_dimensions, strides, dilation, pads)
+    every = _windows(operand, window_dimensions, strides, padding, dilation)
     windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 
     def reduced(block: jax.Array, local: Mapping[int, Local]) -> jax.Array:
@@ -82,7 +81,10 @@ def max_pool(
     Other arguments as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
-    pads = _paddings(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+    windows = _windows(x, window_dimensions, window_strides, padding, window_dilation)
+    pads = [
+        pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(x.sharding.shape, windows, strict=False)
+    ]
     arguments = window_dimensions, window_strides, pads, None, window_dilation
     return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
 
@@ -102,18 +104,14 @@ def avg_pool(
     count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Other arguments as in
     `max_pool`.
     """
-    counted = _paddings(x, window_dimensions, window_strides, padding, None, False)
-    pads = _paddings(x, window_dimensions, window_strides, padding, None, ceil_mode)
+    windows = _windows(x, window_dimensions, window_strides, padding)
+    wider = [pool_window(n, w, ceil=ceil_mode) for n, w in zip(x.sharding.shape, windows, strict=False)]
+    pads = [window.padding for window in wider]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
-    mean, strides = total.block, window_strides or (1,) * total.block.ndim
-    for d, k in enumerate(window_dimensions):
-        counts = pool_counts(
-            x.sharding.shape[d],
-            Window(k, strides[d], p=pads[d]),
-            range(total.sharding.shape[d]),
-            padding=counted[d][1],
-            include_pad=count_include_pad,
-        )
+    mean = total.block
+    for d, (n, window) in enumerate(zip(x.sharding.shape, wider, strict=True)):
+        outputs_of, after = range(total.sharding.shape[d]), windows[d].padding[1]
+        counts = pool_counts(n, window, outputs_of, padding=after, include_pad=count_include_pad)
         mean = mean / _along(total, d, counts)
     return Sharded(mean, total.sharding)
 
@@ -130,22 +128,17 @@ def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
     return mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)).reshape(along)
 
 
-def _paddings(
+def _windows(
     x: Sharded,
-    windows: Sequence[int],
+    sizes: Sequence[int],
     strides: Sequence[int] | None,
     padding: Padding,
-    dilation: Sequence[int] | None,
-    ceil_mode: bool,
-) -> list[tuple[int, int]]:
-    """Padding of every dim; with `ceil_mode` also the rows that the last window needs."""
-    ones = (1,) * len(windows)
-    strides, dilation = tuple(strides or ones), tuple(dilation or ones)
-    pads = paddings(x.sharding.shape, windows, strides, dilation, padding)
-    if not ceil_mode:
-        return pads
-    every = zip(x.sharding.shape, windows, strides, dilation, pads, strict=True)
-    return [pool_window(n, Window(k, s, d, p), ceil=True).padding for n, k, s, d, p in every]
+    dilation: Sequence[int] | None = None,
+) -> list[Window]:
+    """The window over every dim."""
+    strides, dilation = (tuple(o or (1,) * len(sizes)) for o in (strides, dilation))
+    pads = paddings(x.sharding.shape, sizes, strides, dilation, padding)
+    return list(map(Window, sizes, strides, dilation, pads))
 
 
 def _by_phases(

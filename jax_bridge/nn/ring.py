@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,15 @@ from jax import lax
 from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.redistribution import redistribute
-from xshard.nn.attention import HEADS, BlockAttention, run_starts
+from xshard.nn.attention import HEADS, Attention, run_starts
 
 
-class JaxBlockAttention(BlockAttention):
+@dataclass(frozen=True)
+class DeviceAttention:
     """This device's part of an attention."""
+
+    attn: Attention
+    scale: float
 
     def rows(self, turn: int = 0) -> jax.Array:
         """The numbers of the rows of queries, or of keys in a later round; -1 in padding."""
@@ -53,7 +58,7 @@ class JaxBlockAttention(BlockAttention):
     def read(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values, for every head of queries."""
         reads = self.heads_read
-        return self.split(kv if reads is None else kv.take(reads, 1))
+        return self.attn.split(kv if reads is None else kv.take(reads, 1))
 
     def scores(self, q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
         """Scores; masked ones are finite, and every row of an array sees itself."""
@@ -80,25 +85,25 @@ def empty(dtype: Any) -> float:
     return float(jnp.finfo(dtype).min) / 2
 
 
-def ring(blocks: JaxBlockAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
+def ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
     """Queries, and keys beside values -> the result for the device's queries."""
     axes = frozenset(blocks.attn.q.layout.axes).union(*map(varying_axes, (q, kv)))
     return _ring(blocks, as_varying(q, axes), as_varying(kv, axes), documents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(blocks: JaxBlockAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
+def _ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
     return _forward(blocks, q, kv, documents)[0]
 
 
 def _forward(
-    blocks: JaxBlockAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None
+    blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     wide, own_rows = wide_dtype(q), blocks.rows()
     like = q[..., :1].astype(wide)
     y, log_sum = like.repeat(blocks.attn.value_width, -1) * 0, jnp.full_like(like[..., 0], empty(wide))
     sums = tuple(as_varying(x, varying_axes(q)) for x in (y, log_sum))
-    for turn, block in blocks.in_turn(kv):
+    for turn, block in blocks.attn.in_turn(kv, blocks.send):
         their_rows = blocks.rows(turn)
         for rows, keys in blocks.pairs():
             visible = blocks.visible(own_rows[rows], their_rows[keys], documents)
@@ -118,14 +123,14 @@ def _forward(
     return y, (q, kv, documents, y, sums[1])
 
 
-def _backward(blocks: JaxBlockAttention, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _backward(blocks: DeviceAttention, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     q, kv, documents, y, log_sum = saved
     wide, own_rows, reads = log_sum.dtype, blocks.rows(), blocks.heads_read
     arrived: Any = None
     share = (cotangent.astype(wide) * y).sum(-1, keepdims=True)
     product = partial(jnp.einsum, preferred_element_type=wide)
     q_gradient, nothing = (as_varying(jnp.zeros_like(x, wide), varying_axes(q)) for x in (q, kv))
-    for turn, block in blocks.in_turn(kv):
+    for turn, block in blocks.attn.in_turn(kv, blocks.send):
         their_rows, kv_gradient = blocks.rows(turn), nothing
         for rows, keys in blocks.pairs():
             visible = blocks.visible(own_rows[rows], their_rows[keys], documents)

@@ -21,7 +21,7 @@ from torch_bridge.autodiff.function import is_transformed
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
 from torch_bridge.nn.placed import placed_as
-from torch_bridge.nn.ring import RingAttention, TorchBlockAttention
+from torch_bridge.nn.ring import ProcessAttention, RingAttention
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Profile, Sharding, load_profile
 from xshard.contractions.attention import chosen
@@ -57,13 +57,13 @@ def attention(
     any order, and heads and batch too. Masks follow from the positions of the rows, whatever their order.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence, also into unequal parts; "ring" passes blocks of keys and values from device to device, also in
-    the backward pass, so that no device holds all of them; "auto" takes the method that is cheapest on the
-    machine of `profile`. A ring has first derivatives, and none under torch.func.
+    sequence; "ring" passes blocks of keys and values from device to device, so that no device holds all of
+    them; "auto" takes the cheapest on the machine of `profile`. A ring has first derivatives, and none under
+    torch.func.
     causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded
-    like the dims of `q`: rows see only their own document. window: rows see only rows less than `window`
-    away. scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries'
-    layout: they may have fewer heads, each for a group of queries' heads, also fewer than there are devices.
+    like the dims of `q`: rows see only their own document. window: rows see only rows less than `window` away.
+    scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries' layout;
+    they may have fewer heads, each for a group of queries' heads, also fewer than there are devices.
     shape, kv_heads: the global shape of `q` and the number of heads of keys, if blocks differ in size; a
     length of None is the block's, times the number of parts. sequence, heads: the names of these dims.
     Under torch.compile it runs between two graphs.
@@ -107,7 +107,7 @@ def attention(
         documents = redistribute(documents, layouts, processes, shape=whole)
         documents = documents.movedim(dim, -1).reshape(-1, whole[dim])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    blocks, batch = TorchBlockAttention(attn, scale, processes, documents), q.shape[:-3]
+    blocks, batch = ProcessAttention(attn, scale, processes, documents), q.shape[:-3]
     q = _flat(_moved(q, attn.q, attn.queries, processes))
     kv = _flat(_moved(torch.cat((k, v), -1), attn.kv, attn.keys, processes))
     if attn.how == RING:  # every block is as long as the longest
@@ -129,7 +129,7 @@ def _moved(x: Tensor, src: Sharding, dst: Sharding, processes: ProcessMesh) -> T
     return redistribute(x, (src.layout, dst.layout), processes, shape=src.shape)
 
 
-def _attended(blocks: TorchBlockAttention, q: Tensor, kv: Tensor) -> Tensor:
+def _attended(blocks: ProcessAttention, q: Tensor, kv: Tensor) -> Tensor:
     """Queries and all keys that they may see -> the result."""
     k, v = blocks.read(kv)
     parts = []

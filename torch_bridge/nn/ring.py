@@ -19,13 +19,15 @@ from torch.autograd.function import once_differentiable
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from torch_bridge.nn.attention_kernels import attend, pull
 from torch_bridge.redistribution import redistribute
-from xshard.nn.attention import CAUSAL, SOME, BlockAttention, Tile, tiles
+from xshard.nn.attention import CAUSAL, SOME, Attention, Tile, tiles
 
 
 @dataclass(frozen=True, eq=False)
-class TorchBlockAttention(BlockAttention):
+class ProcessAttention:
     """This process's part of an attention. documents: `[batch or 1, rows of the whole sequence]`."""
 
+    attn: Attention
+    scale: float
     processes: ProcessMesh
     documents: Tensor | None
 
@@ -42,7 +44,7 @@ class TorchBlockAttention(BlockAttention):
         """Keys and values, for every head of queries."""
         if self.heads_read is not None:
             kv = kv.index_select(1, self.heads_read.to(kv.device))
-        return self.split(kv)
+        return self.attn.split(kv)
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         """Add the gradient of `read`'s result to the gradient of the block."""
@@ -64,6 +66,7 @@ class TorchBlockAttention(BlockAttention):
         return visible[:, None], False
 
     def send(self, block: Tensor, by: int = 1) -> Callable[[], Tensor]:
+        """Begin to send a block to the device `by` further on -> waits for the block that arrives."""
         layouts, shape = self.attn.rotation(block.shape, by)
         return redistribute(block, layouts, self.processes, shape=shape, async_op=True).wait  # type: ignore[attr-defined]
 
@@ -72,11 +75,11 @@ class RingAttention(torch.autograd.Function):
     """`RingAttention.apply(blocks, q, kv)`: the result for a device's queries; kv: keys beside values."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: TorchBlockAttention, q: Tensor, kv: Tensor) -> Tensor:
+    def forward(ctx: Any, blocks: ProcessAttention, q: Tensor, kv: Tensor) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         y = q.new_zeros((*q.shape[:3], blocks.attn.value_width), dtype=wide)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for turn, block in blocks.in_turn(kv):
+        for turn, block in blocks.attn.in_turn(kv, blocks.send):
             for tile in tiles(blocks.attn, blocks.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])
                 part, added = attend(q[:, :, tile.q], k, v, *blocks.mask(tile, turn), blocks.scale)
@@ -95,10 +98,10 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, y, log_sum = ctx.saved_tensors
-        blocks: TorchBlockAttention = ctx.blocks
+        blocks: ProcessAttention = ctx.blocks
         wait: Any = None
         q_gradient = torch.zeros_like(q, dtype=log_sum.dtype)
-        for turn, block in blocks.in_turn(kv):
+        for turn, block in blocks.attn.in_turn(kv, blocks.send):
             kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
             for tile in tiles(blocks.attn, blocks.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])

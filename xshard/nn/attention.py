@@ -1,9 +1,8 @@
 """Attention over a sharded sequence: the moves around it, and the scores that every device computes.
 
 Three methods: `gather` brings all keys and values to a device's own queries; `ulysses` shards heads instead
-of the sequence; `ring` passes blocks of keys and values from device to device. Masks follow from the
-positions of rows, so the sequence may be sharded in any order. Dims are in the order (*batch, heads,
-sequence, width).
+of the sequence; `ring` passes blocks of keys and values from device to device. Masks follow from the rows'
+positions, whatever their order. Dims are in the order (*batch, heads, sequence, width).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,7 @@ HEADS, SEQUENCE, WIDTH = -3, -2, -1
 ALL, CAUSAL, SOME = "all", "causal", "some"  # kinds of tiles
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
+T = TypeVar("T")
 Rows = NDArray[np.int64]
 
 
@@ -126,8 +126,6 @@ class Attention:
         q, k = (row_numbers(x.held(len(x.shape) + HEADS, device)) for x in (self.queries, self.keys))
         return np.arange(len(q)) if self.group == 1 else q // self.group - k[:1]
 
-    # -- rows ----------------------------------------------------------------------------------------------
-
     def query_rows(self, device: int) -> Rows:
         """The global numbers of the rows of a device's queries."""
         return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
@@ -178,32 +176,16 @@ class Attention:
         before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
         return (before, after), (batch, heads, n * rows, width)
 
-
-@dataclass(frozen=True)
-class BlockAttention:
-    """One device's part of an attention, in rounds; all blocks are `[batch, heads, rows, width]`.
-
-    A bridge's subclass says how a block is sent.
-    """
-
-    attn: Attention
-    scale: float
-
-    def send(self, block: Any, by: int = 1) -> Callable[[], Any]:
-        """Begin to send a block to the device `by` further on -> wait for the block that arrives."""
-        raise NotImplementedError
-
-    def in_turn(self, kv: Any) -> Iterator[tuple[int, Any]]:
-        """The blocks of all rounds; the next one is sent while one is used."""
-        for turn in range(self.attn.rounds):
-            wait = self.send(kv) if turn + 1 < self.attn.rounds else None
+    def in_turn(self, kv: T, send: Callable[[T], Callable[[], T]]) -> Iterator[tuple[int, T]]:
+        """The blocks of all rounds. send: begins to send a block to the next device -> waits for its own."""
+        for turn in range(self.rounds):
+            wait = send(kv) if turn + 1 < self.rounds else None
             yield turn, kv
             kv = wait() if wait else kv
 
     def split(self, kv: Any) -> tuple[Any, Any]:
         """Keys and values of a block of keys with the values beside them."""
-        width = self.attn.value_width
-        return kv[..., :-width], kv[..., -width:]
+        return kv[..., : -self.value_width], kv[..., -self.value_width :]
 
 
 def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
