@@ -60,7 +60,7 @@ def attention(
     them; "auto" takes the cheapest on the machine of `profile`. A ring has first derivatives in reverse
     mode, the others have all.
     causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded
-    like the dims of `q`: rows see only their own document. window: rows see only rows less than `window` away.
+    like the dims of `q`: rows see only their own document. window: rows see only rows fewer than that away.
     scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries' layout;
     they may have fewer heads, each for a group of queries' heads, also fewer than there are devices.
     mesh: by default the one of the context. shape, kv_heads: the global shape of `q` and the number of heads
@@ -87,7 +87,8 @@ def attention(
         without_padding(x, s).transpose(*map(s.layout.names.index, names))
         for x, s in zip((q, k, v), shardings, strict=True)
     )
-    attn = core.attention(*(s.in_order(names) for s in shardings), how, causal, window)  # type: ignore[misc]
+    in_order = (s.in_order(names) for s in shardings)
+    attn = core.attention(*in_order, how=how, causal=causal, window=window)
     attn = chosen(attn, q.dtype.name, machine)
     if documents is not None:
         layouts, whole, dim = core.document_move(attn, layout, documents.ndim)

@@ -211,7 +211,7 @@ def key_lengths(q: Sharding, heads: str, kv_heads: int | None) -> dict[str, int 
 
 
 def attention(
-    q: Sharding, k: Sharding, v: Sharding, how: str = AUTO, causal: bool = False, window: int | None = None
+    q: Sharding, k: Sharding, v: Sharding, *, how: str = AUTO, causal: bool = False, window: int | None = None
 ) -> Attention:
     """The attention of queries, keys and values, all of them in `dim_order`. Raises if they do not fit."""
     text = str(k.layout)
@@ -253,9 +253,9 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
 
     >>> from xshard import Mesh
     >>> q = Sharding(Layout.parse("h s/cp k"), Mesh(cp=2), (1, 8, 8))
-    >>> [(t.q, t.k, t.kind) for t in tiles(attention(q, q, q, "gather", causal=True), 1)]
+    >>> [(t.q, t.k, t.kind) for t in tiles(attention(q, q, q, how="gather", causal=True), 1)]
     [(slice(0, 4, None), slice(0, 8, None), 'causal')]
-    >>> tiles(attention(q, q, q, "ring", causal=True), 0, turn=1)  # keys of device 1, all after its queries
+    >>> tiles(attention(q, q, q, how="ring", causal=True), 0, turn=1)  # keys of device 1, all after its queries
     ()
     """
     q, k = attn.query_rows(device), attn.key_rows(device, turn)
