@@ -70,7 +70,7 @@ def conv_general_dilated(
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
     kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
     pads = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
-    windows = {d: Window(*w) for d, *w in zip(space, kernel, strides, dilation, pads, strict=True)}
+    windows = dict(zip(space, map(Window, kernel, strides, dilation, pads), strict=True))
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
     return apply_windows(

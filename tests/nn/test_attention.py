@@ -16,7 +16,7 @@ def given(case: Case, mask: Mask, how: str) -> Attention:
     lengths = dict(zip(Layout.parse(case.layout).names, case.shape, strict=True))
     q = Sharding(Layout.parse(case.layout).in_order(names), case.mesh, tuple(lengths[n] for n in names))
     k = Sharding(q.layout, case.mesh, (*q.shape[:-3], case.heads[1], *q.shape[-2:]))
-    return attention(q, k, k, how, mask.causal, mask.window)
+    return attention(q, k, k, how=how, causal=mask.causal, window=mask.window)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -46,6 +46,6 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
 
 def test_grouped_heads_that_are_cut_by_numbers_have_no_layout() -> None:
     q, k = (Layout.parse(text) for text in ("h/sizes(cp,3,1,1,1) s k", "h s k"))
-    found = attention(Sharding(q, ROW, (6, 4, 2)), *2 * (Sharding(k, ROW, (3, 4, 2)),), "gather")
+    found = attention(Sharding(q, ROW, (6, 4, 2)), *2 * (Sharding(k, ROW, (3, 4, 2)),), how="gather")
     with pytest.raises(NotationError, match="heads in groups, sharded by numbers"):
         _ = found.keys

@@ -68,7 +68,7 @@ class ProcessAttention:
     def send(self, block: Tensor, by: int = 1) -> Callable[[], Tensor]:
         """Begin to send a block to the device `by` further on -> waits for the block that arrives."""
         layouts, shape = self.attn.rotation(block.shape, by)
-        return redistribute(block, layouts, self.processes, shape=shape, async_op=True).wait  # type: ignore[attr-defined]
+        return redistribute(block, layouts, self.processes, shape=shape, async_op=True).wait  # type: ignore[union-attr]
 
 
 class RingAttention(torch.autograd.Function):
@@ -105,8 +105,9 @@ class RingAttention(torch.autograd.Function):
             kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
             for tile in tiles(blocks.attn, blocks.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])
-                rows = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
-                of_q, *of_kv = pull(*rows, k, v, *blocks.mask(tile, turn), blocks.scale)
+                dy, queries, result, sums = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
+                mask = blocks.mask(tile, turn)
+                of_q, *of_kv = pull(dy, queries, result, sums, k, v, *mask, blocks.scale)
                 q_gradient[:, :, tile.q] += of_q
                 blocks.add(kv_gradient[:, :, tile.k], torch.cat(of_kv, -1))
             if wait is not None:

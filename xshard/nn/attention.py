@@ -255,7 +255,9 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     >>> q = Sharding(Layout.parse("h s/cp k"), Mesh(cp=2), (1, 8, 8))
     >>> [(t.q, t.k, t.kind) for t in tiles(attention(q, q, q, how="gather", causal=True), 1)]
     [(slice(0, 4, None), slice(0, 8, None), 'causal')]
-    >>> tiles(attention(q, q, q, how="ring", causal=True), 0, turn=1)  # keys of device 1, all after its queries
+    >>> tiles(
+    ...     attention(q, q, q, how="ring", causal=True), 0, turn=1
+    ... )  # keys of device 1, all after its queries
     ()
     """
     q, k = attn.query_rows(device), attn.key_rows(device, turn)
