@@ -15,7 +15,7 @@ HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before 
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
-    """The dims of a block as text, some of them cut. Raises ShapeError for an unknown dim.
+    """The dims of a block as text, some of them sharded. Raises ShapeError for an unknown dim.
 
     >>> dims((4, 2), {-1: "tp"})
     'd0 d1/tp'
@@ -30,14 +30,14 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
 
 
 def sharded(axis: Axes, order: str = "block") -> str:
-    """A cut over one axis, or over several axes taken as one, as text."""
+    """A shard over one axis, or over several axes taken as one, as text."""
     if order != "block":
         return f"{order}({_axis_names(axis)})"
     return axis if isinstance(axis, str) else f"({_axis_names(axis)})"
 
 
 def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
-    """A cut over an axis with blocks widened by `width` rows at both ends, or by (before, after), as text.
+    """A shard over an axis with blocks widened by `width` rows at both ends, or by (before, after), as text.
 
     >>> halo("sp", (1, (2, 0)), "periodic")
     'sp:halo(1,[2,0],periodic)'

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from xshard.layout import Sharding
 from xshard.layout.providers import rows_at_hand, wanted_rows
-from xshard.layout.runs import FILL, Runs, common_segments, row_numbers
+from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
-from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from
+from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from, rows_in_common
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
@@ -104,7 +104,7 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
 
 
 def _reached(src: Sharding, dst: Sharding) -> int:
-    """Elements that some device has at both ends."""
+    """Elements that some device has on both sides."""
     n = 1
     for d in range(len(src.shape)):
         here, there = (np.concatenate(_distinct(end.holders(d))) for end in (src, dst))
@@ -137,7 +137,7 @@ def _distinct(blocks: Sequence[Runs]) -> list[NDArray[np.int64]]:
 
 
 def _met(src: Sharding, dst: Sharding) -> int:
-    """Elements that some device holds at both ends; all where that has no closed form."""
+    """Elements that some device holds on both sides; all if that has no closed form."""
     cuts = [link_cuts(s, ()) for s in (src, dst)]
     met = None if cuts[0] is None or cuts[1] is None else met_elements(src.shape, cuts[0], cuts[1])
     return math.prod(src.shape) if met is None else met
@@ -147,12 +147,7 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     """(devices of the source, devices of the target): elements of both blocks. Normal forms."""
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
-        table = np.array(
-            [
-                [sum(s.length for s in common_segments(a, b)) for b in target.holders(d)]
-                for a in source.owners(d)
-            ]
-        )
+        table = rows_in_common(source.owners(d), target.holders(d)).T
         rows, columns = (
             [s.dim_device(d, device) for device in range(s.mesh.n_devices)] for s in (source, target)
         )

@@ -31,7 +31,7 @@ class Link:
     """The link between the devices along one axis: seconds per message, bytes per second and device.
 
     topology: on a "switch" all devices are equally near; on a "ring" (an axis of a
-    torus, both ways) what is not passed on to a neighbour travels a quarter of it on average; a "port" is
+    torus, both ways) what is not passed on to a neighbour takes a quarter of it on average; a "port" is
     shared by the devices of a node, and where only some of them receive, they have it to themselves.
     """
 
@@ -53,7 +53,7 @@ class Link:
         return hop.received - hop.slack * (self.topology == "port")
 
     def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
-        """Predicted time of a hop over such links. way: how many a message takes, one after another."""
+        """Predicted time of a hop over such links. way: number of links that a message takes."""
         return hop.messages * self.latency_s + way * self.carried(hop) * itemsize / self.bytes_per_s
 
 

@@ -113,7 +113,7 @@ def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
     """The most rows that any device owns, and whether all devices own equally many.
 
-    Computed without listing devices if the cuts allow.
+    Computed without listing devices if the shards allow.
 
     >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
     (4, True)

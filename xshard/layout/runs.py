@@ -184,7 +184,7 @@ def unrolled(runs: Runs) -> Iterable[Run]:
 
 
 def select(runs: Runs, part: Run) -> Runs:
-    """The rows of `runs` at the local positions of one part of a cut."""
+    """The rows of `runs` at the local positions of one part of a shard."""
     if part.repeats == 1:
         return _slice(runs, part.start, part.start + part.length)
     if len(runs) == 1 and runs[0].repeats == 1:

@@ -27,7 +27,7 @@ from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 MOST_ELEMENTS = 2**60  # their bytes are counted in 64 bits
 EvenCuts = tuple[
     tuple[tuple[str, int], ...], ...
-]  # per dim, the axes (name, size) that cut it, outermost first
+]  # per dim, the axes (name, size) that shard it, outermost first
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +85,7 @@ class Sharding(Pictured):
         return self.layout.names.index(name)
 
     def dim_device(self, dim: int, device: int) -> int:
-        """Position of a device along the axes that cut a dim, row-major."""
+        """Position of a device along the axes that shard a dim, row-major."""
         return self.mesh.index(device, self.layout.dims[dim].axes)
 
     def owned(self, dim: int, device: int) -> Runs:
@@ -97,12 +97,12 @@ class Sharding(Pictured):
         return self.holders(dim)[self.dim_device(dim, device)]
 
     def owners(self, dim: int) -> tuple[Runs, ...]:
-        """`owned` for every index along the axes that cut the dim, row-major."""
+        """`owned` for every index along the axes that shard the dim, row-major."""
         d = self.layout.dims[dim]
         return all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
     def holders(self, dim: int) -> tuple[Runs, ...]:
-        """`held` for every index along the axes that cut the dim, row-major."""
+        """`held` for every index along the axes that shard the dim, row-major."""
         d = self.layout.dims[dim]
         return all_held_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
@@ -141,7 +141,7 @@ class Sharding(Pictured):
 
     @cached_property
     def even_cuts(self) -> EvenCuts | None:
-        """Per dim, the axes (name, size) that cut it; None unless all cuts are contiguous and even."""
+        """Per dim, the axes (name, size) that shard it; None unless all shards are contiguous and even."""
         plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
         if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
             return None
@@ -150,7 +150,7 @@ class Sharding(Pictured):
     @cached_property
     def normal(self) -> Layout:
         """The simplest layout with the same blocks: without axes of size 1 and orders that change nothing,
-        even groups as nested cuts, `mean` as `sum` (see `scale`).
+        even groups as nested shards, `mean` as `sum` (see `scale`).
 
         >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
         'n/a/b d'
@@ -185,10 +185,10 @@ class Sharding(Pictured):
         return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
 
     def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
-        """How `shards`, as the innermost cuts of a dim, divide the device's block.
+        """How `shards`, as the innermost shards of a dim, divide the device's block.
 
         Returns local positions for every index along the axes of `shards`, row-major. If the dim has
-        these innermost cuts already, they divide the block that it would have without them.
+        these innermost shards already, they divide the block that it would have without them.
         """
         d = self.layout.dims[dim]
         if shards and d.shards[-len(shards) :] == tuple(shards):
@@ -208,7 +208,7 @@ def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ..
 @lru_cache(maxsize=65536)
 def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim)
-    # The outputs of a window are cut like the dim, and a cut that divides its rows need not divide them.
+    # The outputs of a window are sharded like the dim, but need not be divisible when its rows are.
     regroups = overlap is None or isinstance(unfolded(overlap), Halo)
     shards: list[Shard] = []
     left: int | None = length  # rows of every block so far; None if blocks differ
@@ -233,7 +233,7 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
 
 
 def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
-    """True if this cut of `length` rows into `n` parts equals the plain contiguous one."""
+    """True if this shard of `length` rows into `n` parts equals the plain contiguous one."""
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
         return True
     if length is None or shard.order not in ("balanced", SIZES):
@@ -248,7 +248,7 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
         return None
     rows = unfolded(overlap)
     if isinstance(rows, Window) and not rows.out and any(shard.order == SIZES for shard in dim.shards):
-        aligned = replace(rows, out="aligned")  # also where all that is left of the cut is its axes
+        aligned = replace(rows, out="aligned")  # also where all that is left of the shard is its axes
         return Fold(aligned) if isinstance(overlap, Fold) else aligned
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)

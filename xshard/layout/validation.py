@@ -13,7 +13,7 @@ from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise ShapeError or NotationError if a dim of this length cannot have its cuts or its overlap."""
+    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or its overlap."""
     for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
         reason = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
         if reason is not None:

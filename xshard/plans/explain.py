@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to do what a plan does. plan: None where it is not possible, for the reason in `why_not`."""
+    """One alternative to a plan. plan: None if it is not possible, for the reason in `why_not`."""
 
     name: str
     plan: Plan | None
@@ -41,7 +41,7 @@ class Alternative:
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """The plan itself, then the other ways to do the same, for the same machine.
+    """The plan itself, then alternatives to it, for the same machine.
 
     Raises PlanError for a plan between two meshes.
 

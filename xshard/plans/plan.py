@@ -340,7 +340,7 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 
 
 def _as_numbered(request: Request, by_transfer: bool) -> Plan:
-    """The cheapest plan in which devices keep their places. Raises PlanError where none fits the limit."""
+    """The cheapest plan in which devices keep their places. Raises PlanError if none fits the limit."""
     one = None if by_transfer else request.on_one_mesh
     plan = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
     if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes

@@ -34,10 +34,10 @@ _ABOUT = 1.05  # predictions that differ by less count as equal
 
 
 def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple[tuple[Step, ...], Split]]:
-    """The steps of every way, one of them a transfer, and the axes of the source's mesh that they split.
+    """The steps of every path, one of them a transfer, and the axes of the source's mesh that they split.
 
     relabel: devices change places in the destination's mesh, so that less moves.
-    Raises PlanError, DtypeError where there is no way at all.
+    Raises PlanError, DtypeError if there is no path at all.
     """
     _check(request)
     source, target, factor = request.source, request.target, request.factor
@@ -102,7 +102,7 @@ def landings(target: Sharding) -> Iterator[Sharding]:
 
 
 def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
-    """The sharding with each of its dims in turn cut further, over axes that hold addends or replicas."""
+    """The sharding with each of its dims in turn sharded further, over axes that hold addends or replicas."""
     mesh = sharding.mesh
     layout = without_tags(sharding.layout, (*axes, *sharding.layout.tagged("copy")))
     for d, dim in enumerate(layout.dims):

@@ -66,7 +66,7 @@ class Search:
         return tuple(step_of(self.space, move, state) for state, move in path.moves)
 
     def path(self) -> Path:
-        """The cheapest path within the memory limit. Raises PlanError where none fits."""
+        """The cheapest path within the memory limit. Raises PlanError if none fits."""
         path = self._search()
         if path is None and not self.exchanges:
             raise PlanError("no path of collectives leads there")
@@ -80,7 +80,7 @@ class Search:
 
     @cached_property
     def _largest(self) -> int:
-        """Elements of the larger end: no block on the way is larger."""
+        """Elements of the larger side: no block in between is larger."""
         return max(self.space.start.max_local_size, self.space.goal.max_local_size)
 
     @cached_property
@@ -158,7 +158,7 @@ class Search:
         return best
 
     def _expected(self, state: State) -> float:
-        """Seconds that collectives take from a state, if each axis that is in the way takes one."""
+        """Seconds that collectives take from a state, if each axis that is to be changed takes one."""
         wanted, goal = self._goal_roles, self.space.goal_state
         ending = sum(a not in goal.sums for a in state.sums)
         moving = sum(role != wanted.get(axis) for axis, role in self.space.roles(state).items())
@@ -218,7 +218,7 @@ class Search:
         )
 
     def _permutes(self, state: State, after: State) -> bool:
-        """Whether both states have the same blocks: known for even cuts, looked up for others."""
+        """Whether both states have the same blocks: known for even shards, looked up for others."""
         space = self.space
         if space.is_regular(state) and space.is_regular(after):
             return True

@@ -54,7 +54,7 @@ def _exchange(space: Space, state: State, goal: State) -> float:
 
 
 def _gathered(space: Space, state: State, goal: State) -> Iterator[tuple[State, float]]:
-    """The goal with cuts by axes that are to hold replicas, each with the seconds to gather them."""
+    """The goal sharded over axes that are to hold replicas, each with the seconds to gather them."""
     free = space.free(goal)
     for axes in dict.fromkeys((free, tuple(a for a in free if a in space.roles(state)))):
         for d, cut in enumerate(goal.cuts):
@@ -79,9 +79,9 @@ def _scattered(space: Space, state: State, goal: State, ended: Cut) -> Iterator[
 
 
 def _in_turn(space: Space, state: State, goal: State, near: Axes) -> float:
-    """Seconds of slices, then of sums that end, cuts that change places, and gathers: one step for each.
+    """Seconds of slices, then of sums that end, shards that change places, and gathers: one step for each.
 
-    near: axes that hold replicas at both ends, and take shares on the way.
+    near: axes that hold replicas on both sides, and take shares in between.
     """
     old, new = space.roles(state), space.roles(goal)
     ended = [a for a in state.sums if a not in goal.sums]
@@ -89,7 +89,7 @@ def _in_turn(space: Space, state: State, goal: State, near: Axes) -> float:
     sliced = [a for a in new if a not in old and a not in state.sums]
     moved = [a for a in new if a in old and old[a] != new[a]]
     gathered = [a for a in old if a not in new and a not in goal.sums]
-    # A cut in place comes inside of all that the dim keeps; others have to change places afterwards.
+    # A shard in place comes inside of all that the dim keeps; others have to change places afterwards.
     moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
     block, seconds, price = space.block(state), 0.0, space.fabric.seconds
     if sliced or near:

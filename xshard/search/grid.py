@@ -19,7 +19,7 @@ from xshard.steps.exchange.node_senders import MAX_PAIRED
 from xshard.steps.exchange.traffic import spans_by_axis
 from xshard.steps.traffic import LinkSpans
 
-Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that cut it, outermost first
+Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that shard it, outermost first
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Grid:
         return spans
 
     def exchange(self, before: Cuts, after: Cuts, ended: tuple[int, ...]) -> Traffic | None:
-        """Traffic of an exchange that ends sums over some axes; None if cuts do not divide each other."""
+        """Traffic of an exchange that ends sums over some axes; None if shards do not divide each other."""
         key = before, after, ended
         if key not in self._exchanges:
             addends = [span for a in ended for span in self._spans[a]]

@@ -89,8 +89,8 @@ TRAFFIC: dict[str, Callable[[Space, Move, State, int, int], steps.Traffic]] = {
 }
 
 
-# Data of a move by kind:  all_gather, embed: dim, number of cuts.  reduce_scatter: dim, cuts.  slice: cuts
-# by dim.  all_to_all: dim, number of cuts, dim, cuts.  all_reduce, mask: axes.  permute, exchange: nothing.
+# Data of a move by kind:  all_gather, embed: dim, number of shards.  reduce_scatter: dim, shards.
+# slice: shards by dim.  all_to_all: dim, number of shards, dim, shards.  all_reduce, mask: axes.
 STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
     "all_gather": lambda s, m, at: steps.AllGather(_dim(s, m.data[0]), _suffix(s, at, m)),
     "all_reduce": lambda s, m, at: steps.AllReduce(s.names(_cut(m.data[0])), s.op),

@@ -41,7 +41,7 @@ def overlaps(sharding: Sharding) -> bool:
 def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
 ) -> Steps:
-    """The cheapest of the ways. Raises PlanError where none fits the limit."""
+    """The cheapest path. Raises PlanError if none fits the limit."""
     # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
@@ -66,7 +66,7 @@ def best_path(
 
 
 def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[str, Steps]:
-    """Every way by name, the plainest first."""
+    """Every path by name, the plainest first."""
     dims = zip(start.layout.dims, goal.layout.dims, strict=True)
     kept = [a.overlap is not None and a == b for a, b in dims]
     paths: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, kept, dtype, profile)}

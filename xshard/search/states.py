@@ -19,11 +19,11 @@ from xshard.steps import Exchange, Traffic
 from xshard.steps.exchange.traffic import counted_traffic
 from xshard.steps.traffic import LinkSpans
 
-Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
+Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Space.shards`
 
 
 class State(NamedTuple):
-    """A layout without copy tags: the cuts of every dim, and the axes that hold addends."""
+    """A layout without copy tags: the shards of every dim, and the axes that hold addends."""
 
     cuts: tuple[Cut, ...]
     sums: tuple[int, ...]
@@ -113,11 +113,11 @@ class Space:
         return tuple(a for a in range(len(self.axes)) if a not in used)
 
     def is_plain(self, cut: Iterable[int]) -> bool:
-        """Whether every cut is contiguous, over one axis."""
+        """Whether every shard is contiguous, over one axis."""
         return all(s < len(self.axes) for s in cut)
 
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
-        """The longest block of a dim under a cut, and whether all are as long."""
+        """The longest block of a dim under its shards, and whether all are as long."""
         known = self.tables.lengths.get((dim, cut))
         if known is None:
             whole, parts = self.start.shape[dim], math.prod(self.sizes[s] for s in cut)
@@ -127,7 +127,7 @@ class Space:
                 d = Dim("", tuple(self.shards[s] for s in cut))
                 sizes = self.start.mesh.sizes_of(d.axes)
                 longest, even = block_length(d, whole, sizes)
-                # Documents and segments inside another cut would have other lengths: no step leads there.
+                # Documents and segments inside another shard would have other lengths: no step leads there.
                 known = longest, even and misfit(d, whole, sizes) is None
             self.tables.lengths[dim, cut] = known
         return known
@@ -222,7 +222,7 @@ class Space:
         return self.grid.exchange(state.cuts, after.cuts, tuple(a for a in state.sums if a not in after.sums))
 
     def is_regular(self, state: State) -> bool:
-        """Whether all cuts are even, contiguous and over one axis."""
+        """Whether all shards are even, contiguous and over one axis."""
         cuts = state.cuts
         known = self.tables.regular.get(cuts)
         if known is None:

@@ -21,7 +21,7 @@ from xshard.search.move_costs import move_cost, step_of
 from xshard.search.states import Cut, Move, Space, State
 from xshard.steps import Step
 
-# How many ways to cut dims further are tried from either end; they differ in the links they use.
+# How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
@@ -196,7 +196,7 @@ def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, 
 
 
 def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
-    """Whether two parts cut one after the other, or neither of them cuts."""
+    """Whether two parts shard a dim one after the other, or neither does."""
     cut = next((c for c in cuts if one in c or other in c), None)
     return cut is None or (one, other) in pairwise(cut)
 
@@ -240,7 +240,7 @@ def _cheapest(
 
 
 def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """How free axes may cut every dim into `needs` times as many parts.
+    """How free axes may shard every dim into `needs` times as many parts.
 
     Among sub-axes of one axis on equal links, the innermost are taken.
     """
@@ -261,7 +261,7 @@ def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterat
 
 
 def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
-    """The moves that gather these innermost cuts, one dim after the other."""
+    """The moves that gather these innermost shards, one dim after the other."""
     moves: list[tuple[State, Move]] = []
     for d in order:
         n = len(cuts[d])

@@ -83,7 +83,7 @@ class Moves:
 
     def _slices(self, state: State) -> Iterator[Move]:
         free = self._free(state)
-        if not free or not state.cuts:  # a scalar has no dims to cut
+        if not free or not state.cuts:  # a scalar has no dims to shard
             return
         new_cuts = self._all_new_cuts if self.complete else self._some_new_cuts
         for new in dict.fromkeys(new_cuts(state, free)):
@@ -139,7 +139,7 @@ class Moves:
                             yield Move("all_to_all", (d, n, e, new), after)
 
     def _arrivals(self, d: int, e: int, other: Cut, moving: Cut) -> Iterator[Cut]:
-        """How axes taken from dim `d` may cut dim `e`."""
+        """How axes taken from dim `d` may shard dim `e`."""
         axes = sorted(self.space.axes_in(moving))
         wanted = self._wanted(e, other)
         for k in range(1, len(wanted) + 1):
@@ -216,7 +216,7 @@ class Moves:
                     yield Move("exchange", (), self._with(self.goal, d, cut + axes))
 
     def _all_cuts(self, sums: tuple[int, ...]) -> tuple[tuple[Cut, ...], ...]:
-        """Every way to cut the dims evenly by axes that hold no addends."""
+        """Every way to shard the dims evenly by axes that hold no addends."""
         known = self._cuts_by_sums.get(sums)
         if known is None:
             known = self._cuts_by_sums[sums] = tuple(self._new_all_cuts(sums))
@@ -238,7 +238,7 @@ class Moves:
                     yield cuts
 
     def _arrangements(self, d: int, usable: tuple[int, ...], parts: list[int]) -> Iterator[tuple[Cut, ...]]:
-        """Ways to cut the dims from `d` on into as many parts as now, the goal's leading cuts first."""
+        """Ways to shard the dims from `d` on into as many parts as now, the goal's leading shards first."""
         if d == len(parts):
             yield ()
             return
@@ -275,16 +275,16 @@ class Moves:
         return parts
 
     def _wanted(self, d: int, cut: Cut) -> Cut:
-        """The goal's cuts of a dim that come after `cut`, if those lead up to them."""
+        """The goal's shards of a dim that come after `cut`, if those lead up to them."""
         goal = self.goal.cuts[d]
         return goal[len(cut) :] if goal[: len(cut)] == cut else ()
 
     def _kept(self, d: int, cut: Cut) -> int:
-        """How many leading cuts of a dim are left alone: the pinned, on large spaces all the goal has too."""
+        """Number of leading shards of a dim that stay: the pinned; on large spaces, all of the goal's."""
         return len(self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d]))
 
     def _evenly(self, d: int, outer: Cut, inner: Cut) -> bool:
-        """Whether `inner` cuts every block of a dim under `outer` into equal parts."""
+        """Whether `inner` shards every block of a dim under `outer` into equal parts."""
         return self.space.is_even(d, outer) and self.space.is_even(d, outer + inner)
 
     @staticmethod
@@ -293,7 +293,7 @@ class Moves:
 
 
 def _shared(a: Cut, b: Cut) -> Cut:
-    """The leading cuts that both have."""
+    """The leading shards that both have."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1

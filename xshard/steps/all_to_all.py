@@ -1,4 +1,4 @@
-"""AllToAll: a cut moves from one dim to another. Its adjoint is the same move back."""
+"""AllToAll: a sharding moves from one dim to another. Its adjoint is the same move back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_
 class AllToAll(Step):
     """Every device sends each member of its group that member's part of `dst_dim`.
 
-    src_shards: the innermost cuts of `src_dim`, which are removed; their axes form the group.
-    dst_shards: the new innermost cuts of `dst_dim`, over the same axes, in any order.
+    src_shards: the innermost shards of `src_dim`, which are removed; their axes form the group.
+    dst_shards: the new innermost shards of `dst_dim`, over the same axes, in any order.
     """
 
     kind: ClassVar[str] = "all_to_all"

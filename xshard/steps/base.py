@@ -23,7 +23,7 @@ from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 Block = NDArray[Any]
 Blocks = Sequence[Block]
 
-DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its cuts, outermost first
+DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -61,7 +61,7 @@ class Step(ABC):
 
 
 def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """The axes of some cuts, outermost first."""
+    """The axes of some shards, outermost first."""
     return tuple(axis for shard in shards for axis in shard.axes)
 
 
@@ -71,7 +71,7 @@ def shards_text(shards: Sequence[Shard]) -> str:
 
 
 def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout without `shards`, which must be the innermost cuts of `dim`. Raises PlanError."""
+    """The layout without `shards`, which must be the innermost shards of `dim`. Raises PlanError."""
     d = layout.dim(dim) if dim in layout.names else None
     if d is None or not shards or d.shards[-len(shards) :] != shards:
         raise PlanError(f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
@@ -79,7 +79,7 @@ def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout
 
 
 def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout with `shards` added as the innermost cuts of `dim`. Raises PlanError."""
+    """The layout with `shards` added as the innermost shards of `dim`. Raises PlanError."""
     if dim not in layout.names:
         raise PlanError(f"no dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, layout.dim(dim).shards + shards)
@@ -103,7 +103,7 @@ def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
 
 
 def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with `axes` free for a cut or a sum. Raises PlanError if they hold no replicas."""
+    """The layout with `axes` free for a shard or a sum. Raises PlanError if they hold no replicas."""
     busy = set(layout.axes) - set(layout.tagged("copy"))
     for axis in axes:
         if axis in busy:
@@ -138,7 +138,7 @@ def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: in
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:
-    """True if pieces concatenated in group order are the block: contiguous cuts of the leading dim."""
+    """True if pieces concatenated in group order are the block: contiguous shards of the leading dim."""
     return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
 
 

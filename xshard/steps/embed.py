@@ -29,9 +29,9 @@ from xshard.steps.base import (
 
 @dataclass(frozen=True)
 class Embed(Step):
-    """Every device puts its part of `dim` into a block of zeros: a cut becomes a sum.
+    """Every device puts its part of `dim` into a block of zeros: a sharding becomes a sum.
 
-    shards: the innermost cuts of `dim`, which are removed; their axes become a sum.
+    shards: the innermost shards of `dim`, which are removed; their axes become a sum.
     """
 
     kind: ClassVar[str] = "embed"

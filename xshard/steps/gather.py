@@ -34,7 +34,7 @@ from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_
 class AllGather(Step):
     """Every device of a group gets the group's blocks, concatenated along `dim`.
 
-    shards: the innermost cuts of `dim`, which are removed; their axes form the group.
+    shards: the innermost shards of `dim`, which are removed; their axes form the group.
     copies: the axes that hold copies afterwards; the others hold replicas.
     """
 
@@ -87,7 +87,7 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
 class Slice(Step):
     """Every device keeps its own part of some dims: one local copy, no communication.
 
-    cuts: (dim, its new innermost cuts), over axes that hold replicas or copies before.
+    cuts: (dim, its new innermost shards), over axes that hold replicas or copies before.
     """
 
     kind: ClassVar[str] = "slice"

@@ -70,7 +70,7 @@ class AllReduce(Step):
 class ReduceScatter(Step):
     """Every device of a group gets its part of the reduction of the group's blocks.
 
-    shards: the new innermost cuts of `dim`, over axes under the tag `op`; they form the group.
+    shards: the new innermost shards of `dim`, over axes under the tag `op`; they form the group.
     """
 
     kind: ClassVar[str] = "reduce_scatter"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from xshard.steps.traffic import Hop, LinkSpan, Traffic
 
-LinkCuts = tuple[tuple[LinkSpan, ...], ...]  # per dim, the spans that cut it, outermost first
+LinkCuts = tuple[tuple[LinkSpan, ...], ...]  # per dim, the spans that shard it, outermost first
 
 
 class LinkDigit(NamedTuple):
@@ -33,7 +33,7 @@ class LinkDigit(NamedTuple):
 
 
 class Digit(NamedTuple):
-    """A digit of the row numbers of a dim, and the coordinates that cut it at either end, if any."""
+    """A digit of the row numbers of a dim, and the coordinates that shard it on either side, if any."""
 
     size: int
     src: LinkDigit | None
@@ -49,7 +49,7 @@ class Digit(NamedTuple):
 
 
 def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """The digits of the row numbers of all dims; None if cuts do not divide each other (4 and 6).
+    """The digits of the row numbers of all dims; None if shards do not divide each other (4 and 6).
 
     Two digits of one span are equal or disjoint, so that each is a coordinate of its own.
     """
@@ -61,7 +61,7 @@ def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
             return None
         row_digits += of_dim[0]
         split |= of_dim[1]
-    # A span that cuts at one end only has every digit once.
+    # A span that cuts on one side only has every digit once.
     both = {d.src.span for d in row_digits if d.src} & {d.dst.span for d in row_digits if d.dst} & split
     return _apart(row_digits, both) if both else tuple(row_digits)
 
@@ -145,9 +145,9 @@ class _Equal:
 def digit_traffic(
     shape: Sequence[int], src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
 ) -> Traffic | None:
-    """Traffic of an exchange between even contiguous cuts, by level.
+    """Traffic of an exchange between even contiguous shards, by level.
 
-    addends: the spans along which a sum ends. None if the cuts do not divide each other.
+    addends: the spans along which a sum ends. None if the shards do not divide each other.
     """
     row_digits = digits(src, dst)
     if row_digits is None:
@@ -198,7 +198,7 @@ def digit_traffic(
 def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
     """The fewest elements that must enter some node under any plan; level-0 spans connect nodes.
 
-    0 if the cuts do not divide each other, because the number is then unknown.
+    0 if the shards do not divide each other, because the number is then unknown.
     """
     row_digits = digits(src, dst)
     if row_digits is None:
@@ -215,7 +215,7 @@ def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
 
 
 def met_elements(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Elements that some device holds at both ends. None if the cuts do not divide each other."""
+    """Elements that some device holds on both sides. None if the shards do not divide each other."""
     row_digits = digits(src, dst)
     if row_digits is None:
         return None

@@ -40,7 +40,7 @@ class BlockHolders(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
-    """The holders of all blocks; blocks with equal cuts and addend numbers are one."""
+    """The holders of all blocks; blocks with equal shards and addend numbers are one."""
     mesh, layout = sharding.mesh, sharding.layout
     addends = _positions_along(mesh, layout.tagged("sum", "max", "min"))
     places = np.stack([*(_positions_along(mesh, dim.axes) for dim in layout.dims), addends], axis=1)

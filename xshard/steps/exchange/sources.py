@@ -95,7 +95,7 @@ def count_sources(
     src: DimEnd, dst: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(rows, senders): how many rows of a dim each device takes from senders that share its coordinates
-    along `fixed`, and from how many; arrays over the axes of both ends, shaped to broadcast over the mesh."""
+    along `fixed`, and from how many; arrays over the axes of both dims that broadcast over the mesh."""
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
     src_sizes, dst_sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
     shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]

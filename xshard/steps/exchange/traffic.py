@@ -25,7 +25,7 @@ def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Tra
 
 
 def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """The same traffic, counted per device: for cuts that are uneven or do not divide each other."""
+    """The same traffic, counted per device: for shards that are uneven or do not divide each other."""
     before, after, levels = _on_span_axes(before, after, spans)
     farther = wanted = received_from(before, after, ())
     hops, may_differ = list[Hop](), moving_axes(before, after)
@@ -100,7 +100,7 @@ def cut_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
-    """Traffic of an exchange between even contiguous cuts, in closed form; None for other cuts."""
+    """Traffic of an exchange between even contiguous shards, in closed form; None for other shards."""
     src, dst = link_cuts(before, spans), link_cuts(after, spans)
     if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
@@ -110,7 +110,7 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """Per dim, the spans that cut it, outermost first; None unless all cuts are contiguous and even."""
+    """Per dim, the spans that shard it, outermost first; None unless all shards are contiguous and even."""
     if sharding.even_cuts is None:
         return None
     by_axis = spans_by_axis(sharding.mesh, spans)
