@@ -5,7 +5,7 @@ A contraction of global arrays is one jitted program, cached for the next call l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from jax_bridge.mesh.context import AnyMesh, free_axes
 from jax_bridge.mesh.machine import machine
 from xshard import ContractionPlan, Profile
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import Shapes, check_operands, shapes_of, whole_lengths
+from xshard.contractions.shapes import check_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
@@ -42,8 +42,8 @@ def einsum(
     expression: str | ContractionPlan,
     *operands: Any,
     mesh: AnyMesh | None = None,
+    shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
-    shape: Shapes | None = None,
     profile: str | Path | Profile = "auto",
     overlap: str = NEVER,
     preferred_element_type: Any = None,

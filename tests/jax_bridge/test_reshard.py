@@ -344,7 +344,7 @@ def test_specs() -> None:
     for text, reason in [
         ("n/zigzag(a) d", "order 'zigzag"),
         ("n | mean(a)", "only have the reduction sum"),
-        ("n/a:halo(1,1)", "no overlap"),
+        ("n/a:halo(1,1)", "cannot have overlaps"),
     ]:
         with pytest.raises(xs.errors.PlanError, match=reason):
             xj.specs.to_partition_spec(text)

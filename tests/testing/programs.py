@@ -35,7 +35,7 @@ class Torch:
         return self.mesh.index(dist.get_rank(), (axis,))
 
     def positions(self, layout: str, shape: tuple[int, ...], dim: str) -> Any:
-        return xt.positions(layout, self.mesh, shape, dim)
+        return xt.positions(layout, self.mesh, shape=shape, dim=dim)
 
     def detached(self, x: Any) -> Any:
         return x.detach()

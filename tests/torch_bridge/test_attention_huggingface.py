@@ -26,7 +26,7 @@ def _trained() -> None:
     tokens, places = torch.randint(0, 31, (2, LENGTH)), torch.arange(LENGTH)
     padding = torch.stack([places < LENGTH, places < 15])
     documents = (places + torch.tensor([[0], [3]])) // 8
-    rows = xt.positions(LAYOUT.removesuffix(" h k"), MESH, tokens.shape, "s")
+    rows = xt.positions(LAYOUT.removesuffix(" h k"), MESH, shape=tokens.shape, dim="s")
     together = documents[:, None, :, None] == documents[:, None, None]
     causal = together & (places[:, None] >= places)
     for how, whole, cut, keep in (

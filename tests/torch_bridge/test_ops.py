@@ -197,7 +197,7 @@ def _refusals() -> list[tuple[str, str]]:
     found = [error_of(REFUSED[name][0]) for name in REFUSED]
     assert all(torch.equal(taken(), torch.ones(8, 1)) for taken in TAKEN)
     assert xt.ops.halo_exchange(X, np.int64(1), np.int64(0), "tp", MESH).shape == (4, 4)
-    rows = xt.positions("n/tp", MESH, np.array([8]), np.int64(0))
+    rows = xt.positions("n/tp", MESH, shape=np.array([8]), dim=np.int64(0))
     assert torch.equal(rows, torch.arange(2) + 2 * dist.get_rank())
     leaf = torch.ones(2, 4, requires_grad=True)  # a redistribution in flight has a gradient, too
     in_flight = xt.redistribute(leaf, "n/tp d -> n d | copy(tp)", MESH, async_op=True)

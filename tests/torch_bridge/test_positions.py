@@ -20,18 +20,18 @@ def _positions() -> None:
         layout = xs.Layout.parse(text)
         expected = layout.positions(MESH, (2, 12), "s", rank)
         for found in (
-            xt.positions(text, MESH, (2, 12), "s"),
-            xt.positions(layout, device_mesh, (2, 12), 1),
-            xt.positions(text, device_mesh, (2, 12), -1, device="cpu"),
+            xt.positions(text, MESH, shape=(2, 12), dim="s"),
+            xt.positions(layout, device_mesh, shape=(2, 12), dim=1),
+            xt.positions(text, device_mesh, shape=(2, 12), dim=-1, device="cpu"),
         ):
             assert found.dtype == torch.int64 and found.tolist() == expected.tolist()
     part = device_mesh["cp"]  # a mesh of two of the four ranks
-    assert xt.positions("s/cp", part, (4,), "s").tolist() == [[0, 1], [2, 3]][rank % 2]
-    assert xt.positions("s/cp", part, (4,), 0, device="meta").device.type == "meta"
+    assert xt.positions("s/cp", part, shape=(4,), dim="s").tolist() == [[0, 1], [2, 3]][rank % 2]
+    assert xt.positions("s/cp", part, shape=(4,), dim=0, device="meta").device.type == "meta"
 
-    kind, text = error_of(lambda: xt.positions("b s/tp", device_mesh, (2, 12), "s"))
+    kind, text = error_of(lambda: xt.positions("b s/tp", device_mesh, shape=(2, 12), dim="s"))
     assert kind == "NotationError" and "unknown mesh axis 'tp'" in text
-    kind, text = error_of(lambda: xt.positions("b s/cp", MESH, (2, 12), "c"))
+    kind, text = error_of(lambda: xt.positions("b s/cp", MESH, shape=(2, 12), dim="c"))
     assert kind == "ShapeError" and "no dim 'c' in 'b s/cp'" in text
 
 
@@ -44,7 +44,7 @@ def _reshard() -> None:
     mesh, shape = xs.Mesh(cp=4), (2, 16, 3)
     whole = torch.arange(96.0, dtype=torch.float64).reshape(shape)
     for there, back in (("cp", "zigzag(cp)"), ("zigzag(cp)", "cyclic(cp,2)"), ("zigzag(cp,4,12)", "cp")):
-        before, after = (xt.positions(f"b s/{cut} c", mesh, shape, "s") for cut in (there, back))
+        before, after = (xt.positions(f"b s/{cut} c", mesh, shape=shape, dim="s") for cut in (there, back))
         x = whole[:, before].clone().requires_grad_()
         y = xt.redistribute(x, f"b s/{there} c -> b s/{back} c", mesh, shape=shape)
         assert torch.equal(y, whole[:, after])

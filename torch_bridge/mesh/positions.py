@@ -15,9 +15,9 @@ from xshard import Layout
 def positions(
     layout: Layout | str,
     mesh: MeshLike,
+    *,
     shape: Sequence[int],
     dim: int | str,
-    *,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
@@ -30,7 +30,9 @@ def positions(
 
     >>> import torch_bridge as xt
     >>> from xshard import Mesh
-    >>> xt.testing.run_ranks(2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), (3, 8), "s").tolist())
+    >>> xt.testing.run_ranks(
+    ...     2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), shape=(3, 8), dim="s").tolist()
+    ... )
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if device is None:

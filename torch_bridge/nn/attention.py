@@ -73,7 +73,7 @@ def attention(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> def means():
-    ...     v = xt.positions("b s/zigzag(cp)", Mesh(cp=2), (1, 8), "s").reshape(1, 4, 1, 1).double()
+    ...     v = xt.positions("b s/zigzag(cp)", Mesh(cp=2), shape=(1, 8), dim="s").reshape(1, 4, 1, 1).double()
     ...     return xt.nn.attention(0 * v, 0 * v, v, "b s/zigzag(cp) h k", Mesh(cp=2), causal=True)
     >>> [y.flatten().tolist() for y in xt.testing.run_ranks(2, means)]
     [[0.0, 0.5, 3.0, 3.5], [1.0, 1.5, 2.0, 2.5]]

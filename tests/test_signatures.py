@@ -1,0 +1,112 @@
+"""The verbs of both bridges have the same options: same names, types, defaults and order.
+
+Positional arguments are values, then layouts, then the mesh; options are keywords.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+
+import pytest
+
+import jax_bridge as xj
+import torch_bridge as xt
+
+OPS = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "copy_to",
+    "halo_exchange",
+    "reduce_scatter",
+    "shard",
+    "trim_halo",
+]
+TWINS = {
+    name: (getattr(xt, name), getattr(xj, name))
+    for name in ("redistribute", "einsum", "positions", "transfer", "save", "load")
+}
+TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS}
+TWINS |= {"ops.shard": (xt.ops.shard, xj.ops.shard), "nn.attention": (xt.nn.attention, xj.nn.attention)}
+VERBS = {f"{bridge}.{name}": pair[i] for name, pair in TWINS.items() for i, bridge in enumerate(("xt", "xj"))}
+VERBS |= {f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")}
+VERBS |= {"xj.ops.valid_mask": xj.ops.valid_mask, "xt.parallelize": xt.parallelize}
+VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
+
+VALUES = [
+    "x",
+    "q",
+    "k",
+    "v",
+    "tree",
+    "array",
+    "arrays",
+    "model",
+    "f",
+    "operands",
+    "path",
+    "dim",
+    "split_dim",
+    "concat_dim",
+    "width",
+]
+LAYOUTS = {"layout", "layouts", "rules", "expression", "parameters", "inputs", "axis"}
+MESHES = {"mesh", "dst_mesh"}
+SHARED = ("profile", "progress", "bucket_bytes", "names", "check_replicated")
+
+# Options of one bridge, by the reason.
+ONLY = {
+    "processes are separate programs, which compare their calls": {"debug"},
+    "XLA schedules, fuses and places": {"async_op", "comm_dtype", "device", "memory_limit", "bucket_bytes"},
+    "a process of torch may be in one of two meshes": {"src_mesh", "dst_mesh", "requires_grad"},
+    "a jax.Array has a global shape": {"shapes"},
+    "torch converts and relabels as it moves": {"dtype", "relabel"},
+    "autograd keeps what the backward pass needs": {"save"},
+    "modes of JAX's differentiation": {"ad"},
+    "options of jax.numpy.einsum and jax.nn": {"preferred_element_type", "precision", "implementation"},
+}
+DIFFERENT = {
+    "mesh": "inside shard_map JAX knows the mesh",
+    "dtype": "a dtype is the framework's own",
+    "rules": "the rules of xj.load stand before a mesh without a default",
+}
+
+
+def plain(annotation: str) -> str:
+    """An annotation without the names that frameworks have for arrays and meshes."""
+    text = re.sub(r"\b(torch\.)?Tensor\b|\bjax\.Array\b|^Any$", "Array", annotation)
+    return re.sub(r"\b(MeshLike|AnyMesh|(jax\.sharding\.)?(Jax)?Mesh)(?= |$)", "AnyMesh", text)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_an_option_is_the_same_in_both_bridges(name: str) -> None:
+    ours, theirs = (dict(inspect.signature(f).parameters) for f in TWINS[name])
+    common = [option for option in ours if option in theirs]
+    assert common == [option for option in theirs if option in ours], "another order"
+    for option in set(common) - DIFFERENT.keys():
+        a, b = ours[option], theirs[option]
+        assert (a.kind, plain(a.annotation), a.default) == (b.kind, plain(b.annotation), b.default), option
+    for option in ours.keys() ^ theirs.keys():
+        assert any(option in options for options in ONLY.values()), f"{option} is in one bridge only"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_values_come_first_then_layouts_then_the_mesh(name: str) -> None:
+    ranks = [
+        next(rank for rank, names in enumerate((VALUES, LAYOUTS, MESHES)) if p.name in names)
+        for p in inspect.signature(VERBS[name]).parameters.values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+    # The expression of an einsum stands before its operands.
+    assert ranks == sorted(ranks) or (ranks == [1, 0] and name.endswith("einsum"))
+
+
+def test_an_option_has_one_type_in_all_verbs() -> None:
+    types = defaultdict[str, set[str]](set)
+    for f in VERBS.values():
+        for p in inspect.signature(f).parameters.values():
+            if p.name in SHARED:
+                types[p.name].add(p.annotation)  # of both frameworks
+    assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types
