@@ -1,6 +1,6 @@
-"""Common redistributions by their usual names.
+"""Common redistributions by their usual names: their arguments as an expression for `redistribute`.
 
-Decides only how their arguments become an expression; the rest, errors included, is as in `redistribute`.
+Everything else, errors included, is as in `redistribute`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
-Decides how ranks compare: first the blocks along every axis, then their findings, so that every rank of the
-mesh raises or none. This takes one collective of the block's size per axis, and the host waits.
+Ranks first compare their blocks along every axis, then their findings, so that every rank of the mesh raises
+or none. This takes one collective of the block's size per axis, and the host waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
 
     Compares `x` along axes where the left side has replicas or copies, and the cotangents of the result along
     those where the dual of the right side has. processes: all that call it. text: the user's expression.
-    name: of the tensor, in errors.
+    name: the tensor's, for errors.
     """
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
@@ -65,8 +65,8 @@ def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Compa
 class Comparison:
     """Call it on a block: raises ReplicaError on all processes if replicas of the block differ.
 
-    ranks: of the devices that have blocks. processes: the same as a mesh; None on a process without a block,
-    whose tensor is not read. callers: all processes that call it.
+    ranks: the devices' that have blocks. processes: the same as a mesh; None on a process without a block:
+    its tensor is not read. callers: all processes that call it.
     """
 
     check: ReplicaCheck

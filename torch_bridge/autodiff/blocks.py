@@ -36,6 +36,6 @@ def as_tensor(
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether a value is a DTensor. Does not import DTensor: that takes half a second."""
+    """Whether a value is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

@@ -1,7 +1,7 @@
 """The one differentiable wrapper: a plan forward, the plan of its adjoint backward.
 
-Decides how autograd calls executables. Holds no gradient rule: `executable.backward` is the executable of
-the plan between the dual layouts, and runs through the same Function, so that derivatives of any order work.
+It holds no gradient rule: `executable.backward` is the executable of the plan between the dual layouts, and
+runs through the same Function, so that derivatives of any order work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Redistribute(torch.autograd.Function):
 
     @classmethod
     def apply(cls, executable: Map, *blocks: Tensor) -> Any:
-        """As `Function.apply`, without binding arguments: that takes longer than the rest of it."""
+        """As `Function.apply`, without binding arguments, which takes longer than the rest of it."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(executable, *blocks)
         return super(torch.autograd.Function, cls).apply(executable, *map(_unwrap, blocks))
@@ -69,8 +69,8 @@ class Redistribute(torch.autograd.Function):
         if executable.is_linear:
             back = executable.backward
             is_recorded = torch.is_grad_enabled() or is_transformed()
-            found = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
-            return None, *((found,) if isinstance(found, Tensor) else found)
+            blocks = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
+            return None, *((blocks,) if isinstance(blocks, Tensor) else blocks)
         cotangent = executable.winners[2]
         return None, Redistribute.apply(cotangent, *gradients) * _shares(executable, *ctx.saved_tensors)
 

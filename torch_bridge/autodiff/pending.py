@@ -1,7 +1,7 @@
 """Redistributions in flight: begun now, ended when their result is first used.
 
-Decides how a plan becomes two maps for autograd, one that begins it and one that ends it. Its gradient then
-begins and ends in two places too, and overlaps with the backward pass of the work in between.
+A plan becomes two maps for autograd, one that begins it and one that ends it. Its gradient then begins and
+ends in two places too, and overlaps with the backward pass of the work in between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Parameters swapped in by `torch.func.functional_call`, where a checkpoint computes again without them.
+"""Checkpoints that compute again without the parameters that `torch.func.functional_call` has swapped in.
 
-Decides how that is noticed. A reentrant checkpoint runs its function again in the backward pass. By then
-`functional_call` has ended, so that the module has its own parameters, and torch sends the gradients to
-those: they go past the moves by which the swapped parameters were made.
+A reentrant checkpoint runs its function again in the backward pass. By then `functional_call` has ended and
+the module has its own parameters: torch sends the gradients to them, past the moves that made the swapped
+parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_not_swapped() -> None:
     frame, is_checkpointed = sys._getframe(1), False
     while frame is not None:
         name = frame.f_code.co_qualname
-        is_checkpointed |= name == "CheckpointFunction.forward"  # that of Megatron and DeepSpeed, too
+        is_checkpointed |= name == "CheckpointFunction.forward"  # also Megatron's and DeepSpeed's
         if is_checkpointed and name == "functional_call":
             raise XshardError("a reentrant checkpoint inside torch.func.functional_call", hint=_HINT)
         frame = frame.f_back  # type: ignore[assignment]
@@ -37,7 +37,7 @@ def check_not_swapped() -> None:
 def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
     """Raise XshardError if a reentrant checkpoint made outputs from inputs, under swapped parameters.
 
-    path: of the module that made them.
+    path: the module's that made them.
     """
     nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
     while nodes:

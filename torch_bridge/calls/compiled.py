@@ -40,7 +40,7 @@ if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before tor
     "with an expression that is text and a profile that is a name, without check_replicated"
 )
 def eagerly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function between two graphs, where nothing is recorded."""
+    """Call a function between two graphs; nothing is recorded."""
     return function(*arguments, **options)
 
 

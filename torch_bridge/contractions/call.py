@@ -174,7 +174,7 @@ TRACED["einsum"] = _traced
 
 
 def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
-    """Raise NotationError, DtypeError, MeshError, ShapeError unless blocks are alike, one per operand."""
+    """Raise XshardError unless there is one block per operand, all of one dtype and device."""
     check_number(given, blocks)
     check_device(blocks[0][2])
     spans = text_spans(given.text).layouts
@@ -208,14 +208,14 @@ def _check_plan(plan: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes | 
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise DtypeError where torch has no product of such a dtype."""
+    """Raise DtypeError where torch cannot multiply such a dtype."""
     for part in plan.parts:
         local = LocalContraction.of(part, 0)
         try:
             local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            what = f"torch has no product of {dtype}: {why}"
+            what = f"torch cannot multiply {dtype}: {why}"
             raise DtypeError(what, text=plan.text, hint="cast the operands first: x.to(...)") from None
 
 

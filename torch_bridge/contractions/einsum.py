@@ -49,10 +49,10 @@ def einsum(
     expression: text, or a plan (`xshard.plan`), which is run as it is. Axes that it does not name are left
     alone: blocks may differ along them.
     mesh: a `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; DTensors bring their own.
-    shape, sizes: the global shape of every operand, or the length of every dim by name, where blocks
+    shape, sizes: the global shape of every operand, or the length of every dim by name, if blocks
     differ in size. Without them a dim is as long as an operand says that has it whole, else blocks are equal.
     profile: the machine to plan for. memory_limit: bytes, or "2GiB", that no device may exceed, forward.
-    save: what is kept for the gradients: operands where they were "used", or as they were "given", to be
+    save: the operands to keep for the gradients: as they were "used", or as they were "given", to be
     moved once more, as in ZeRO-3.
     overlap: whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while the
     next travels: "never", "auto" where the profile predicts a gain, "always" where it can.

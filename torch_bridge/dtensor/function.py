@@ -1,8 +1,7 @@
 """The differentiable move of a DTensor: a plan for its block, and another for its gradient.
 
-Decides what the gradient of a DTensor is: that of the array, in whatever placements it arrives; one move
-takes it to the placements of the source's gradient. Which layout placements mean is decided in
-`dtensor.placements`.
+The gradient of a DTensor is the array's, and arrives in any placements; one move takes it to the
+placements of the source's gradient.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ class End:
 class DTensorMove:
     """The move of a DTensor from one end to the other.
 
-    op_dtype: the dtype that travels. out_dtype: of the result. backward_dtype: the dtype in which gradients
-    travel; None: the input's. gradient: the placements of the input's gradient; None: those of the input,
-    with replicas for addends. by_block: whether the gradient is that of the blocks, not of the array, as
-    where `DTensor.from_local` made the DTensor of blocks that have a gradient.
+    op_dtype: the dtype that travels. out_dtype: the result's. backward_dtype: the dtype in which gradients
+    travel; None: the input's. gradient: the placements of the input's gradient; None: the input's, with
+    replicas for addends. by_block: whether the gradient is the blocks', not the array's: `DTensor.from_local`
+    made the DTensor of blocks that have a gradient.
     """
 
     src: End
@@ -98,15 +97,15 @@ class RedistributeDTensor(torch.autograd.Function):
         here = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
         there = _gradient_end(move, here, shape)
         back = DTensorMove(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
-        found = RedistributeDTensor.apply(gradient, back)
+        moved = RedistributeDTensor.apply(gradient, back)
         if move.by_block:
             averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
             if averaged > 1:
-                found = found / averaged
+                moved = moved / averaged
             if ctx.saved_tensors:
                 shares = _winner_shares(ctx.saved_tensors[0], move, shape)
-                found = found * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
-        return found, None
+                moved = moved * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
+        return moved, None
 
 
 class _OfCopies(torch.autograd.Function):
@@ -205,19 +204,19 @@ def _executables(
     check(move, shape, local_shape)
     src, dst = dtensor_mesh(move.src.mesh), dtensor_mesh(move.dst.mesh)
     same = move.src.mesh == move.dst.mesh
-    found: list[Executable | TransferExecutable] = []
+    parts: list[Executable | TransferExecutable] = []
     legs = _legs(move.src.layout, move.dst.layout, same)
     for start, stop in itertools.pairwise(legs):
         last = stop is legs[-1]
         if same or not last:
             call = MoveCall((start, stop), src, shape, move.profile)
-            found.append(call.executable((local_shape, move.op_dtype, device)))
+            parts.append(call.executable((local_shape, move.op_dtype, device)))
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
             name = dtypes.name_of(move.op_dtype)
             between = TransferCall((start, stop), src, dst, shape, name, False, move.profile)
-            found.append(cross(between.plan(), device, group_of(tuple(sorted(src.ranks)))))
-    return tuple(found)
+            parts.append(cross(between.plan(), device, group_of(tuple(sorted(src.ranks)))))
+    return tuple(parts)
 
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
@@ -240,7 +239,7 @@ def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
     """The end to which the gradient of a move's input goes when it arrives as `here`."""
     src, placements = move.src, move.gradient
     if placements is None:
-        # Where the input has addends, addends of its gradient stay addends: the sum may not be needed.
+        # If the input has addends, addends of its gradient stay addends: the sum may not be needed.
         arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
         placements = tuple(
             _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of

@@ -1,8 +1,7 @@
 """Layouts <-> the placements of a DTensor.
 
-Decides which layouts a DTensor can have, and which layout its placements mean. `Replicate` is read
-as replicas, and written for replicas and for copies: a DTensor keeps the difference with its gradient,
-not in its placements.
+`Replicate` is read as replicas, and written for replicas and for copies: a DTensor keeps the difference with
+its gradient, not in its placements.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def from_placements(
             tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
             raise PlanError(
-                f"{placement!r} of axis '{axis}' is no layout",
+                f"{placement!r} of axis '{axis}' has no layout",
                 hint=f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it",
             )
     dims = []
@@ -97,7 +96,7 @@ def from_placements(
         cuts = cuts_of(found, axes, None if shape is None else shape[d])
         if cuts is None:
             raise PlanError(
-                f"the split factors of {tuple(placements)} are no nesting of cuts",
+                f"the split factors of {tuple(placements)} are not a nesting of cuts",
                 hint="pass shape=" if shape is None else f"torch reads them in two ways for {shape[d]} rows",
             )
         dims.append(Dim(f"d{d}", cuts))
@@ -150,7 +149,7 @@ def positional(layout: Layout, ndim: int) -> Layout:
 
 
 def layout_of_gradient(layout: Layout) -> Layout:
-    """The layout of a block's gradient: the dual, where the operands of a max or min count as addends."""
+    """The layout of a block's gradient: the dual, with the operands of a max or min as addends."""
     return with_kind(layout, "sum").dual
 
 

@@ -1,8 +1,4 @@
-"""`dtensor.redistribute`: `DTensor.redistribute`, with every transition, and exact gradients.
-
-Decides what its arguments mean as the two ends of a move, and what is refused. How a DTensor moves is
-decided in `dtensor.function`.
-"""
+"""`dtensor.redistribute`: `DTensor.redistribute`, with every transition, and exact gradients."""
 
 from __future__ import annotations
 
@@ -56,16 +52,16 @@ def redistribute(
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
-    forward_dtype: the dtype that travels, and that of the result. backward_dtype: the dtype in which the
+    forward_dtype: the dtype that travels, and the result's. backward_dtype: the dtype in which the
     gradient travels; it comes out in the input's dtype. Default: the input's dtype for both.
-    grad_placements: of the input's gradient. Default: the input's, with `Replicate` for `Partial`. The
-    gradient is that of the array, as everywhere in DTensor; for a DTensor that `from_local` made, it is
-    that of its blocks: `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
+    grad_placements: the placements of the input's gradient. Default: the input's, `Replicate` for `Partial`.
+    The gradient is the array's, as everywhere in DTensor; for a DTensor that `from_local` made, it is the
+    blocks': `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
     src_layout, dst_layout: the layout of the blocks where placements do not determine it, such as
     `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
     profile, debug: as in `redistribute`.
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. Where it stays, its blocks
-    move like replicas, and so does their gradient; elsewhere DTensor reduces it first, by its own rules and
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its blocks
+    move like replicas, and so does their gradient; otherwise DTensor reduces it first, by its own rules and
     with its own gradient.
     A process outside the mesh keeps its empty block, as in torch.
 
@@ -85,14 +81,14 @@ def redistribute(
     check_not_swapped()
     if not isinstance(dtensor, DTensor):
         raise XshardError(
-            f"{shown(dtensor)} is no DTensor", hint="redistribute(x, layouts, mesh) moves tensors"
+            f"{shown(dtensor)} is not a DTensor", hint="redistribute(x, layouts, mesh) moves tensors"
         )
     mesh = device_mesh or dtensor.device_mesh
     kept = frozenset[int]()
     if any(map(_has_no_tag, dtensor.placements)):
         kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else kept
         reduced = [
-            Replicate() if _has_no_tag(p) and at not in kept else p for at, p in enumerate(dtensor.placements)
+            Replicate() if _has_no_tag(p) and i not in kept else p for i, p in enumerate(dtensor.placements)
         ]
         if reduced != list(dtensor.placements):
             dtensor = dtensor.redistribute(placements=reduced)
@@ -128,11 +124,11 @@ def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
     """
     everything = tuple(src) == tuple(dst)
     kept = frozenset(
-        at
-        for at, (p, q) in enumerate(zip(src, dst, strict=False))
+        i
+        for i, (p, q) in enumerate(zip(src, dst, strict=False))
         if _has_no_tag(p) and p == q and (everything or type(p) is Partial)
     )
-    kinds = {p for at, p in enumerate(src) if at in kept}
+    kinds = {p for i, p in enumerate(src) if i in kept}
     others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
     if len(kinds) > 1 or (kinds and others):
         raise PlanError(
@@ -151,7 +147,7 @@ def _end(
 ) -> End:
     """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError.
 
-    kept: the axes whose blocks differ in a way that no layout has.
+    kept: the axes along which blocks differ in a way that no layout has.
     """
     return End(mesh, *_blocks(dtensor_axes(mesh), placements, shape, layout, kept))
 
@@ -166,7 +162,7 @@ def _blocks(
 ) -> tuple[tuple[Placement, ...], Layout]:
     """The placements at one end, with dims counted from 0, and the layout of the blocks. Raises as `_end`."""
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
-    read = tuple(Replicate() if at in kept else p for at, p in enumerate(placements))
+    read = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     inferred = layout_of(read, axes, shape)
     if layout is None:
         return placements, inferred

@@ -1,8 +1,8 @@
 """The cuts of one dim <-> the split factors of its placements.
 
-Decides which cuts a DTensor makes. A `_StridedShard` of factor f divides rows into f pieces and gives every
-device a share of each; placements cut one after the other, in the order of the mesh. Where the factors count
-the parts of axes that come later, they only say that those axes cut first. Knows no tensors.
+A `_StridedShard` of factor f divides rows into f pieces and gives every device a share of each; placements
+cut one after the other, in the order of the mesh. A factor may also count the parts of axes that come later
+in the mesh: it then only says that those axes cut first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factors = Mapping[str, int]  # an axis that cuts the dim -> its split factor, in
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
     """Split factors -> the cuts of a dim of `length`; None where they are no nesting and no length is given.
 
-    None, too, where torch itself reads them in two ways: as the order of axes that they say, and as pieces of
+    None, too, if torch itself reads them in two ways: as the order of axes that they say, and as pieces of
     an uneven length.
 
     >>> cuts_of({"a": 2, "b": 1}, Mesh(a=2, b=2), None)

@@ -1,6 +1,6 @@
 """Several executables run in lock step: messages over the same processes share one collective.
 
-Decides which executables share their collectives. Each keeps the plan that it has alone.
+Each executable keeps the plan that it has alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives of one group of processes on flat dense tensors.
 
-Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster. Decides
-that a compiler sees functional collectives, which it can reorder. Knows no layouts. No argument is written
-to, and every result is a new tensor, not a view: autograd forbids writing to views that a Function returns.
+Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster. Compilers
+see functional collectives, which they can reorder. No argument is written to, and every result is a new
+tensor, not a view: autograd forbids writing to views that a Function returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_bridge.mesh.process_mesh import Group
 
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
 # torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
-# which may be of a subclass: that of ranks as threads has its own.
+# which may be of a subclass: ranks as threads have another.
 _ALL_GATHER, _ALL_TO_ALL, _REDUCE_SCATTER = (
     new if hasattr(dist.ProcessGroup, new) else old
     for new, old in (
@@ -84,9 +84,8 @@ def _is_watched() -> bool:
 
 
 def _in_turn(sizes: Sequence[int]) -> list[slice]:
-    """Where messages lie, one after the other."""
-    ends = list(accumulate(sizes, initial=0))
-    return [slice(*rows) for rows in pairwise(ends)]
+    """The positions of messages, one after the other."""
+    return [slice(*rows) for rows in pairwise(accumulate(sizes, initial=0))]
 
 
 # Waits for a result that is under way and returns it.
@@ -98,9 +97,9 @@ class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another.
 
     kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: messages from rank to rank, at most
-    one from every rank, which compilers cannot record. op: sum, max or min, where it reduces.
+    one from every rank, which compilers cannot record. op: sum, max or min, if it reduces.
     sent, received: the number of elements of each message, in order: one per rank, or a single one
-    where all ranks receive, or send, the same. is_even: whether all messages of all ranks have one size.
+    if all ranks receive, or send, the same. is_even: whether all messages of all ranks have one size.
     """
 
     kind: str
@@ -181,7 +180,7 @@ class Collective:
     def _is_better_as_messages(self, messages: Tensor) -> bool:
         """Whether a collective of two ranks is large, and on gloo; the same on both.
 
-        gloo sends before it receives: what two ranks send each other then travels one way after the other, in
+        gloo sends before it receives: the messages of two ranks to each other travel one after the other, in
         twice the time. More ranks have others to receive from meanwhile.
         """
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):

@@ -1,8 +1,4 @@
-"""A plan as one process executes it.
-
-Decides in which order moves run, begin and end, and which plans its derivatives run. What a move does
-is decided in `lower.rules`.
-"""
+"""A plan as one process executes it: its moves in order, and the plans of its derivatives."""
 
 from __future__ import annotations
 
@@ -69,7 +65,7 @@ class Executable:
     The result is a new tensor; the block is left as it is.
     steps: the number of every move's step.
     lower: another plan on the same processes -> its executable.
-    casts: the dtypes of blocks and of what travels, where they differ.
+    casts: the dtypes of blocks and of messages, if they differ.
     lends: whether the result, which is only read, may be the block itself where nothing moves.
     whole: the contraction that it is a move of, as errors name it.
     """
@@ -174,11 +170,11 @@ class Executable:
     def backward(self) -> Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
-            found = self.lower(self.plan.backward)
+            back = self.lower(self.plan.backward)
         else:
             block, forward, backward = self.casts
-            found = self.lower(self._planned(backward).backward).casting(block, forward)
-        return replace(found, whole=self.whole) if self.whole else found
+            back = self.lower(self._planned(backward).backward).casting(block, forward)
+        return replace(back, whole=self.whole) if self.whole else back
 
     def plan_gradient(self) -> None:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
@@ -194,7 +190,7 @@ class Executable:
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
         """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
 
-        Their plans are those of `xshard.plans.max_min`.
+        Their plans come from `xshard.plans.max_min`.
         """
         plans = max_min_plans(self.plan)
         result, count = self.lower(plans.result), self.lower(plans.count)

@@ -1,7 +1,6 @@
 """A block as a row of messages: packing them, and assembling a block from them.
 
-Decides how elements are copied between a block and a flat buffer: not at all where the
-messages lie in the block one after the other, else every element once.
+Messages that lie in the block one after the other are not copied, other elements once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
 from xshard.layout.runs import Runs, common_segments, interval
@@ -54,8 +52,7 @@ class Packing:
         at = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
             start = _flat_start(m, self.shape)
-            # A symbol that equals the number now may differ later: only equality for all values counts.
-            if n and (m.sign < 0 or start is None or not statically_known_true(start == at)):
+            if n and (m.sign < 0 or start is None or not _always_equal(start, at)):
                 return False
             at += n
         return at == math.prod(self.shape)
@@ -116,7 +113,7 @@ class Packing:
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """The messages -> the block, a new contiguous tensor; zeros where no message is put.
 
-        like: a tensor of its dtype, of which messages may be views.
+        like: a tensor of its dtype; messages may be views of it.
         """
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._row is not None:
@@ -189,7 +186,7 @@ class Packing:
 
     @cached_property
     def _joined(self) -> tuple[int, list[int]] | None:
-        """The dim, and the order of boxes and then fills, whose concatenation is the block; None if none."""
+        """The dim, and the order of boxes and then fills that, concatenated, are the block; None if none."""
         found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
         spans = [_intervals(index, self.shape) for index in found]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
@@ -224,6 +221,15 @@ class Packing:
         return sum(first) == math.prod(self.shape)
 
 
+def _always_equal(a: int, b: int) -> bool:
+    """Whether two lengths are equal. A symbol that equals a number now may differ later."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return statically_known_true(a == b)
+
+
 def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
     # None stands for all rows of a dim, which meet any others.
     return a == b or all(
@@ -243,7 +249,7 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:
-    """Where a message begins in a contiguous block if it lies there in one piece, else None."""
+    """The start of a message in a contiguous block if it lies there in one piece, else None."""
     if len(m.boxes) != 1:
         return None
     start, begun = 0, False

@@ -1,6 +1,6 @@
 """Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says.
 
-Decides what lies beside what between two phases: the blocks of the devices that are reached by then.
+Between two phases a process has the blocks of all devices that it has reached, side by side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xshard.steps.phases import Phases
 
 
 def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
-    """The slowest link first, while blocks are small. parts: of `dim`, one per device of the group."""
+    """The slowest link first, while blocks are small. parts: rows of `dim`, one per device of the group."""
     *slow, last = _groups(phases, site)[::-1]
     found, n = list[Move](), 1
     for group in slow:
@@ -38,7 +38,7 @@ def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> l
 
 
 def reduce_scatter(phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str) -> list[Move]:
-    """The slowest link last, when pieces are small. parts: of `dim`, one per device of the group."""
+    """The slowest link last, when pieces are small. parts: rows of `dim`, one per device of the group."""
     first, *slow = _groups(phases, site)
     have, want = site.shapes
     found, n = list[Move](), len(parts)
@@ -97,7 +97,7 @@ def _rows(site: Site, m: int, n: int, shape: tuple[int, ...], places: Sequence[i
 def _parts(
     phases: Phases, site: Site, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], group: Group
 ) -> Packing:
-    """A block as parts: for each process of a group, those of the devices that it reaches by slower links."""
+    """A block as parts: for each process of a group, the parts of devices that it reaches by slower links."""
     mine = [parts[phases.mesh.index(d, phases.axes)] for d in phases.reached(site.device)]
     messages = tuple(site.subarray(shape, {dim: rows}) for rows in mine)
     n = len(group.devices)

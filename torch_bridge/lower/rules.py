@@ -1,7 +1,7 @@
-"""Plans -> what this process executes: one short rule per step.
+"""Plans -> executables of this process: one short rule per step.
 
-Decides how torch executes each step of a plan. Rows, sizes and groups are computed here, once per plan
-and mesh; running the result only moves data. Above 300 lines: the rules of all steps stand side by side.
+Rows, sizes and groups are computed here, once per plan and mesh; running the result only moves data. Above
+300 lines: the rules of all steps stand side by side.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _moves(
         rule = RULES.get(type(step))
         if rule is None:
             raise PlanError(
-                f"torch_bridge has no rule for the step '{step}'",
+                f"torch_bridge lacks a rule for the step '{step}'",
                 hint="add it to torch_bridge.lower.rules.RULES",
             )
         context = on_sub_axes, tensor_device, plan.dtype, lengths

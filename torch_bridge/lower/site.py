@@ -1,7 +1,6 @@
-"""Where a step of a plan is executed: the shardings around it, this process, its groups and blocks.
+"""The context of one step as one process executes it, and rows of a dim as parts of its block.
 
-Decides how rows of a dim become parts of a block, also where a compiler has symbols for lengths. What a step
-does there is in `rules`.
+A compiler may have symbols for lengths. `rules` has the steps themselves.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Site(NamedTuple):
     """The context of one step: the shardings around it, this process, the device and dtype of its tensors.
 
     lengths: the symbols of a compiler for the lengths of dims that no step cuts, by the names of dims; None
-    where nothing is traced.
+    if nothing is traced.
     is_last: whether the output of the step is the result. is_given: whether its input may be the plan's.
-    fabric: the links of the mesh. place: says which step of which plan it is.
+    fabric: the links of the mesh. place: returns the name of the step and its plan.
     """
 
     before: Sharding

@@ -1,7 +1,7 @@
-"""A subarray: a dense part of a block, and where its elements stand in the block.
+"""A dense part of a block, and the positions of its elements in the block.
 
-Decides how rows of a block are reached: as a view where they lie at one stride, piece by piece, or by
-a list of rows. Knows rows of local blocks, no layouts and no processes.
+Rows at one stride are a view; others are copied piece by piece, or by a list of rows. Rows are local to the
+block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Index = tuple[tuple[int, slice | Tensor], ...]
 
 
 class Box(NamedTuple):
-    """Where one piece of a subarray stands: in the subarray, and in the block."""
+    """The position of one piece of a subarray: in the subarray, and in the block."""
 
     own: Index
     block: Index
@@ -99,7 +99,7 @@ class Fill(NamedTuple):
 
     @property
     def box(self) -> Index:
-        """Where it stands in a block."""
+        """Its position in a block."""
         return ((self.dim, slice(self.start, self.stop)),)
 
 
@@ -125,23 +125,23 @@ def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, 
     """Rows of a block, in order -> pairs (rows of the subarray, rows of the block); None: all rows."""
     if runs is None:
         return [(None, None)]
-    ends = as_intervals(runs)
-    if len(ends) == 0:
+    intervals = as_intervals(runs)
+    if len(intervals) == 0:
         return []
-    heads = np.flatnonzero(np.concatenate([[True], ends[1:, 0] != ends[:-1, 1]]))
-    starts, stops = ends[heads, 0], ends[np.append(heads[1:], len(ends)) - 1, 1]
+    heads = np.flatnonzero(np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]]))
+    starts, stops = intervals[heads, 0], intervals[np.append(heads[1:], len(intervals)) - 1, 1]
     lengths, steps = stops - starts, np.diff(starts)
     if len(starts) > 1 and (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
         return [(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
-    at = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     if len(starts) > MAX_SLICES:
-        listed = np.repeat(starts - at[:-1], lengths) + np.arange(at[-1])
+        listed = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
         return [(None, torch.tensor(listed, device=device))]
     if len(starts) == 1:
         return [(None, slice(int(starts[0]), int(stops[0])))]
     return [
         (slice(int(a), int(b)), slice(int(start), int(stop)))
-        for a, b, start, stop in zip(at[:-1], at[1:], starts, stops, strict=True)
+        for a, b, start, stop in zip(offsets[:-1], offsets[1:], starts, stops, strict=True)
     ]
 
 

@@ -1,7 +1,6 @@
 """A plan between two meshes as one process executes it: steps on its own mesh, and messages.
 
-Decides which parts of its block a process sends to whom, which it puts together, and the groups for that. An
-empty tensor stands for the block of a process that has none, so that autograd reaches every process.
+An empty tensor stands for the block of a process that has none, so that autograd reaches every process.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class TransferExecutable:
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
     """A block for each of several crossings of one group -> their results.
 
-    What one process sends another for all of them travels as one message.
+    One process sends another a single message for all of them.
     """
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
@@ -105,7 +104,7 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     results = []
     for each, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True):
         done = _stepped(each.after, out, dtype)
-        # Where nothing moves the result still is the caller's own, to write to as they like.
+        # The result is the caller's own even if nothing moves, to write to as they like.
         done = start.clone(memory_format=torch.contiguous_format) if done is start else done
         results.append(_seen_as(dtype, done))
     return results
@@ -158,7 +157,7 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
     Bytes, because whether booleans and complex numbers travel differs by backend.
     """
     if len(parts) == 1:
-        [x] = parts  # whose strides count for nothing where it has one element, except in views
+        [x] = parts  # its strides count for nothing if it has one element, except in views
         return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
     out = parts[0].new_empty(_ends(parts)[-1], dtype=torch.uint8)
     for view, part in zip(unpacked(out, parts), parts, strict=True):
@@ -167,7 +166,7 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Where each of `parts`, which may be of `meta`, lies in a buffer of `packed`."""
+    """Views of a buffer of `packed`, one per part; parts may be on `meta`."""
     ends = _ends(parts)
     starts = (0, *ends[:-1])
     return [
@@ -205,7 +204,7 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
     if "threaded" in dist.get_backend_config(group):
         raise MeshError(
-            "ranks that are threads have no messages from one to another, which a move between meshes needs",
+            "ranks that are threads cannot send messages to each other, which a move between meshes needs",
             hint="run them as processes: torch_bridge.run_ranks, or torchrun",
         )
     if tensor_device.type != "meta":

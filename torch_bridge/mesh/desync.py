@@ -1,6 +1,5 @@
 """`debug=True`: ranks compare what they are about to do, before any of them does it.
 
-Decides how ranks exchange their reports, and what is raised where these differ or one of them is a failure.
 Ranks meet in the store of the process group, under their ranks and the number of the meeting, so that
 ranks that are about to call different collectives find each other too.
 """
@@ -51,7 +50,7 @@ def compare_ranks(
     ranks: the global ranks that meet, this one among them. asked: the call in the user's own words.
     prepare: returns the facts, and sends nothing; an error that it raises is reported to the others.
     timeout: how long they wait for each other; by default as long as collectives do.
-    Raises DesyncError; where all ranks fail, the error that `prepare` raised.
+    Raises DesyncError; if all ranks fail, the error that `prepare` raised.
     """
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
@@ -140,10 +139,10 @@ def _differing(reports: Mapping[int, dict]) -> list[str]:
     parts: dict[tuple[int, ...], list[dict]] = {}
     for one in everything:
         parts.setdefault(tuple(one["part"]), []).append(one)
-    found = _unequal([one["everywhere"] for one in everything])
+    names = _unequal([one["everywhere"] for one in everything])
     for members in parts.values():
-        found += _unequal([one["within"] for one in members])
-    return list(dict.fromkeys(found))
+        names += _unequal([one["within"] for one in members])
+    return list(dict.fromkeys(names))
 
 
 def _unequal(facts: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Errors of a backend, reported in terms of the plan that was running.
-
-Decides which errors of a backend mean that a peer is lost, and what the error says then.
-"""
+"""Errors of a backend, reported in terms of the plan that was running."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch_bridge.mesh.waiting import timeout_of
 
 
 def name_place(error: Exception, place: str) -> None:
-    """Add the part of a plan that raised an error: to a CollectiveError, raised anew, or as a note."""
+    """Add the part of a plan to its error: to a CollectiveError, which is raised again, or as a note."""
     if isinstance(error, CollectiveError):
         raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
     error.add_note(f"in {place}")

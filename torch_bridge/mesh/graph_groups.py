@@ -1,7 +1,6 @@
 """Process groups as graphs of a compiler name them: by the step of the plan that a collective belongs to.
 
-Decides what an error inside a graph says: torch runs the collectives there by itself, and finds their group
-by its name. Knows no plans.
+In a graph torch runs the collectives by itself, and finds their group by its name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch_bridge.mesh.failures import call_backend
 
 
 class _Work(dist.Work):
-    """What a step has sent and waits for."""
+    """The messages of a step under way."""
 
     def __init__(self, work: dist.Work, group: StepGroup) -> None:
         super().__init__()
@@ -28,7 +27,7 @@ class _Work(dist.Work):
 
 
 class StepGroup(dist.ProcessGroup):
-    """A group that passes its calls on to another, and whose errors name a place."""
+    """A group that passes its calls on to another; its errors name a place."""
 
     def __init__(self, place: str, group: dist.ProcessGroup, tensor_device: torch.device) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]

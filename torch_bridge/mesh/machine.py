@@ -1,7 +1,6 @@
-"""What the processes of a world run on: the kind of device, and how many of them a node has.
+"""The machine of a world: the kind of its devices, and how many of them a node has.
 
-Decides how all processes of a world agree on it: the first that asks writes what it has found to the store,
-and all take that. Nobody waits.
+The first process that asks writes its answer to the store, and all processes take it. None waits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
 
 def machine(profile: str | Path | Profile, device: torch.device | None = None) -> str | Path | Profile:
-    """The profile, or for "auto" that of the devices; device: of the blocks, if any is here."""
+    """The profile, or for "auto" the devices' own. device: the blocks', if any is here."""
     asked = asked_for(profile)
     if asked != AUTO:
         return asked
@@ -32,23 +31,23 @@ def machine(profile: str | Path | Profile, device: torch.device | None = None) -
 @functools.lru_cache(maxsize=64)
 def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
     """Cached by the world too: its store ends with it."""
-    found = json.dumps(_found(device_type, 1 if world is None else world.size()))
+    machine = json.dumps(_found(device_type, 1 if world is None else world.size()))
     try:
         ask = c10d._get_default_store().compare_set
         timeout = timeout_of(world) if world else c10d.default_pg_timeout
-        found = within(timeout, ask, f"xshard/machine/{device_type}", "", found).decode()
+        machine = within(timeout, ask, f"xshard/machine/{device_type}", "", machine).decode()
     except dist.DistError as error:
         raise CollectiveError("the ranks cannot agree on the machine", hint=str(error)) from error
     except (NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
         pass
-    kind, node_devices = json.loads(found)
+    kind, node_devices = json.loads(machine)
     return machine_of(kind, node_devices)
 
 
 def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
     """This process's kind of device, and the processes of a node as launchers tell; None for one node.
 
-    Where one node has more than another, their common divisor: such runs of ranks share a node everywhere.
+    If one node has more than another, their common divisor: such runs of ranks share a node everywhere.
     """
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     kind = torch.cuda.get_device_name() if on_gpu else "gloo"

@@ -23,8 +23,8 @@ def positions(
     """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
 
     -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent.
-    shape: global. dim: its name or its index. device: of the result; default: that of a `DeviceMesh`,
-    else the CPU.
+    shape: global. dim: its name or its index. device: the result's; default: the
+    `DeviceMesh`'s, else the CPU.
 
     Raises as `xshard.Layout.positions` and `redistribute` (MeshError) do.
 

@@ -1,8 +1,7 @@
-"""Process groups that only their members make.
+"""Process groups that only their members make: their names follow from their ranks.
 
-Decides the name of such a group. `torch.distributed.new_group` counts the groups that
-a process has made and takes the number as the name: members that have made different numbers of groups
-look for each other under different names, and hang. Here the name follows from the ranks.
+`torch.distributed.new_group` counts the groups that a process has made and takes the number as the name:
+members that have made different numbers of groups look for each other under different names, and hang.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> 
 
     The first call makes it, with the backends and the timeout of the world; its members then wait for
     each other, as in a collective. The group of all ranks is the world itself. Raises CollectiveError.
-    world: the group whose ranks they are, where that is another; it may be of two programs.
+    world: the group that counts the ranks, if it is not the world; it may be of two programs.
     """
     world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
@@ -44,7 +43,7 @@ def rank_in(world: dist.ProcessGroup) -> int:
 def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """The group of the processes of several programs, which meet in a store; all of them call this.
 
-    Their backends are those of this program's world.
+    They have the backends of this program's world.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -70,18 +69,18 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
 def _made(
     ranks: tuple[int, ...], rank: int, name: Any, store: Any, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    made: Any  # a group, since this process is one of its ranks
+    group: Any  # a group, since this process is one of its ranks
     world = dist.group.WORLD
     assert world is not None
     check_store(store, timeout)  # there they meet
-    # Of processes in another program torch is to know no global ranks.
+    # torch must not take ranks of another program for global ones.
     known = list(ranks) if dist.get_rank() in ranks else []
     with _without_device(world):
-        made, _ = c10d._new_process_group_helper(
+        group, _ = c10d._new_process_group_helper(
             len(ranks), ranks.index(rank), known, backend, store, name, timeout=timeout, group_desc="xshard"
         )
-    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
-    return made
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
 
 
 @contextmanager

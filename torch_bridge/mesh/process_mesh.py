@@ -1,8 +1,4 @@
-"""Which process is which device of a mesh, and the process groups along its axes.
-
-Decides how a `DeviceMesh` or an `xshard.Mesh` becomes devices with global ranks, and when
-groups are made. Knows no tensors.
-"""
+"""A `DeviceMesh` or an `xshard.Mesh` as processes: devices with global ranks, and groups along the axes."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessMesh:
-    """A mesh whose devices are processes of this program.
+    """A mesh of processes of this program.
 
     ranks: the global rank of every device. device: this process's own device.
     process_group: the axes, in mesh order, -> this process's group along them.
@@ -130,7 +126,7 @@ class ProcessMesh:
 MeshLike = Mesh | DeviceMesh | ProcessMesh
 World = tuple[Any, bool]
 
-_ALONE = False  # of all threads: those of a backward pass have no context of their own
+_ALONE = False  # for all threads, since threads of a backward pass have no context of their own
 
 
 @contextmanager
@@ -168,7 +164,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The processes of a DTensor's mesh, whose dims are m0, m1, ... where they have no names.
+    """The processes of a DTensor's mesh; dims without names are called m0, m1, ...
 
     Raises MeshError as `process_mesh` does, but not for missing names.
     """
@@ -193,7 +189,7 @@ def takes_part(mesh: DeviceMesh) -> bool:
 
 
 def callers(mesh: object) -> tuple[int, ...]:
-    """The global ranks that call a function on a mesh: those of the mesh, or all for an `xshard.Mesh`."""
+    """The global ranks that call a function on a mesh; for an `xshard.Mesh` all of them."""
     if isinstance(mesh, ProcessMesh):
         return mesh.ranks
     if isinstance(mesh, DeviceMesh):
@@ -231,7 +227,7 @@ def mesh_of(mesh: MeshLike) -> Mesh:
         raise MeshError(f"{shown(mesh)} is not a mesh", hint=hint)
     if mesh.mesh_dim_names is None:
         raise MeshError(
-            f"{mesh!r} has no names for its dims",
+            f"{mesh!r} needs names for its dims",
             hint='as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
         )
     return Mesh(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
@@ -257,9 +253,9 @@ def mesh_of_ranks(
     device_mesh: DeviceMesh | None = None,
     world: dist.ProcessGroup | None = None,
 ) -> ProcessMesh:
-    """A mesh whose device i is the process of global rank `ranks[i]`, one of which is this process.
+    """A mesh of processes: device i has global rank `ranks[i]`, and this process is one of them.
 
-    device_mesh: the same mesh, whose own groups along single axes are used. world: as in `group_of`.
+    device_mesh: the same mesh; its own groups along single axes are used. world: as in `group_of`.
     Raises MeshError on a process that is not in `ranks`.
     """
     ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
@@ -288,7 +284,7 @@ def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
+        raise MeshError(f"{group!r} is not a process group", hint='as in mesh.get_group("cp"), or None')
     if group is None:  # a mesh that torch.compile can record too
         return Mesh({axis: dist.get_world_size()})
     return _group_mesh(group, axis)

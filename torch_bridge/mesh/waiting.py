@@ -1,7 +1,7 @@
 """How long processes wait for each other, and for their store.
 
-Decides when a call of the store is given up. A store behind a link that is cut does not answer; and its own
-timeouts wait for its answer before they say that they are over.
+A store behind a link that is cut does not answer, and its own timeouts wait for its answer before they say
+that they are over.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
-    """The result of a call of a store, or its error. Raises DistStoreError where neither comes in time."""
-    found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    """The result of a call of a store, or its error. Raises DistStoreError if neither comes in time."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def answer() -> None:
         try:
-            found.put((call(*args), None))
+            answers.put((call(*args), None))
         except BaseException as error:
-            found.put((None, error))
+            answers.put((None, error))
 
     # As long as it waits, later calls of this store wait too: they come here as well.
     threading.Thread(target=answer, daemon=True).start()
     try:
-        result, error = found.get(timeout=(timeout + _GRACE).total_seconds())
+        result, error = answers.get(timeout=(timeout + _GRACE).total_seconds())
     except queue.Empty:
         waited = f"the store of the processes has not answered within {timeout.total_seconds():g} s"
         raise dist.DistStoreError(waited) from None

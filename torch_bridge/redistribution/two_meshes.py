@@ -77,7 +77,7 @@ def redistribute_between(
         executable.plan_gradient()
     check_block(block, plan)
     block = torch.empty(0, dtype=dtype, device=tensor_device) if block is None else block
-    # Every process has a node in the graph, or none has: what one sends back another waits for.
+    # Every process has a node in the graph, or none has: in the backward pass they wait for each other.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
     entering = returning = None
@@ -112,7 +112,7 @@ def _call_of(
 def tensor_device_of(
     x: Tensor | None, device: torch.device | str | None, dst_mesh: MeshLike | None
 ) -> torch.device:
-    """The device of this process's tensors: of its block, the given one, or the backend's own."""
+    """The device of this process's tensors: its block's, the given one, or the backend's own."""
     if x is not None:
         return x.device
     if device is not None:

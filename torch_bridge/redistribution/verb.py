@@ -84,7 +84,7 @@ def redistribute(
     memory for a second copy.
     async_op: return at once, with a `PendingTensor` that any use waits for. All processes wait for
     theirs in the same order.
-    debug: first compare the call with those of the other ranks: if they differ or one of them fails,
+    debug: first compare the call with the other ranks' calls: if they differ or one of them fails,
     all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
     backward pass, which all processes must then run. Default: the environment variable
@@ -92,7 +92,7 @@ def redistribute(
     A DTensor must be placed as the left layout says, and the result is a DTensor; a block between two meshes.
 
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
-    block. device: of the result there. requires_grad: whether the blocks get a gradient: then processes
+    block. device: the result's there. requires_grad: whether the blocks get a gradient: then processes
     outside the destination get an empty tensor instead of None, and all of them call `backward`
     (`y.sum().backward()` will do there). relabel: as in `xshard.plan`.
 

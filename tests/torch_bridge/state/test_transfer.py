@@ -239,5 +239,3 @@ def _refused() -> None:
     twice = refused({"a.b": tree["w"], "a": {"b": tree["w"]}}, {"**": "o/dp i"})
     assert "two leaves are called 'a.b'" in twice[1]
     assert "leaf 'o' is <" in refused({"w": tree["w"], "o": object()}, rules)[1]
-    hint = error_of(lambda: xt.redistribute(tree, "n -> n", src_mesh=HERE, dst_mesh=HERE, shape=(4,)))  # type: ignore[arg-type]
-    assert "transfer those between meshes" in hint[1]
