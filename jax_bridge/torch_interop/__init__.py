@@ -1,7 +1,4 @@
-"""torch and JAX in one program: arrays handed over, and each inside the other.
-
-The only package that imports both frameworks.
-"""
+"""torch and JAX in one program: arrays handed over, and functions of each inside the other."""
 
 from jax_bridge.torch_interop.api import to_jax, to_torch
 from jax_bridge.torch_interop.from_jax import from_jax

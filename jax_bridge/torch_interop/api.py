@@ -1,27 +1,23 @@
-"""`to_jax` and `to_torch`: the public verbs, for one array or a tree of them.
-
-Decides the arguments and results of a call. `to_jax.py` and `to_torch.py` carry it out, `handover` plans it,
-and `trees` finds the layout of every leaf.
-"""
+"""`to_jax` and `to_torch`: the public verbs, for one array or a tree of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
-from jax_bridge.torch_interop import trees
-from jax_bridge.torch_interop.devices import TorchMesh, ends_of
-from jax_bridge.torch_interop.handover import Options
-from jax_bridge.torch_interop.route import Profiles
-from jax_bridge.torch_interop.to_jax import prepare_to_jax
-from jax_bridge.torch_interop.to_torch import prepare_to_torch
-from xshard import Layout
+from jax_bridge.torch_interop.devices import TorchMesh, mesh_pair
+from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
+from jax_bridge.torch_interop.route import Options, Profiles
+from jax_bridge.trees import leaves_of
+from xshard import Layout, Rules
+from xshard.errors import located
 from xshard.plans.expression import Expression
 from xshard.rules import Pattern
+from xshard.state.progress import Progress, reporting
 
 Given = Layout | Expression | Mapping[Pattern, Layout | Expression]
 
@@ -36,17 +32,17 @@ def to_jax(
     copy: bool | None = None,
     profile: Profiles = "auto",
     via: str | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
 ) -> Any:
-    """This process's tensors under a layout -> one global `jax.Array` with a `NamedSharding`.
+    """Hand over this process's tensors as a global `jax.Array` with a `NamedSharding`.
 
-    x: the block of this process; a list with one block per device of the process, in mesh order; a DTensor;
-    or a tree of these. All processes of either mesh call it; one without a block passes one on `meta`.
-    layout: of the blocks and the array; `"layout -> layout"` moves blocks from the first to the second. For a
-    tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to layouts.
-    In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
-    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`, of the same
-    devices or others. A DTensor brings its own.
+    x: the local block; a list with one block per device of the process, in mesh order; a DTensor; or a tree
+    of these. All processes of either mesh call it; a process without a block passes one on `meta`. layout:
+    the layout of the blocks and of the array; `"layout -> layout"` moves blocks from the first to the second.
+    For a tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to
+    layouts. In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
+    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`, with the same
+    devices or others. A DTensor brings its mesh.
     shape: the global shape, needed if blocks differ in size.
     copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its reason in
     "xshard.interop"; True always copies; False raises if a copy cannot be avoided.
@@ -54,9 +50,10 @@ def to_jax(
     `copy=True` if the tensor is written to afterwards.
     profile, via: if blocks have to move, the cheaper side moves them, by the costs of this profile (or of one
     for "torch" and one for "jax"); `via` names the side instead.
-    progress: whether to show a bar; None shows one for large trees on a terminal.
+    progress: True for a bar, or a function called with the bytes done and the total; None shows a bar for
+    large trees on a terminal.
 
-    Has no gradient: `jax_bridge.torch_interop.from_jax` makes a differentiable function.
+    It has no gradient: `torch_interop.from_jax` makes a differentiable function.
     Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
     jax_enable_x64), MeshError (for kinds of devices or processes that differ), PlanError,
     XshardError (for a copy that is not allowed, leaves without a rule, and rules without a leaf).
@@ -68,18 +65,15 @@ def to_jax(
     (P('dp',), True)
     """
     options = Options(copy=copy, shape=None if shape is None else tuple(shape), profile=profile, via=via)
-    if not isinstance(layout, Mapping):
-        return prepare_to_jax(x, layout, mesh, torch_mesh, options)()
-    several = len(ends_of(mesh).local) > 1
 
     def is_leaf(value: Any) -> bool:
-        return several and isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
+        is_list = isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
+        return is_list and len(mesh_pair(mesh).local) > 1
 
-    work, structure = trees.prepared(
-        x, layout, is_leaf, lambda leaf, rule: prepare_to_jax(leaf, rule, mesh, torch_mesh, options)
-    )
-    sizes = [sum(map(_bytes, jax.tree.leaves(leaf))) for leaf in jax.tree.leaves(x, is_leaf=is_leaf)]
-    return jax.tree.unflatten(structure, trees.done(work, sizes, "to JAX", progress))
+    def prepare(leaf: Any, rule: Layout | Expression) -> Callable[[], Any]:
+        return prepare_to_jax(leaf, rule, mesh, torch_mesh, options)
+
+    return _hand_over(x, layout, prepare, "to JAX", progress, is_leaf)
 
 
 def to_torch(
@@ -92,15 +86,15 @@ def to_torch(
     writable: bool = True,
     profile: Profiles = "auto",
     via: str | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
 ) -> Any:
-    """A global `jax.Array` under a layout -> this process's tensor, a list of them, or a DTensor.
+    """Hand over a global `jax.Array` as this process's tensor, a list of tensors, or a DTensor.
 
-    array: sharded by `layout`, or by its left side; or a tree of such arrays. A process with one device of
-    the mesh gets a tensor, a process with several a list with one tensor per device, in mesh order.
+    array: an array sharded by `layout`, or by its left side; or a tree of such arrays. A process with one
+    device of the mesh gets a tensor, a process with several a list with one tensor per device, in mesh order.
     layout, copy, profile, via, progress: as in `to_jax`.
-    mesh: the mesh of the tensors if it is not the array's own, which may have other devices; a process with
-    none of them gets None. JAX's mesh for an array without one.
+    mesh: the mesh of the tensors if it is not the array's; its devices may be others, and a process without
+    any of them gets None. JAX's mesh for an array without a mesh.
     dtensor: return a DTensor, on the `DeviceMesh` given.
     writable: without a copy the tensor shares the array's memory, which JAX assumes to be immutable: a write
     changes the array. With `writable=False` a write raises XshardError instead.
@@ -115,14 +109,31 @@ def to_torch(
     tensor(6.)
     """
     options = Options(copy=copy, writable=writable, dtensor=dtensor, profile=profile, via=via)
+
+    def prepare(leaf: Any, rule: Layout | Expression) -> Callable[[], Any]:
+        return prepare_to_torch(leaf, rule, mesh, options)
+
+    return _hand_over(array, layout, prepare, "to torch", progress)
+
+
+def _hand_over(
+    tree: Any,
+    layout: Given,
+    prepare: Callable[[Any, Layout | Expression], Callable[[], Any]],
+    what: str,
+    progress: Progress,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+) -> Any:
+    """Check one array, or all leaves of a tree, before the first is handed over."""
     if not isinstance(layout, Mapping):
-        return prepare_to_torch(array, layout, mesh, options)()
-    work, structure = trees.prepared(
-        array, layout, lambda _: False, lambda leaf, rule: prepare_to_torch(leaf, rule, mesh, options)
-    )
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(array)]
-    return jax.tree.unflatten(structure, trees.done(work, sizes, "to torch", progress))
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+        return prepare(tree, layout)()
+    work = []
+    for leaf in leaves_of(Rules(layout), tree, lambda _: False, is_leaf=is_leaf):
+        with located(leaf.place):
+            work.append((prepare(leaf.x, leaf.given), sum(x.nbytes for x in jax.tree.leaves(leaf.x))))
+    results = []
+    with reporting(progress, sum(n_bytes for _, n_bytes in work), True, what) as report:
+        for run, n_bytes in work:
+            results.append(run())
+            report(n_bytes)
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_leaf), results)

@@ -1,9 +1,7 @@
 """One tensor <-> one array of one device: the same memory, or a copy and the reason for it.
 
-Decides when memory can be shared, and which dtypes correspond. Knows no meshes. torch makes every copy, at
-once and aligned, and shares it: a tensor may be written to as soon as its copy has been handed over.
-
-The log "xshard.interop" has a line for every copy that nobody asked for.
+torch makes every copy, at once and aligned, and shares it: a tensor may be written to as soon as its copy has
+been handed over. The log "xshard.interop" has a line for every copy without copy=True.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, unwrapped
 from torch_bridge.testing.arrays import array_of
 from xshard import XshardError
 from xshard.errors import DtypeError
@@ -27,8 +25,8 @@ from xshard.formatting import format_bytes
 
 LOG = logging.getLogger("xshard.interop")
 
-ALIGNMENT = 64  # bytes: XLA's CPU client reads no host memory that begins elsewhere
-# dtypes that torch names but gives no tensor.
+ALIGNMENT = 64  # bytes: XLA's CPU client reads only host memory that begins at a multiple
+# dtypes that torch names but has no tensors of.
 NIBBLES = ("int2", "int4", "uint2", "uint4")
 
 
@@ -50,14 +48,14 @@ def jax_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
-    """torch's dtype for an array's, or for one by its name. Raises DtypeError if torch has none."""
+    """torch's dtype for a dtype of JAX, or its name. Raises DtypeError if torch lacks it."""
     dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) gives its numbers")
-    found = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    in_torch = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
+    if not isinstance(in_torch, torch.dtype):
         raise DtypeError(f"torch has no {dtype.name}", hint="convert the array to a dtype that both have")
-    return found
+    return in_torch
 
 
 def check_dense(x: Tensor) -> None:
@@ -71,7 +69,7 @@ def check_dense(x: Tensor) -> None:
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
-    """Why JAX cannot use the memory of a tensor; None if it can."""
+    """The reason why JAX cannot use the memory of a tensor; None if it can."""
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
@@ -86,21 +84,20 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
 
 def check_shared(x: Tensor, device: jax.Device) -> None:
     """Raise XshardError if JAX cannot use the memory of a tensor."""
-    if (why := why_copied(x, device)) is not None:
+    if (reason := why_copied(x, device)) is not None:
         raise XshardError(
-            f"the tensor for {device} cannot be handed over without a copy: {why}",
+            f"the tensor for {device} cannot be handed over without a copy: {reason}",
             hint="copy=None allows one, and logs it",
         )
 
 
 def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
-    """A tensor -> an array on the device, over the same memory if possible and `copy` is not true."""
+    """A tensor as an array on the device, in the same memory if possible and `copy` is not true."""
     block = unwrapped(x).detach()
-    why = None if copy else why_copied(block, device)
-    if why is not None:
-        size = format_bytes(block.numel() * block.element_size())
-        LOG.info("the tensor for %s is copied, %s: %s", device, size, why)
-    if copy or why is not None:
+    reason = None if copy else why_copied(block, device)
+    if reason is not None:
+        LOG.info("the tensor for %s is copied, %s: %s", device, format_bytes(block.nbytes), reason)
+    if copy or reason is not None:
         block = torch.empty(block.shape, dtype=block.dtype, device=block.device).copy_(block)
     if block.device.type == "cpu":
         return jax.device_put(array_of(block), device, may_alias=True)
@@ -109,7 +106,7 @@ def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
 
 
 def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
-    """An array of one device -> a tensor over the same memory, or over its own if `copy` is true."""
+    """An array of one device as a tensor in the same memory, or in new memory if `copy` is true."""
     if array.platform() == "cpu":
         jax.block_until_ready(array)  # on a GPU the streams wait for each other
     block = from_dlpack(array)
@@ -118,5 +115,50 @@ def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
 
 
 def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
-    """A context for torch's work in a callback of XLA: on XLA's own stream, on a GPU."""
+    """A context for torch's work in a callback of XLA: on a GPU, XLA's stream."""
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
+
+
+class ReadOnlyTensor(Tensor):
+    """`ReadOnlyTensor(block)`: the block for reading. Its views are read-only too, new results are not.
+
+    Raises XshardError for an operation that would write to it, but not for writes that bypass torch's
+    operations (`.numpy()`, `.data_ptr()`).
+    """
+
+    block: Tensor
+
+    @staticmethod
+    def __new__(cls, block: Tensor) -> ReadOnlyTensor:
+        tensor = Tensor._make_subclass(cls, block)
+        tensor.block = block
+        return tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReadOnlyTensor({self.block!r})"
+
+    # Attributes and methods stay those of a tensor; their operations come through __torch_dispatch__.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(isinstance(x, cls) for x in tree_leaves(named.get(argument.name))):
+                raise XshardError(
+                    f"{func} would write to memory that a jax.Array shares",
+                    hint="write to a copy: tensor.clone(), or to_torch(..., copy=True)",
+                )
+        shared = [x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)]
+        out = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {}))
+
+        def rewrapped(x: Tensor) -> Tensor:
+            return cls(x) if x.untyped_storage().data_ptr() in shared else x
+
+        return tree_map_only(Tensor, rewrapped, out)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The block of a read-only tensor; any other tensor as it is."""
+    return x.block if isinstance(x, ReadOnlyTensor) else x

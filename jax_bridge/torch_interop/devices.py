@@ -1,7 +1,6 @@
-"""Both ends of a hand-over: which device of JAX's mesh is which device of torch's.
+"""The meshes of a hand-over: every device of torch's mesh is a device of JAX.
 
-Decides how the processes of the two frameworks correspond. A device of torch's mesh has the part of the array
-of one device of JAX: the block of a rank, or one of a process's several blocks. Knows no layouts.
+It has the block of a rank, or one of the several blocks of a process.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ TorchMesh = DeviceMesh | Mesh
 
 
 @dataclass(frozen=True, eq=False)
-class Ends:
+class MeshPair:
     """JAX's mesh and torch's, over the same devices or others.
 
-    axes: torch's mesh. devices: for every device of it, the device of JAX.
+    axes: torch's mesh. devices: the device of JAX for each of its devices.
     """
 
     jax_mesh: JaxMesh
@@ -59,18 +58,18 @@ class Ends:
 
     @cached_property
     def kind(self) -> str:
-        """torch's name for the kind of the devices: "cpu" or "cuda". Raises MeshError for others."""
+        """torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
             raise MeshError(
-                f"JAX's mesh is of {platform} devices, and torch has no tensors there",
+                f"JAX's mesh is of {platform} devices, which torch has no tensors on",
                 hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
             )
         return KINDS[platform]
 
     @cached_property
     def every(self) -> tuple[jax.Device, ...]:
-        """The devices that are in either mesh, by process and id."""
+        """The devices of both meshes, by process and id."""
         return _ordered({*self.devices, *self.jax_devices})
 
     @cached_property
@@ -85,18 +84,18 @@ class Ends:
         return dict(zip(numbers, self.every, strict=True))
 
     def numbers(self, devices: Sequence[jax.Device]) -> tuple[int, ...]:
-        """A plan's numbers of devices."""
-        found = {device: number for number, device in self.by_number.items()}
-        return tuple(found[device] for device in devices)
+        """The numbers of devices in a plan."""
+        number_of = {device: number for number, device in self.by_number.items()}
+        return tuple(number_of[device] for device in devices)
 
 
-def ends_of(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> Ends:
-    """Match the two meshes; without one of torch, its mesh equals JAX's.
+def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPair:
+    """Match the two meshes; without torch_mesh, torch's mesh equals JAX's.
 
-    The ranks of a `DeviceMesh` have one device each, in JAX's mesh or in all. Device i of an `xshard.Mesh` is
-    the i-th by process and id of JAX's mesh if that has as many, else of all that JAX has.
+    Each rank of a `DeviceMesh` has one device, in JAX's mesh or in all of JAX. Device i of an `xshard.Mesh`
+    is the i-th, by process and id, of JAX's mesh if that has as many, else of all of JAX.
     Raises MeshError if the frameworks do not have the same processes, if JAX has fewer devices, or if this
-    process has none in either mesh.
+    process has no device in either mesh.
     """
     if not isinstance(jax_mesh, JaxMesh):
         raise MeshError(
@@ -106,11 +105,11 @@ def ends_of(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> Ends:
     return _matched(jax_mesh, torch_mesh)
 
 
-def check_one_block(ends: Ends, what: str) -> None:
+def check_one_block(meshes: MeshPair, what: str) -> None:
     """Raise MeshError if a process has several blocks but `what` one."""
-    if not ends.is_one_each:
+    if not meshes.is_one_each:
         raise MeshError(
-            f"a process has several devices in JAX's mesh {dict(ends.jax_mesh.shape)}, {what} one block",
+            f"a process has several devices in JAX's mesh {dict(meshes.jax_mesh.shape)}, {what} one block",
             hint="one tensor per local device, in a list",
         )
 
@@ -128,33 +127,37 @@ def check_processes() -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
-    mine = tuple(jax_mesh.devices.flat)
+def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
+    jax_devices = tuple(jax_mesh.devices.flat)
     axes = xshard_mesh(jax_mesh) if torch_mesh is None else mesh_of(torch_mesh)
-    ends = Ends(jax_mesh, axes, mine if torch_mesh is None else _torch_devices(torch_mesh, axes, mine))
-    if all(d.process_index != jax.process_index() for d in ends.every):
+    devices = jax_devices if torch_mesh is None else _torch_devices(torch_mesh, axes, jax_devices)
+    meshes = MeshPair(jax_mesh, axes, devices)
+    if all(d.process_index != jax.process_index() for d in meshes.every):
         torchs = "" if torch_mesh is None else f" or torch's {axes!r}"
         raise MeshError(
             f"process {jax.process_index()} has no device in JAX's mesh {dict(jax_mesh.shape)}{torchs}",
             hint="call this in the processes of the mesh only",
         )
-    return ends
+    return meshes
 
 
-def _torch_devices(torch_mesh: TorchMesh, axes: Mesh, mine: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
-    """The device of JAX for every device of torch's mesh. mine: those of JAX's mesh."""
-    every = all_devices(mine[0])
+def _torch_devices(
+    torch_mesh: TorchMesh, axes: Mesh, jax_devices: tuple[jax.Device, ...]
+) -> tuple[jax.Device, ...]:
+    """The device of JAX for every device of torch's mesh. jax_devices: the devices of JAX's mesh."""
+    every = all_devices(jax_devices[0])
     if not isinstance(torch_mesh, DeviceMesh):
-        found = _ordered(mine) if axes.n_devices == len(mine) else every[: axes.n_devices]
-        if len(found) < axes.n_devices:
-            hint = "every block of torch is on a device of JAX's own, in its mesh or not"
+        if len(jax_devices) == axes.n_devices:
+            return _ordered(jax_devices)
+        if len(every) < axes.n_devices:
+            hint = "every block of torch is on a device of JAX of its own, in JAX's mesh or not"
             raise MeshError(f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}", hint=hint)
-        return tuple(found)
+        return tuple(every[: axes.n_devices])
     ranks = torch_mesh.mesh.flatten().tolist()
-    processes = sorted(d.process_index for d in mine)
-    held = [(d.process_index, d) for d in (mine if sorted(ranks) == processes else every)]
-    of_rank = dict(held)
-    if not set(ranks) <= set(of_rank) or len(of_rank) < len(held):
+    processes = sorted(d.process_index for d in jax_devices)
+    candidates = jax_devices if sorted(ranks) == processes else every
+    of_rank = {d.process_index: d for d in candidates}
+    if not set(ranks) <= set(of_rank) or len(of_rank) < len(candidates):
         raise MeshError(
             f"torch's mesh is of the ranks {sorted(ranks)}, JAX's of devices of the processes {processes}",
             hint="every rank of a DeviceMesh has one device of JAX; an xshard.Mesh counts devices",

@@ -1,8 +1,8 @@
 """`from_jax`: a JAX function on sharded arrays as a differentiable torch function on sharded tensors.
 
-Decides how torch's autograd and `jax.vjp` meet. The forward pass runs the function and keeps its pullback;
-the backward pass runs the pullback. Each is one program, compiled once. If torch records the backward pass,
-for second derivatives, the pullback becomes another such function.
+The forward pass runs the function and saves its pullback; the backward pass runs the pullback. Each is one
+program, compiled once. If torch records the backward pass, for second derivatives, the pullback becomes
+another such function.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import stored_as
-from jax_bridge.torch_interop.devices import Ends, ends_of
-from jax_bridge.torch_interop.handover import Options
-from jax_bridge.torch_interop.pullback import VjpProgram, as_layouts, broadcast_layouts, make_vjp_program
-from jax_bridge.torch_interop.to_jax import prepare_to_jax
-from jax_bridge.torch_interop.to_torch import prepare_to_torch
+from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
+from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
+from jax_bridge.torch_interop.pullback import VjpProgram, layouts_of, make_vjp_program
+from jax_bridge.torch_interop.route import Options
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of
 from xshard import Layout
 from xshard.errors import MeshError
 
-Group = list[Tensor]  # one tensor for each device of this process
+Group = list[Tensor]  # the tensors of one array, one for each device of this process
 OPTIONS = Options()
 
 
 def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> Callable[..., Any]:
-    """A function of global arrays in JAX -> the same function of this process's tensors, differentiable.
+    """A function of global JAX arrays as a differentiable function of this process's tensors.
 
     fn: takes and returns arrays or pytrees of them; it may be a `jax.shard_map` or a `jit` over the mesh.
-    in_layouts, out_layouts: of its arguments and results: one for all, or a pytree prefix of them, such as a
+    in_layouts, out_layouts: layouts of the arguments and results: one for all, or a pytree prefix, such as a
     tuple with one per argument. The layout of a gradient is the dual of its tensor's: along a replicated axis
     every process gets the whole gradient.
-    mesh: JAX's, over the devices of torch's processes (`torch_interop.initialize`).
+    mesh: JAX's mesh, over the devices of torch's processes (`torch_interop.initialize`).
 
     The new function takes for every array a tensor, a list with one tensor per device if the process has
     several, or a DTensor; given a DTensor it returns DTensors. Other arguments (a jax.Array, a number, a key)
@@ -58,7 +57,7 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
     >>> w.grad[0]
     tensor([4., 4.])
     """
-    call = JaxCall(fn, in_layouts, out_layouts, mesh)
+    call = _JaxFunction(fn, in_layouts, out_layouts, mesh)
 
     @torch.compiler.disable
     def function(*args: Any) -> Any:
@@ -69,85 +68,71 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
     return function
 
 
-class JaxCall:
-    """A JAX function with its layouts, and the programs compiled for it so far."""
+class _JaxFunction:
+    """A JAX function with its layouts, and the programs that are compiled for it."""
 
     def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
         self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
         self._programs: dict[Any, VjpProgram] = {}
-        self._pullbacks: dict[VjpProgram, JaxCall] = {}
+        self._pullbacks: dict[VjpProgram, _JaxFunction] = {}
 
     def __call__(self, *args: Any) -> Any:
-        ends = ends_of(self.mesh)
-        several = len(ends.local) > 1
+        meshes = mesh_pair(self.mesh)
+        several = len(meshes.local) > 1
 
         def is_group(value: Any) -> bool:
             return several and isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
 
         leaves, tree = jax.tree.flatten(args, is_group)
-        layouts = as_layouts(broadcast_layouts(self.in_layouts, tree, "in_layouts"))
+        layouts = tuple(map(Layout.parse, layouts_of("in_layouts", self.in_layouts, tree)))
         device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
         if device_mesh is not None:
-            _check_mesh(ends_of(self.mesh, device_mesh))
+            _check_mesh(mesh_pair(self.mesh, device_mesh))
         groups: list[Group | None] = []
         for x, layout in zip(leaves, layouts, strict=True):
             if isinstance(x, Tensor):
                 x = [local_of(x, layout, str(layout)) if isinstance(x, DTensor) else x]
             groups.append(x if isinstance(x, list) else None)
         flat = [x for group in groups for x in group or ()]
-        wanted = torch.is_grad_enabled()
-        wrt = [i for i, g in enumerate(groups) if wanted and any(x.requires_grad for x in g or ())]
+        records = torch.is_grad_enabled()
+        wrt = [i for i, g in enumerate(groups) if records and any(x.requires_grad for x in g or ())]
         others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
         sizes = [0 if group is None else len(group) for group in groups]
-        invocation = Invocation(self, ends, tree, layouts, others, sizes, tuple(wrt))
-        results = Apply.apply(invocation, *flat)
+        invocation = _Invocation(self, meshes, tree, layouts, others, sizes, tuple(wrt))
+        results = _Apply.apply(invocation, *flat)
         program = invocation.program
         assert program is not None  # the call has made it
-        out_groups = _divided(results, [len(ends.local)] * len(program.out_avals))
+        out_groups = _divided(results, [len(meshes.local)] * len(program.out_avals))
+        out: list[Any] = [group if several else group[0] for group in out_groups]
         if device_mesh is not None:
-            made: list[Any] = [
-                as_dtensor(group[0], layout, device_mesh, aval.shape)
-                for group, layout, aval in zip(
-                    out_groups, program.out_layouts, program.out_avals, strict=True
-                )
-            ]
-        else:
-            made = [group if several else group[0] for group in out_groups]
-        return jax.tree.unflatten(program.out_tree, made)
+            types = zip(out, program.out_layouts, program.out_avals, strict=True)
+            out = [as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types]
+        return jax.tree.unflatten(program.out_tree, out)
 
-    def program(self, invocation: Invocation, leaves: Sequence[Any]) -> VjpProgram:
+    def program(self, call: _Invocation, leaves: Sequence[Any]) -> VjpProgram:
         """The program for such arguments, made on the first call."""
-        key = invocation.tree, invocation.layouts, tuple(map(jax.typeof, leaves)), invocation.wrt
+        key = call.tree, call.layouts, tuple(map(jax.typeof, leaves)), call.wrt
         if key not in self._programs:
-            self._programs[key] = make_vjp_program(
-                *(
-                    self.fn,
-                    invocation.ends,
-                    invocation.tree,
-                    invocation.layouts,
-                    self.out_layouts,
-                    leaves,
-                    invocation.wrt,
-                )
-            )
+            structure = call.meshes, call.tree, call.layouts, self.out_layouts
+            self._programs[key] = make_vjp_program(self.fn, *structure, leaves, call.wrt)
         return self._programs[key]
 
-    def pullback(self, program: VjpProgram) -> JaxCall:
+    def pullback(self, program: VjpProgram) -> _JaxFunction:
         """The gradients as a function of the leaves and the cotangents."""
         if program not in self._pullbacks:
             ins = list(program.in_layouts), list(program.cotangent_layouts)
-            self._pullbacks[program] = JaxCall(
+            self._pullbacks[program] = _JaxFunction(
                 program.gradients, ins, list(program.gradient_layouts), self.mesh
             )
         return self._pullbacks[program]
 
 
 @dataclass
-class Invocation:
-    """One call without its tensors. others: leaves that are no tensors; sizes: tensors per leaf, or 0."""
+class _Invocation:
+    """One call without its tensors. others: leaves that are not tensors; sizes: tensors per leaf, or 0."""
 
-    call: JaxCall
-    ends: Ends
+    function: _JaxFunction
+    meshes: MeshPair
     tree: Any
     layouts: tuple[Layout, ...]
     others: list[Any]
@@ -156,7 +141,7 @@ class Invocation:
     program: VjpProgram | None = None
 
     def leaves(self, flat: Sequence[Tensor], hand: Callable[[Group, Layout], Any]) -> list[Any]:
-        """All leaves; `hand` makes the ones of tensors."""
+        """All leaves; `hand` makes leaves of tensors."""
         groups = _divided(flat, self.sizes)
         return [
             hand(group, layout) if group else other
@@ -164,22 +149,22 @@ class Invocation:
         ]
 
     def to_jax(self, group: Group, layout: Layout) -> jax.Array:
-        return prepare_to_jax(group, layout, self.call.mesh, None, OPTIONS)()
+        return prepare_to_jax(group, layout, self.function.mesh, None, OPTIONS)()
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
-        array = stored_as(array, layout, self.call.mesh)
-        made: Any = prepare_to_torch(array, layout, self.call.mesh, OPTIONS)()
-        return made if isinstance(made, list) else [made]
+        array = stored_as(array, layout, self.function.mesh)
+        blocks: Any = prepare_to_torch(array, layout, self.function.mesh, OPTIONS)()
+        return blocks if isinstance(blocks, list) else [blocks]
 
 
-class ThreadSettings(NamedTuple):
-    """Settings of JAX that hold in one thread; autograd runs the backward pass of a GPU in one of its own."""
+class _ThreadSettings(NamedTuple):
+    """JAX's settings of a thread; autograd runs the backward pass of a GPU in another thread."""
 
     x64: bool
     precision: str | None
 
     @classmethod
-    def here(cls) -> ThreadSettings:
+    def current(cls) -> _ThreadSettings:
         config: Any = jax.config
         return cls(config.jax_enable_x64, config.jax_default_matmul_precision)
 
@@ -189,25 +174,25 @@ class ThreadSettings(NamedTuple):
             yield
 
 
-class Apply(torch.autograd.Function):
-    """`Apply.apply(invocation, *tensors)` -> the tensors of all outputs; where the derivatives meet."""
+class _Apply(torch.autograd.Function):
+    """`_Apply.apply(invocation, *tensors)`: the tensors of all outputs, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, invocation: Invocation, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, invocation: _Invocation, *flat: Tensor) -> tuple[Tensor, ...]:
         leaves = invocation.leaves(flat, invocation.to_jax)
-        program = invocation.program = invocation.call.program(invocation, leaves)
+        program = invocation.program = invocation.function.program(invocation, leaves)
         outputs, ctx.pull = program.forward(leaves)
         groups = [
             invocation.to_torch(x, layout) for x, layout in zip(outputs, program.out_layouts, strict=True)
         ]
         # An argument that the function returns unchanged must not be the caller's own tensor.
-        given = {x.data_ptr() for x in flat}
-        groups = [[x.clone() if x.data_ptr() in given else x for x in group] for group in groups]
-        ctx.invocation, ctx.settings = invocation, ThreadSettings.here()
+        arguments = {x.data_ptr() for x in flat}
+        groups = [[x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups]
+        ctx.invocation, ctx.settings = invocation, _ThreadSettings.current()
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
-            watched = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
-            ctx.save_for_backward(*flat, *watched)
+            borrowed = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
+            ctx.save_for_backward(*flat, *borrowed)
         ctx.mark_non_differentiable(
             *(x for i, group in enumerate(groups) if i not in program.smooth for x in group)
         )
@@ -216,33 +201,27 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.settings.applied():
-            return Apply._pulled(ctx, *cotangents)
+            return _Apply._pull(ctx, *cotangents)
 
     @staticmethod
-    def _pulled(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def _pull(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved, invocation = ctx.saved_tensors, ctx.invocation
-        program, n = invocation.program, len(invocation.ends.local)
-        given = _divided(cotangents, [n] * len(program.out_avals))
-        given = [given[i] for i in program.smooth]
+        program, n = invocation.program, len(invocation.meshes.local)
+        out_groups = _divided(cotangents, [n] * len(program.out_avals))
+        smooth = [out_groups[i] for i in program.smooth]
         if torch.is_grad_enabled():  # the backward pass is recorded
-            whole = (lambda group, _: group) if n > 1 else (lambda group, _: group[0])
-            leaves = invocation.leaves(saved[: sum(invocation.sizes)], whole)
-            made = invocation.call.pullback(program)(leaves, [whole(group, None) for group in given])
-            gradients = [x if n > 1 else [x] for x in made]
+            argument = (lambda group, _: group) if n > 1 else (lambda group, _: group[0])
+            leaves = invocation.leaves(saved[: sum(invocation.sizes)], argument)
+            pullback = invocation.function.pullback(program)
+            results = pullback(leaves, [argument(group, None) for group in smooth])
+            gradients = [x if n > 1 else [x] for x in results]
         else:
-            arrays = [
-                invocation.to_jax(group, layout)
-                for group, layout in zip(given, program.cotangent_layouts, strict=True)
-            ]
-            gradients = [
-                invocation.to_torch(x, layout)
-                for x, layout in zip(
-                    program.backward(ctx.pull, arrays), program.gradient_layouts, strict=True
-                )
-            ]
-        found = dict(zip(program.wrt, gradients, strict=True))
-        result = (found.get(i, [None] * size) for i, size in enumerate(invocation.sizes))
-        return None, *(x for group in result for x in group)
+            arrays = list(map(invocation.to_jax, smooth, program.cotangent_layouts))
+            results = program.backward(ctx.pull, arrays)
+            gradients = list(map(invocation.to_torch, results, program.gradient_layouts))
+        by_leaf = dict(zip(program.wrt, gradients, strict=True))
+        groups = (by_leaf.get(i, [None] * size) for i, size in enumerate(invocation.sizes))
+        return None, *(x for group in groups for x in group)
 
 
 def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
@@ -250,9 +229,10 @@ def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
-def _check_mesh(ends: Ends) -> None:
-    if not ends.are_the_same:
+def _check_mesh(meshes: MeshPair) -> None:
+    if not meshes.are_the_same:
+        reason = f"the DTensor's mesh {meshes.axes!r} is not JAX's {meshes.jax_axes!r}"
         raise MeshError(
-            f"the DTensor's mesh {ends.axes!r} is not JAX's {ends.jax_axes!r} with the same order of devices",
+            f"{reason} with the same order of devices",
             hint="a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh",
         )

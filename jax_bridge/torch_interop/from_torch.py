@@ -1,7 +1,7 @@
 """`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
 
-Decides the plans of a call's arguments and results, and finds the shapes of the results before it runs.
-`host_call` runs it.
+It plans the arguments and results of a call, with the shapes of the results from fake tensors; `host_call`
+runs it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jax_bridge.torch_interop import buffers
-from jax_bridge.torch_interop.devices import Ends, ends_of
-from jax_bridge.torch_interop.handover import named
+from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.host_call import Flat, HostCall
-from jax_bridge.torch_interop.pullback import broadcast_layouts
+from jax_bridge.torch_interop.pullback import layouts_of
+from jax_bridge.torch_interop.route import array_sharding
 from xshard import Plan, XshardError, plan
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, sides_or_one
@@ -33,17 +33,16 @@ from xshard.steps.base import without_tags
 def from_torch(
     fn: Callable[..., Any] | torch.nn.Module, in_layouts: Any, out_layouts: Any, mesh: JaxMesh
 ) -> Callable[..., Any]:
-    """A torch function or module -> a function of global arrays, differentiable, for use in jit and grad.
+    """A torch function or module as a differentiable function of global arrays, for use in jit and grad.
 
-    fn: gets tensors in place of the arrays, on every device that device's blocks, and returns tensors or
-    pytrees of them. The function of a module takes its parameters first, by name, as
-    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; buffers keep
-    their current values.
-    in_layouts, out_layouts: of the tensors that `fn` gets and returns; one for all, or a pytree prefix with
-    one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter means that every
-    device along dp uses its own copy, so that gradients add up; `sum(dp)` on an output means that the
-    devices' results add up. `"layout -> layout"` moves arrays on the way in, or results on the way out. In
-    the array, a dim in zigzag or another order is in storage order, as with `reshard`.
+    fn: gets the device's blocks as tensors, and returns tensors or pytrees of them. The function of a module
+    takes its parameters first, by name, as `to_jax(dict(module.named_parameters()), ...)` gives them, so that
+    gradients reach them; buffers keep their current values.
+    in_layouts, out_layouts: layouts of the tensors that `fn` gets and returns; one for all, or a pytree
+    prefix with one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter means
+    that every device along dp uses its own copy, so that gradients add up; `sum(dp)` on an output means that
+    the devices' results add up. `"layout -> layout"` moves arrays on the way in, or results on the way out.
+    In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
 
     XLA calls `fn`, on the devices' own memory. `fn` must be a pure function of its arguments: JAX may call it
     twice or not at all. It may write to its blocks, which are copies. Tracing runs it on fake tensors to find
@@ -59,7 +58,9 @@ def from_torch(
     >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
     Array([4.], dtype=float32)
     """
-    call = TorchCall(_of_module(fn) if isinstance(fn, torch.nn.Module) else fn, in_layouts, out_layouts, mesh)
+    call = _TorchFunction(
+        _of_module(fn) if isinstance(fn, torch.nn.Module) else fn, in_layouts, out_layouts, mesh
+    )
 
     def function(*args: Any) -> Any:
         return call(*args)
@@ -69,30 +70,30 @@ def from_torch(
     return function
 
 
-class TorchCall:
-    """A torch function with its layouts, and the calls prepared for it so far, by shapes and dtypes."""
+class _TorchFunction:
+    """A torch function with its layouts, and the calls that are prepared for it, by shapes and dtypes."""
 
     def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
         self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
-        self._made: dict[Any, tuple[HostCall, Any]] = {}
+        self._calls: dict[Any, tuple[HostCall, Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         arrays = [jnp.asarray(x) for x in leaves]
         key = tree, tuple((x.shape, x.dtype) for x in arrays)
-        if key not in self._made:
-            self._made[key] = self._make(tree, arrays)
-        host, out_tree = self._made[key]
-        placed = (_placed(x, p, host.ends) for x, p in zip(arrays, host.enters, strict=True))
+        if key not in self._calls:
+            self._calls[key] = self._prepare(tree, arrays)
+        host, out_tree = self._calls[key]
+        placed = (_placed(x, p, host.meshes) for x, p in zip(arrays, host.enters, strict=True))
         return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
-    def _make(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
-        ends = ends_of(self.mesh)
+    def _prepare(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
+        meshes = mesh_pair(self.mesh)
         for x in arrays:
-            buffers.torch_dtype(x.dtype)  # refused here, if torch has none
+            buffers.torch_dtype(x.dtype)  # raises for a dtype that torch lacks
         enters = tuple(
-            _plan(sides_or_one(layout), ends, x.shape, x.dtype.name, enters=True)
-            for layout, x in zip(broadcast_layouts(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
+            _plan(sides_or_one(layout), meshes, x.shape, x.dtype.name, enters=True)
+            for layout, x in zip(layouts_of("in_layouts", self.in_layouts, tree), arrays, strict=True)
         )
         trees: list[Any] = []
 
@@ -101,63 +102,61 @@ class TorchCall:
             trees.append(structure)
             return out
 
-        blocks, out_tree = _results(flat, enters, ends), trees.pop()
+        blocks, out_tree = _results(flat, enters, meshes), trees.pop()
         leaves = []
-        for layout, block in zip(
-            broadcast_layouts(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True
-        ):
+        for layout, block in zip(layouts_of("out_layouts", self.out_layouts, out_tree), blocks, strict=True):
             parsed = sides_or_one(layout)
-            shape = global_shape(parsed.src, ends.axes, block.shape, parsed.text)
-            leaves.append(_plan(parsed, ends, shape, buffers.jax_name(block.dtype), enters=False))
+            shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
+            leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
 
         def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
             return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
 
-        return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
+        return HostCall(of_tensors, meshes, enters, tuple(leaves)), out_tree
 
 
-def _plan(parsed: Sides, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
+def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
     """The plan from an array to the function's blocks or, unless it `enters`, from blocks to an array."""
     src, dst, _ = parsed
     if src == dst:
         whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
         src, dst = (whole, dst) if enters else (src, whole)
-    named(src if enters else dst, ends, shape)  # refused here, before anything is traced
-    return plan((src, dst), ends.jax_axes, shape, dtype)
+    array_sharding(src if enters else dst, meshes, shape)  # raises before anything is traced
+    return plan((src, dst), meshes.jax_axes, shape, dtype)
 
 
-def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
+def _results(fn: Flat, enters: Sequence[Plan], meshes: MeshPair) -> Sequence[Tensor]:
     """Fake results of a function for blocks of these shapes and dtypes."""
-    device = ends.kind
+    device = meshes.kind
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         blocks = [
             torch.empty(p.target.local_shape(0), dtype=buffers.torch_dtype(p.dtype), device=device)
             for p in enters
         ]
-        made = fn(*blocks)
-    for x in made:
+        results = fn(*blocks)
+    for x in results:
         if not isinstance(x, Tensor):
             raise XshardError(
                 f"the torch function returns {type(x).__name__}", hint="tensors, or pytrees of them"
             )
-    return made
+    return results
 
 
-def _placed(x: jax.Array, made: Plan, ends: Ends) -> jax.Array:
-    """The array with the sharding in which it enters, which is part of its type on Explicit axes."""
-    if AxisType.Explicit not in ends.jax_mesh.axis_types:
+def _placed(x: jax.Array, plan: Plan, meshes: MeshPair) -> jax.Array:
+    """The array with the source sharding of its plan, which is part of its type on Explicit axes."""
+    if AxisType.Explicit not in meshes.jax_mesh.axis_types:
         return x
-    return jax.reshard(x, named(made.src, ends, made.shape))
+    return jax.reshard(x, array_sharding(plan.src, meshes, plan.shape))
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
-    # During a call a module holds the parameters of that call, so devices take turns. The module is a copy:
-    # JAX does not wait for the user's own.
-    own = copy.deepcopy(module, {id(p): p for p in module.parameters()})
-    turn = threading.RLock()
+    # During a call a module holds the parameters of that call, so devices take turns. The module is a copy,
+    # as JAX may call it later, when the user's module has changed.
+    copied = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    lock = threading.RLock()
 
     def call(parameters: dict[str, Tensor], *args: Any) -> Any:
-        with turn:
-            return torch.func.functional_call(own, parameters, args)
+        with lock:
+            return torch.func.functional_call(copied, parameters, args)
 
     return call

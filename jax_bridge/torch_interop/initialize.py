@@ -1,7 +1,6 @@
 """`initialize`: sets up torch and JAX in the same processes.
 
-Decides where JAX's coordinator runs and which devices a process has. torch's processes come from torchrun,
-or from a process group that exists already.
+torch's processes come from torchrun, or from a process group that exists already.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ LEAST_THREADS = 16
 def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s: int = 300) -> None:
     """Start torch's process group and JAX's distributed runtime in the same processes, with equal ranks.
 
-    Call it once in every process started by torchrun, before JAX makes its devices, which its first
-    computation does. Keeps what is set up already, such as a process group of torch.
+    Call it once in every process started by torchrun, before JAX's first computation, which makes its
+    devices. An existing process group of torch stays.
 
-    local_devices: devices of JAX per process, on CPUs; on GPUs both frameworks use the one of LOCAL_RANK.
-    With `JAX_PLATFORMS=cpu` both leave GPUs alone.
-    backend: of torch's process group; by default NCCL for GPUs and gloo for CPUs. JAX uses gloo for
-    collectives of CPUs too. timeout_s: how long processes wait for each other at the start.
+    local_devices: devices of JAX per process, on CPUs; on GPUs both frameworks use the GPU of LOCAL_RANK.
+    With `JAX_PLATFORMS=cpu` both use CPUs.
+    backend: the backend of torch's process group; by default NCCL for GPUs and gloo for CPUs. JAX uses gloo
+    for collectives of CPUs too. timeout_s: how long processes wait for each other at the start.
 
     Raises MeshError if there are no processes to join, if JAX has made its devices already, or if its
     processes are not torch's.
@@ -53,7 +52,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
 
 
 def _on_gpus() -> bool:
-    """Whether there are GPUs, and JAX is not told to leave them alone."""
+    """True if there are GPUs, and JAX is not limited to CPUs."""
     platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     return torch.cuda.is_available() and not platforms.startswith("cpu")
 
@@ -78,7 +77,7 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
 
 
 def _free_address() -> str:
-    """This machine's address for the other processes, with a free port."""
+    """The address of this machine for the other processes, with a free port."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with closing(socket.socket()) as free:
         free.bind(("", 0))

@@ -1,7 +1,4 @@
-"""A JAX function as two compiled programs: the forward pass, which returns the pullback, and the pullback.
-
-Decides what is differentiated and how results are sharded. Knows arrays only, no tensors.
-"""
+"""A JAX function as two compiled programs: the forward pass, which returns the pullback, and the pullback."""
 
 from __future__ import annotations
 
@@ -14,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_bridge.torch_interop.devices import Ends
-from jax_bridge.torch_interop.handover import named
-from xshard import Layout, XshardError
+from jax_bridge.torch_interop.devices import MeshPair
+from jax_bridge.torch_interop.route import array_sharding
+from jax_bridge.trees import leaves_of
+from xshard import Layout
+from xshard.errors import located
 
 Arrays = Sequence[jax.Array]
 
@@ -25,11 +24,11 @@ Arrays = Sequence[jax.Array]
 class VjpProgram:
     """The forward and backward programs of a function, for arguments of certain types.
 
-    fn: leaves -> leaves. wrt: indices of the leaves that get a gradient. out_avals: types of the outputs.
+    fn: leaves -> leaves. wrt: indices of the leaves that get a gradient. out_avals: the types of the outputs.
     """
 
     fn: Callable[..., tuple[jax.Array, ...]]
-    ends: Ends
+    meshes: MeshPair
     in_avals: tuple[Any, ...]
     in_layouts: tuple[Layout, ...]
     wrt: tuple[int, ...]
@@ -52,23 +51,23 @@ class VjpProgram:
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
-        with jax.set_mesh(self.ends.jax_mesh):  # for specs without a mesh; threads of autograd have none
+        with jax.set_mesh(self.meshes.jax_mesh):  # for specs without a mesh; threads of autograd have none
             return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """The gradients of the leaves `wrt`. Complex ones are torch's: the conjugates of JAX's."""
-        with jax.set_mesh(self.ends.jax_mesh):
+        """The gradients of the leaves `wrt`. Complex gradients are torch's: the conjugates of JAX's."""
+        with jax.set_mesh(self.meshes.jax_mesh):
             return self._pulled(pull, list(cotangents))
 
     def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
-        """`backward` as a function of everything it depends on."""
+        """`backward` as a function of leaves and cotangents."""
         _, pull = self._vjp(*leaves)
         return list(self._pull(pull, cotangents))
 
     def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
         """Indices of the outputs whose memory the pullback reads."""
-        kept = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
-        return tuple(i for i, x in enumerate(outputs) if kept.intersection(_memory(x)))
+        saved = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
+        return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
 
     @cached_property
     def _outputs(self) -> Callable[..., tuple[jax.Array, ...]]:
@@ -85,24 +84,24 @@ class VjpProgram:
 
     def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
         def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
-            given = dict(zip(self.wrt, some, strict=True))
-            return self.fn(*(given.get(i, x) for i, x in enumerate(leaves)))
+            replaced = dict(zip(self.wrt, some, strict=True))
+            return self.fn(*(replaced.get(i, x) for i, x in enumerate(leaves)))
 
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        given = dict(zip(self.smooth, map(_conjugate, cotangents), strict=True))
+        smooth = dict(zip(self.smooth, map(_conjugate, cotangents), strict=True))
         zeros = (np.zeros(aval.shape, jax.dtypes.float0) for aval in self.out_avals)
-        every = tuple(given.get(i, zero) for i, zero in enumerate(zeros))
+        every = tuple(smooth.get(i, zero) for i, zero in enumerate(zeros))
         return tuple(map(_conjugate, pull(every)))
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(named(x, self.ends, a.shape) for x, a in zip(layouts, avals, strict=True))
+        return tuple(array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True))
 
 
 def make_vjp_program(
     fn: Callable[..., Any],
-    ends: Ends,
+    meshes: MeshPair,
     tree: Any,
     in_layouts: tuple[Layout, ...],
     out_layouts: Any,
@@ -118,33 +117,21 @@ def make_vjp_program(
     def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
 
-    with jax.set_mesh(ends.jax_mesh):
+    with jax.set_mesh(meshes.jax_mesh):
         out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
     avals, out_tree = jax.tree.flatten(out)
-    layouts = as_layouts(broadcast_layouts(out_layouts, out_tree, "out_layouts"))
+    layouts = tuple(map(Layout.parse, layouts_of("out_layouts", out_layouts, out_tree)))
     for layout, aval in zip(layouts, avals, strict=True):
-        named(layout, ends, aval.shape)  # refused here, before anything runs
+        array_sharding(layout, meshes, aval.shape)  # raises before anything runs
     return VjpProgram(
-        of_leaves, ends, tuple(map(jax.typeof, leaves)), in_layouts, wrt, out_tree, tuple(avals), layouts
+        of_leaves, meshes, tuple(map(jax.typeof, leaves)), in_layouts, wrt, out_tree, tuple(avals), layouts
     )
 
 
-def broadcast_layouts(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
-    """The layout of every leaf of a structure; `layouts` is a pytree prefix of it."""
-    whole = jax.tree.unflatten(tree, range(tree.num_leaves))
-    try:
-        found = jax.tree.leaves(jax.tree.broadcast(layouts, whole))
-    except ValueError as error:
-        raise XshardError(
-            f"{what} {layouts} do not fit {tree}: {error}",
-            hint="pass one layout for all, or a pytree prefix with one for each",
-        ) from None
-    return tuple(found)
-
-
-def as_layouts(given: Sequence[Layout | str]) -> tuple[Layout, ...]:
-    """Parse the layouts that are text."""
-    return tuple(Layout.parse(x) for x in given)
+def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
+    """The layout or expression of every leaf of a structure. layouts: one for all, or a pytree prefix."""
+    with located(what):
+        return [leaf.given for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))]
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

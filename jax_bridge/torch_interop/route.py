@@ -1,30 +1,38 @@
-"""How blocks under one layout come to be under another: handed over as they are, or moved by one side first.
+"""The route of one array between torch and JAX: its shardings, and the side that moves its blocks.
 
-Decides which framework carries out the plan: of those that can, the one for which it costs less, torch
-where it costs the same, as it has nothing to compile. torch's processes are the devices of the plan, or JAX's
-own devices are.
+Everything follows from layouts, meshes, shapes and dtypes, is equal in all processes, and is cached by value.
+Of the sides that can execute the plan the cheaper one does; torch at equal costs, as it does not compile.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch.distributed as dist
+from jax.sharding import NamedSharding
 from torch import Tensor
 
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
-from jax_bridge.specs import storage_layout, to_partition_spec
+from jax_bridge.mesh.machine import machine as jax_machine
+from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
 from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
-from jax_bridge.torch_interop.devices import Ends
+from jax_bridge.torch_interop.buffers import LOG
+from jax_bridge.torch_interop.devices import MeshPair
+from torch_bridge.mesh.machine import machine as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Plan, Profile, XshardError, plan
-from xshard.errors import PlanError
+from xshard import Layout, Plan, Profile, Sharding, XshardError, plan
+from xshard.errors import PlanError, ShapeError
+from xshard.layout.layout import check_axes
+from xshard.layout.lengths import global_shape
+from xshard.notation.parser import mark_errors
+from xshard.plans.expression import Expression, sides_or_one
 
 SIDES = ("torch", "jax")
 AnyProfile = str | Path | Profile
@@ -33,97 +41,173 @@ Profiles = AnyProfile | Mapping[str, AnyProfile]
 
 @dataclass(frozen=True)
 class Route:
-    """A plan between the ends and the side that carries it out; none where nothing moves."""
+    """One array's way from one framework to the other.
 
+    src: its source layout. text: the user's text, for errors. blocks: the sharding of torch's blocks. array,
+    stored: JAX's sharding of the array, and its layout. plan, side: the plan that moves blocks, and the side
+    that executes it; None if nothing moves.
+    """
+
+    src: Layout
+    text: str
+    blocks: Sharding
+    array: NamedSharding
+    stored: Sharding
     plan: Plan
     side: str | None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape
 
-class Machines(NamedTuple):
-    """The machine as torch and as JAX have it; the side, if one is named; why it cannot be torch."""
+
+class _Choice(NamedTuple):
+    """The profiles of torch and of JAX; the side that the user names; the reason why torch cannot, if any."""
 
     profiles: tuple[AnyProfile, ...]
     via: str | None
-    refused: str | None
+    torch_refuses: str | None
 
 
-def find_route(
-    src: Layout, dst: Layout, ends: Ends, shape: tuple[int, ...], dtype: str, machines: Machines, to_jax: bool
+@dataclass(frozen=True)
+class Options:
+    """The arguments copy, writable, dtensor, shape, profile and via of `to_jax` and `to_torch`."""
+
+    copy: bool | None = None
+    writable: bool = True
+    dtensor: bool = False
+    shape: tuple[int, ...] | None = None
+    profile: Profiles = "auto"
+    via: str | None = None
+
+    def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
+        """The route of an array. array: block shape, global shape if known, dtype. Raises as `api.to_jax`."""
+        choice = _Choice(_by_side(self.profile), self.via, _torch_refuses(meshes))
+        return _route(layout, meshes, *array, choice, to_jax)
+
+    def check_moved(self, route: Route) -> None:
+        """Log the plan that runs first; raise XshardError if copies are forbidden."""
+        if self.copy is False:
+            raise XshardError(
+                "blocks that move cannot be handed over without a copy",
+                text=route.text,
+                hint="copy=None allows it",
+            )
+        LOG.info("%s moves the blocks first: %s", route.side, route.text)
+
+
+@functools.lru_cache(maxsize=65536)
+def array_sharding(layout: Layout, meshes: MeshPair, shape: tuple[int, ...]) -> NamedSharding:
+    """JAX's sharding of an array. Raises ShapeError for blocks that differ in size."""
+    text = str(layout)
+    with mark_errors(text):
+        check_axes(layout, meshes.jax_axes, text)
+        sharding = Sharding(layout, meshes.jax_axes, shape)
+        if not sharding.is_even:
+            whole = " ".join(sharding.layout.names)
+            raise ShapeError(
+                f"a jax.Array has no uneven blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}",
+                hint=f"hand it over under a layout that divides, as in '{layout} -> {whole}'",
+            )
+        return storage_sharding(sharding.layout, meshes.jax_mesh)
+
+
+def _by_side(profile: Profiles) -> tuple[AnyProfile, ...]:
+    profiles = (profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
+    return tuple(find(each) for find, each in zip((torch_machine, jax_machine), profiles, strict=True))
+
+
+@functools.lru_cache(maxsize=65536)
+def _route(
+    layout: Layout | Expression,
+    meshes: MeshPair,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    choice: _Choice,
+    to_jax: bool,
 ) -> Route:
-    """The cheapest way between blocks under `src` on one mesh and under `dst` on the other.
+    src, dst, text = sides_or_one(layout)
+    torch_end, jax_end = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = (
+        (torch_end, jax_end) if to_jax else (jax_end, torch_end)
+    )
+    of_blocks, of_array = (src, dst) if to_jax else (dst, src)
+    with mark_errors(text):
+        check_axes(src, src_mesh, text)
+        check_axes(dst, dst_mesh, text)
+        whole = global_shape(src, src_mesh, local_shape, text) if shape is None else shape
+        blocks = Sharding(of_blocks, meshes.axes, whole)
+        array, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
+        if choice.via not in (None, *SIDES):
+            raise PlanError(f"via={choice.via!r}", hint='"torch", "jax", or None for the cheaper side')
+        plans = {
+            side: plan(
+                (src, dst),
+                src_mesh=src_mesh,
+                dst_mesh=dst_mesh,
+                src_devices=meshes.numbers(src_devices),
+                dst_devices=meshes.numbers(dst_devices),
+                shape=whole,
+                dtype=dtype,
+                profile=profile,
+            )
+            for side, profile in zip(SIDES, choice.profiles, strict=True)
+        }
+        side = _cheaper_side(plans, meshes, choice)
+    return Route(src, text, blocks, array, stored, plans[side or "torch"], side)
 
-    Raises as `xshard.plan` does, and PlanError where neither side can carry the plan out.
-    """
-    profiles, via, refused = machines
-    if via not in (None, *SIDES):
-        raise PlanError(
-            f"via={via!r}", hint='the side that moves: "torch", "jax", or None for the cheaper one'
-        )
-    meshes = (ends.axes, ends.numbers(ends.devices)), (ends.jax_axes, ends.numbers(ends.jax_devices))
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = meshes if to_jax else meshes[::-1]
-    found = {
-        side: plan(
-            (src, dst),
-            src_mesh=src_mesh,
-            dst_mesh=dst_mesh,
-            src_devices=src_devices,
-            dst_devices=dst_devices,
-            shape=shape,
-            dtype=dtype,
-            profile=machine,
-        )
-        for side, machine in zip(SIDES, profiles, strict=True)
-    }
-    first = found["torch"]
+
+def _cheaper_side(plans: Mapping[str, Plan], meshes: MeshPair, choice: _Choice) -> str | None:
+    """The side that moves the blocks; None if nothing moves. Raises PlanError if neither side can."""
+    first = plans["torch"]
     if all(step.kind == "retag" or (step is first.transfer and step.is_in_place) for step in first.steps):
-        return Route(first, None)
-    refusals = {"torch": refused, "jax": _jax_refuses(found["jax"], ends)}
-    able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
+        return None
+    refusals = {"torch": choice.torch_refuses, "jax": _jax_refuses(plans["jax"], meshes)}
+    able = [side for side in SIDES if refusals[side] is None and choice.via in (None, side)]
     if not able:
+        cannot = "neither torch nor JAX can" if choice.via is None else f"{choice.via} cannot"
         raise PlanError(
-            f"neither torch nor JAX can bring '{src}' to '{dst}' here"
-            if via is None
-            else f"{via} cannot bring '{src}' to '{dst}' here",
-            hint="\n  ".join(f"{side}: {why}" for side, why in refusals.items() if why),
+            f"{cannot} bring '{first.src}' to '{first.dst}' here",
+            hint="\n  ".join(f"{side}: {reason}" for side, reason in refusals.items() if reason),
         )
-    side = min(able, key=lambda side: found[side].cost)
-    return Route(found[side], side)
+    return min(able, key=lambda side: plans[side].cost)
 
 
-def torch_refuses(ends: Ends) -> str | None:
-    """Why torch cannot carry out a plan here and now, if so."""
+def _torch_refuses(meshes: MeshPair) -> str | None:
+    """The reason why torch cannot execute a plan here, if any."""
     if not dist.is_initialized():
         return "no process group is initialised"
-    if not ends.is_one_each:
+    if not meshes.is_one_each:
         return "a process has several devices of the mesh, and one block in a collective"
-    if (n := len({d.process_index for d in (*ends.devices, *ends.jax_devices)})) != dist.get_world_size():
+    if (n := len({d.process_index for d in (*meshes.devices, *meshes.jax_devices)})) != dist.get_world_size():
         return f"the meshes have {n} of {dist.get_world_size()} processes"
     return None
 
 
-def _jax_refuses(found: Plan, ends: Ends) -> str | None:
+def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
     try:
-        if found.transfer:
-            for end in (found.source, found.target):
-                check_even(end, f"{found.src} -> {found.dst}")
+        if plan.transfer:
+            for end in (plan.source, plan.target):
+                check_even(end, f"{plan.src} -> {plan.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
         else:
-            mesh = plan_mesh(found, ends.devices)
+            mesh = plan_mesh(plan, meshes.devices)
             make_program(
-                (found,), ArrayMesh(mesh, mesh), (found.shape,), (jnp.dtype(found.dtype),), False, "h100"
+                (plan,), ArrayMesh(mesh, mesh), (plan.shape,), (jnp.dtype(plan.dtype),), False, "h100"
             )
     except XshardError as error:
         return error.reason
     return None
 
 
-def by_torch(block: Tensor | None, made: Plan) -> Tensor | None:
-    """A block before the plan -> the block after it, where there is one; the plan's devices are ranks."""
-    return redistribute(None if block is None else block.detach(), made)
+def by_torch(block: Tensor | None, plan: Plan) -> Tensor | None:
+    """The local block before the plan -> the local block after it, if any. The plan's devices are ranks."""
+    return redistribute(None if block is None else block.detach(), plan)
 
 
-def by_jax(blocks: Blocks, made: Plan, devices: Mapping[int, jax.Device]) -> Blocks:
-    """This process's blocks before the plan -> its blocks after it. devices: by the plan's numbers."""
-    if made.transfer is None:
-        return run_on_mesh(blocks, made, [devices[number] for number in made.src_devices])
-    return execute({"": LocalBlocks(blocks, made.dtype)}, [as_array_plan(made)], devices)[0]
+def by_jax(blocks: Blocks, plan: Plan, devices: Mapping[int, jax.Device]) -> Blocks:
+    """The local blocks before the plan -> the local blocks after it. devices: by the plan's numbers."""
+    if plan.transfer is None:
+        return run_on_mesh(blocks, plan, [devices[number] for number in plan.src_devices])
+    return execute({"": LocalBlocks(blocks, plan.dtype)}, [as_array_plan(plan)], devices)[0]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import xshard as xs
 from jax_bridge.torch_interop import to_jax, to_torch
-from jax_bridge.torch_interop.devices import Ends
+from jax_bridge.torch_interop.devices import MeshPair
 from tests.interop.helpers import jax_mesh
 from tests.jax_bridge.helpers import in_jax
 
@@ -47,7 +47,7 @@ TO_JAX = {
     ),
     "several dtypes: bfloat16, float32": (lambda: [torch.zeros(4), torch.zeros(4).bfloat16()], "n/a", {}),
     "JAX has no torch.complex32": (lambda: [torch.zeros(4, dtype=torch.complex32)] * 2, "n/a", {}),
-    "ndarray is no tensor": (lambda: [x.numpy() for x in pair()], "n/a d", {}),
+    "ndarray is not a tensor": (lambda: [x.numpy() for x in pair()], "n/a d", {}),
     "Tensor of torch.sparse_coo on cpu has no dense memory": (
         lambda: [x.to_sparse() for x in pair()],
         "n/a d",
@@ -83,7 +83,7 @@ def test_fake_tensors_and_meshes_without_devices() -> None:
 @in_jax
 def test_devices_of_another_kind() -> None:
     """There are none here: a mesh that says it is of such."""
-    with mock.patch.object(Ends, "kind", "cuda"), pytest.raises(xs.errors.MeshError) as caught:
+    with mock.patch.object(MeshPair, "kind", "cuda"), pytest.raises(xs.errors.MeshError) as caught:
         to_jax(torch.zeros(4), "n", jax_mesh(never_used_before=1))
     assert str(caught.value).startswith("the tensor is on cpu, JAX's mesh has ")
     assert "move the tensor: x.to('cuda')" in str(caught.value)
@@ -113,7 +113,7 @@ def test_arrays_that_do_not_fit() -> None:
     assert to_torch(jnp.zeros(3), "n", jax_mesh(a=1)).tolist() == [0, 0, 0]
     with pytest.raises(xs.errors.MeshError, match="a DTensor is on a DeviceMesh"):
         to_torch(x, "n/a d", dtensor=True)
-    with pytest.raises(xs.XshardError, match=r"ndarray is no jax.Array"):
+    with pytest.raises(xs.XshardError, match=r"ndarray is not a jax.Array"):
         to_torch(x.__array__(), "n/a d")
 
 
@@ -123,7 +123,7 @@ def test_arrays_that_torch_cannot_read() -> None:
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     with pytest.raises(xs.XshardError, match=r"float32\[8, 6\], was donated or deleted: torch cannot"):
         to_torch(x, "n/a d")
-    with pytest.raises(xs.XshardError, match=r"is a tracer, float32\[8,6\].*\n.*jax_bridge.from_torch"):
+    with pytest.raises(xs.XshardError, match=r"is a tracer, float32\[8,6\].*\n.*torch_interop.from_torch"):
         jax.jit(lambda x: to_torch(x, "n/a d"))(array())
     for made, name in ((jnp.zeros(4, "int4"), "int4"), (jax.random.split(jax.random.key(0), 4), r"key<fry>")):
         with pytest.raises(xs.errors.DtypeError, match=f"torch has no {name}"):

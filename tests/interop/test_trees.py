@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections import OrderedDict
 
@@ -82,32 +84,11 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
 
 
 @in_jax
-def test_a_bar_of_bytes_is_shown_when_asked_for() -> None:
-    from jax_bridge.torch_interop import trees
-
-    moved = []
-    shown = trees._bar
-    trees._bar = lambda what, total: _recorded(shown(what, total), what, total, moved)
-    try:
-        tree = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
-        arrays = to_jax(tree, {"**": "..."}, jax_mesh(tp=1), progress=True)
+def test_progress_counts_bytes_and_shows_a_bar_when_asked_for() -> None:
+    tree, seen = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}, []
+    arrays = to_jax(tree, {"**": "..."}, jax_mesh(tp=1), progress=lambda *n_bytes: seen.append(n_bytes))
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
         to_torch(arrays, {"**": "..."}, progress=True)
-        to_torch(arrays, {"**": "..."}, progress=False)
-    finally:
-        trees._bar = shown
-    assert moved == ["to JAX", 40, 16, 24, "to torch", 40, 16, 24]
-
-
-class _recorded:  # noqa: N801
-    """A bar, and what it was moved by."""
-
-    def __init__(self, bar, what, total, moved) -> None:
-        self.bar, self.moved = bar, moved
-        moved += [what, total]
-
-    def __enter__(self):
-        advance = self.bar.__enter__()
-        return lambda size: (self.moved.append(size), advance(size))
-
-    def __exit__(self, *error):
-        return self.bar.__exit__(*error)
+    with contextlib.redirect_stderr(io.StringIO()) as silent:
+        to_torch(arrays, {"**": "..."})
+    assert seen == [(16, 40), (40, 40)] and "to torch" in shown.getvalue() and not silent.getvalue()

@@ -144,7 +144,6 @@ def test_replicas_share_the_sending_of_all_arrays() -> None:
         for (giver, _), n in array.traffic.items():
             sent[giver] += n
     assert sent == dict.fromkeys(range(4), 300 * 32 * 4 // 4)
-    assert max(sum(array.sent_and_received[d] for array in plan.arrays) for d in plan.src_devices) == 300 * 32
 
 
 def test_a_row_travels_once_to_a_node() -> None:

@@ -38,7 +38,7 @@ TAKEN = "plan"  # what a server calls before it answers
 OFFERED = "connect"  # what both call when a version has been offered and taken
 AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
 LARGE = {"w": (8, 1 << 19)}
-TRAINERS, SERVERS = 9, 4  # how many are killed elsewhere
+TRAINERS, SERVERS = 6, 2  # how many are killed elsewhere
 SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
 BOTH: dict[str, Any] = {
     "rules": {"b": "o", "**": "o/dp i -> o i/tp"},

@@ -29,7 +29,7 @@ assert PRELOADED  # the server of forks has torch_bridge already
 RANKS, SENDERS, TAKERS = range(3), (0, 1), (1, 2)
 ROOM = tuple(str(module.__file__) for module in (transfer, execute, lowered))
 FILES = tuple(str(module.__file__) for module in (files, processes, writing))
-KILLED = 6
+KILLED = 4
 ROWS = 8
 
 
