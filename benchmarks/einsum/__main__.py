@@ -1,7 +1,7 @@
 """Planned contractions beside XLA, DTensor and the plainest planner: bytes, planning time, run time.
 
     python -m benchmarks.einsum             # all cases, peers' bytes as recorded
-    python -m benchmarks.einsum --live      # XLA and DTensor asked anew: both compile or count, neither runs
+    python -m benchmarks.einsum --live      # XLA and DTensor again: both compile or count, neither runs
     python -m benchmarks.einsum --quick     # a few cases, one small timing
 
 Prints tables and writes a JSON file. Run times are taken by turns with XLA's own einsum between the same
@@ -25,9 +25,9 @@ from rich.table import Table
 
 from benchmarks import claim, record
 from benchmarks.claim import Named
-from benchmarks.einsum import claims, measures, peers
+from benchmarks.einsum import claims, peers
 from benchmarks.einsum.cases import Case, load, scaled
-from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
+from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES, Row
 from benchmarks.planner.claims import geomean
 
 
@@ -35,8 +35,9 @@ from benchmarks.planner.claims import geomean
 class Extent:
     """How much a run measures.
 
-    stride: of the cases. flops: of all devices, in a case that is timed. most_timed: cases.
-    rounds: of each. processes: for each that seems slower than XLA.
+    stride: steps through the cases. flops: most operations of all devices in a timed case.
+    most_timed: number of timed cases. rounds: turns of a timed case.
+    processes: processes in which a case is timed that seems slower than XLA.
     """
 
     stride: int
@@ -58,20 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = peers.recorded()
     # Planning times come first: live peers load torch and JAX into this process.
     rows = measure_plans(cases, known)
-    cached_s = measures.cached_s(cases[::10])
+    cached_s = claims.cached_s(cases[::10])
     if options.live:
         known = peers.live(cases)
         peers.save(known)
         rows = [
-            row | measures.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
+            row | claims.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
         ]
     timed = measure_runs([case for case in cases if case.mesh.n_devices == TIMED_DEVICES], extent)
     judged = claims.judge(rows, cached_s, timed)
     claim.show("Planned contractions", judged)
     show_peers(rows, known)
     about = record.about(options.command, "jax", "jaxlib", peers=known["versions"], cached_s=cached_s)
-    found = {"claims": [each.to_dict() for each in judged], "cases": rows, "timed": timed}
-    print(record.write(options.output / "einsum.json", about, **found))
+    results = {"claims": [each.to_dict() for each in judged], "cases": rows, "timed": timed}
+    print(record.write(options.output / "einsum.json", about, **results))
     return int(not all(each.holds for each in judged))
 
 
@@ -90,8 +91,8 @@ def measure_plans(cases: Sequence[Case], known: Row) -> list[Row]:
     rows = []
     for case in record.shown(cases, "plans"):
         beside = peers.of(case, known)
-        cold_s = measures.cold_s(case, measures.beside_xla(case, beside["xla"]))
-        rows.append(measures.planned(case, beside) | {"cold_s": cold_s})
+        cold_s = claims.cold_s(case, claims.beside_xla(case, beside["xla"]))
+        rows.append(claims.planned(case, beside) | {"cold_s": cold_s})
     return rows
 
 
@@ -100,15 +101,15 @@ def measure_runs(cases: Sequence[Case], extent: Extent) -> list[Row]:
     # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
     os.environ.setdefault("PJRT_NPROC", str(8 * TIMED_DEVICES))
     chosen = [scaled(case, extent.flops) for case in cases[: extent.most_timed]]
-    found = [timed_alone(chosen, extent.rounds)]
+    runs = [timed_alone(chosen, extent.rounds)]
     # One program timed twice differs by as much: in doubt, the middle of more processes counts.
-    doubtful = [case for case, rows in zip(chosen, found[0], strict=True) if slowest(rows) < claims.LEAST]
+    doubtful = [case for case, rows in zip(chosen, runs[0], strict=True) if slowest(rows) < claims.LEAST]
     for _ in record.shown(range(extent.processes - 1), "timing the doubtful again"):
         again = iter(timed_alone(doubtful, extent.rounds))
-        found.append(
-            [next(again) if case in doubtful else rows for case, rows in zip(chosen, found[0], strict=True)]
+        runs.append(
+            [next(again) if case in doubtful else rows for case, rows in zip(chosen, runs[0], strict=True)]
         )
-    return [middle(rows) for pairs in zip(*found, strict=True) for rows in zip(*pairs, strict=True)]
+    return [middle(rows) for pairs in zip(*runs, strict=True) for rows in zip(*pairs, strict=True)]
 
 
 def timed_alone(cases: Sequence[Case], rounds: int) -> list[list[Row]]:
@@ -134,13 +135,13 @@ def show_peers(rows: Sequence[Row], known: Row) -> None:
         table.add_column(head, justify="left" if head in ("", "version") else "right")
     for peer in rows[0]["peers"]:
         pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
-        cells = [text for found in pairs for text in (str(len(found)), _mean(found))]
+        cells = [text for named in pairs for text in (str(len(named)), _mean(named))]
         table.add_row(peer, known["versions"].get(peer, ""), *cells)
     Console(width=max(Console().width, 100)).print(table)
 
 
-def _mean(found: Named) -> str:
-    return f"{geomean(value for _, value in found):.2f}" if found else ""
+def _mean(named: Named) -> str:
+    return f"{geomean(value for _, value in named):.2f}" if named else ""
 
 
 if __name__ == "__main__":

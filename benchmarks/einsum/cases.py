@@ -1,6 +1,6 @@
 """The cases: einsums with a layout for every operand and for the result, which every peer can express.
 
-Decides what a case is, and how many operations are an even share. Cuts are even, and there are no sums.
+Shards are even, and there are no sums.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Case:
     def equation(self) -> str:
         """The expression as `numpy.einsum` reads it."""
         letters = dict(zip(dict(self.sizes), string.ascii_letters, strict=False))
-        made = ["".join(letters[name] for name in layout.names) for layout in self.contraction.operands]
-        return f"{','.join(made)}->{''.join(letters[name] for name in self.contraction.result.names)}"
+        left = ["".join(letters[name] for name in layout.names) for layout in self.contraction.operands]
+        return f"{','.join(left)}->{''.join(letters[name] for name in self.contraction.result.names)}"
 
     def shape(self, layout: xs.Layout) -> tuple[int, ...]:
         """The global shape of an operand or of the result."""
@@ -75,7 +75,7 @@ def load() -> tuple[Case, ...]:
 
 
 def scaled(case: Case, most_flops: float) -> Case:
-    """The case with its longest dims halved, where all devices may cut them, until it has `most_flops`."""
+    """The case with `most_flops` at most: its longest dims are halved while all devices can shard them."""
     sizes, n = dict(case.sizes), case.mesh.n_devices
     while 2 * math.prod(sizes.values()) > most_flops:
         longest = max((name for name in sizes if sizes[name] % (2 * n) == 0), key=lambda name: sizes[name])

@@ -1,25 +1,96 @@
-"""What planned contractions must show, judged on measured rows.
+"""Measures of a case, as rows of the JSON file, and the claims that are judged on them.
 
-Decides how each number is formed and when a claim holds. Beside XLA, ours is planned with at most XLA's
-operations; beside the plain planner, which contracts three operands at once, with at most its own.
+Beside XLA, ours is planned with at most XLA's operations; beside the plain planner, which contracts three
+operands at once, with at most its own.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import xshard as xs
 from benchmarks.claim import Claim, Named, mean, none_of, worst
-from benchmarks.einsum.measures import BOTH, FORWARD
+from benchmarks.einsum.cases import Case
+from benchmarks.planner.timing import LOOK_UPS, clear_caches, quickest
 
 Row = dict[str, Any]
+FORWARD, BOTH = "forward", "forward+backward"
+TIMED_DEVICES = 8
+SLACK = 1.002  # XLA counts the additions of its collectives, too
 FASTER, LEAST = 1.2, 0.9  # XLA's run time / ours: geometric mean, worst
+
+
+def planned(case: Case, peers: Mapping[str, Row]) -> Row:
+    """Our plans for the fewest bytes, with at most a peer's operations, beside the peers' figures."""
+    limits = {"xla": beside_xla(case, peers["xla"]), "plain": _limits(case, case.share, peers["xla"])}
+    return {
+        "case": case.name,
+        "expression": case.expression,
+        "mesh": str(case.mesh),
+        "sizes": dict(case.sizes),
+        "dtype": case.dtype,
+        "flops_limits": limits,
+        "ours": {
+            peer: {
+                objective: _facts(case.plan(objective, limit[0]), objective) for objective in (FORWARD, BOTH)
+            }
+            for peer, limit in limits.items()
+        },
+        "peers": dict(peers),
+    }
+
+
+def beside_xla(case: Case, xla: Row) -> tuple[int, int]:
+    """XLA's operations, forward and backward: the first limits ours, `claims` judges both."""
+    return _limits(case, case.least_flops, xla)
+
+
+def _limits(case: Case, least: float, xla: Row) -> tuple[int, int]:
+    """Where XLA repeats work in either pass, so may we in the backward pass."""
+    forward = SLACK * max(least, xla["flops"]["forward"])
+    both = len(case.contraction.operands) * forward, SLACK * xla["flops"]["backward"]
+    return math.ceil(forward), math.ceil(max(both))
+
+
+def _facts(plan: xs.ContractionPlan, objective: str) -> Row:
+    backward = plan.backward_bytes_received if objective == BOTH else 0
+    return {
+        "local": plan.local,
+        "received_bytes": plan.bytes_received + backward,
+        "flops": plan.flops,
+        "backward_flops": plan.backward_flops,
+    }
+
+
+def cold_s(case: Case, flops_limit: tuple[int, int]) -> dict[str, float]:
+    """Seconds to plan with every cache of the package empty, by objective."""
+    return {
+        objective: quickest(lambda objective=objective: case.plan(objective, flops_limit[0]), clear_caches)
+        for objective in (FORWARD, BOTH)
+    }
+
+
+def cached_s(cases: Sequence[Case]) -> float:
+    """Seconds to get a plan again, the median of the cases."""
+    return statistics.median(map(_look_up_s, cases))
+
+
+def _look_up_s(case: Case) -> float:
+    options = {"sizes": dict(case.sizes), "dtype": case.dtype, "profile": xs.load_profile("bandwidth")}
+    xs.plan(case.expression, case.mesh, **options)
+    start = time.process_time()
+    for _ in range(LOOK_UPS):
+        xs.plan(case.expression, case.mesh, **options)
+    return (time.process_time() - start) / LOOK_UPS
 
 
 def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[Claim, ...]:
     """Every claim, in order."""
-    n, found = len(rows), []
+    n, claims = len(rows), list[Claim]()
     for objective, limit in ((FORWARD, 2.08), (BOTH, 2.67)):
         for peer, title in (("xla", "XLA"), ("plain", "the plain planner")):
             more = [
@@ -27,21 +98,21 @@ def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[C
             ]
             most = 1 if (objective, peer) == (BOTH, "xla") else 0  # XLA contracts each gradient elsewhere
             what = f"{objective}: cases that receive more bytes than {title}"
-            found.append(Claim(what, len(more), most, False, n, tuple(more)))
+            claims.append(Claim(what, len(more), most, False, n, tuple(more)))
         statement = f"{objective}: XLA's received bytes / ours, geometric mean"
-        found.append(mean(statement, ratios(rows, objective, "xla"), limit, at_least=True))
+        claims.append(mean(statement, ratios(rows, objective, "xla"), limit, at_least=True))
     repeated = [row["case"] for row in rows if _repeats(row)]
-    found.append(none_of("cases with more operations than XLA, in either pass", repeated, n))
+    claims.append(none_of("cases with more operations than XLA, in either pass", repeated, n))
     cold = [(row["case"], 1e3 * row["cold_s"][BOTH]) for row in rows]
     median = statistics.median(ms for _, ms in cold)
-    found += [
+    claims += [
         Claim("processor ms of a plan, caches empty: median", median, 20.0, False, n),
         worst("processor ms of a plan, caches empty: worst", cold, 250.0),
         Claim("processor us of a plan asked for again: median", 1e6 * cached_s, 5.0, False, n),
     ]
     faster = [(row["case"], row["faster"]) for row in timed]
     return (
-        *found,
+        *claims,
         mean("XLA's run time / ours: geometric mean", faster, FASTER, at_least=True),
         worst("XLA's run time / ours: worst", faster, LEAST, at_least=True),
     )

@@ -1,10 +1,10 @@
-"""What DTensor does for an einsum of two operands, as its users write it: counted on a fake process group.
+"""DTensor's einsum of two operands, as its users write it, counted on a fake process group.
 
     torch.einsum(equation, a, b).redistribute(placements=...)
 
 and `backward()` with a cotangent under the placements of the result; every gradient is then redistributed to
-the placements of its operand. Decides what counts: the bytes that one device receives by each collective, as
-in a ring. Arrays have no data. The device is as a GPU: an all-to-all is one, which DTensor gathers on CPUs.
+the placements of its operand. Each collective counts the bytes that one device receives in a ring. Arrays
+have no data. An all-to-all counts as on GPUs; on CPUs DTensor gathers instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -32,13 +33,13 @@ from benchmarks.einsum.peers import Row, figures
 MOST_RANKS = 64
 MOST_S = 10.0  # processor seconds of a case: on meshes of three axes DTensor plans some for minutes
 NOTHING_SENT = ("wait_tensor", "_wrap_tensor_autograd")
-# (bytes given, bytes that come back, devices) -> bytes received.
+# (bytes sent in, bytes that come back, devices) -> bytes received.
 RECEIVED = {
-    "all_gather_into_tensor": lambda given, made, n: made - made // n,
-    "reduce_scatter_tensor": lambda given, made, n: given - given // n,
-    "all_reduce": lambda given, made, n: 2 * (given - given // n),
-    "all_to_all_single": lambda given, made, n: given - given // n,
-    "shard_dim_alltoall": lambda given, made, n: given - given // n,
+    "all_gather_into_tensor": lambda before, after, n: after - after // n,
+    "reduce_scatter_tensor": lambda before, after, n: before - before // n,
+    "all_reduce": lambda before, after, n: 2 * (before - before // n),
+    "all_to_all_single": lambda before, after, n: before - before // n,
+    "shard_dim_alltoall": lambda before, after, n: before - before // n,
 }
 
 
@@ -52,16 +53,20 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # what it does with blocks comes here, too
-        made = func(*args, **(kwargs or {}))
+            return NotImplemented  # its operations on blocks come here, too
+        result = func(*args, **(kwargs or {}))
         if func._overloadpacket in flop_registry and FakeTensor not in types:  # these are shapes only
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=made)
+            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
         if func.namespace in ("_c10d_functional", "_dtensor") and (name := func._opname) not in NOTHING_SENT:
-            sizes = [x.numel() * x.element_size() for x in (args[0], made)]
+            sizes = [x.numel() * x.element_size() for x in (args[0], result)]
             n = distributed.distributed_c10d._resolve_process_group(args[-1]).size()
             self.received_bytes += RECEIVED[name](*sizes, n)
             self.counts[name] += 1
-        return made
+        return result
+
+    def row(self) -> Row:
+        counts = dict(sorted(self.counts.items()))
+        return {"received_bytes": self.received_bytes, "counts": counts, "flops": self.flops}
 
 
 def measured(case: Case) -> Row:
@@ -72,31 +77,22 @@ def measured(case: Case) -> Row:
     if not all(_is_in_order(layout, case.mesh) for layout in layouts):
         return {"reason": "axes that cut a dim in another order than the mesh's"}
     mesh = _device_mesh(case.mesh)
-    first, second, result = (_placements(layout, case.mesh) for layout in layouts)
+    *operands, result = (_placements(layout, case.mesh) for layout in layouts)
     try:
-        with _all_to_alls(), _ended_after(MOST_S):
+        on_gpu = mock.patch.object(placement_types, "shard_dim_alltoall", _all_to_all)
+        with on_gpu, _ended_after(MOST_S):
             a, b = (_array(case, layout, mesh).requires_grad_() for layout in layouts[:2])
             cotangent = _array(case, layouts[2], mesh)
-            row, (made,) = _counted(
-                lambda: (torch.einsum(case.equation, a, b).redistribute(placements=result),)
-            )
-
-            def gradients() -> tuple[Any, ...]:
-                found = torch.autograd.grad(made, (a, b), cotangent)
-                return tuple(
-                    g.redistribute(placements=p) for g, p in zip(found, (first, second), strict=True)
-                )
-
-            return figures(row, _counted(gradients)[0])
+            with Counted() as forward:
+                y = torch.einsum(case.equation, a, b).redistribute(placements=result)
+            with Counted() as backward:
+                for gradient, placement in zip(
+                    torch.autograd.grad(y, (a, b), cotangent), operands, strict=True
+                ):
+                    gradient.redistribute(placements=placement)
+            return figures(forward.row(), backward.row())
     except (RuntimeError, NotImplementedError, ValueError, TimeoutError) as error:
         return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
-
-
-def _counted(work: Any) -> tuple[Row, tuple[Any, ...]]:
-    with Counted() as counted:
-        made = work()
-    facts = {"received_bytes": counted.received_bytes, "counts": dict(sorted(counted.counts.items()))}
-    return {**facts, "flops": counted.flops}, made
 
 
 def _is_in_order(layout: xs.Layout, mesh: xs.Mesh) -> bool:
@@ -139,19 +135,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, usual)
 
 
-@contextmanager
-def _all_to_alls() -> Iterator[None]:
-    """All-to-alls as on GPUs."""
-    usual = placement_types.shard_dim_alltoall
-
-    def sent(
-        x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
-    ) -> torch.Tensor:
-        group = mesh.get_group(mesh_dim).group_name
-        return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
-
-    placement_types.shard_dim_alltoall = sent
-    try:
-        yield
-    finally:
-        placement_types.shard_dim_alltoall = usual
+def _all_to_all(x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Any:
+    """An all-to-all as on GPUs."""
+    group = mesh.get_group(mesh_dim).group_name
+    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)

@@ -1,4 +1,4 @@
-"""Host time of a contraction in torch beyond that of its moves and of `torch.einsum`, called one by one.
+"""Host time of a contraction in torch beyond its moves and `torch.einsum`, called one by one.
 
     python -m benchmarks.einsum.host            # a fake group of four ranks: nothing is sent
     python -m benchmarks.einsum.host --quick    # few rounds
@@ -45,19 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(row["case"], *(f"{1e6 * row[key]:.1f}" for key in ("by_hand_s", "ours_s", "beyond_s")))
     Console().print(table)
     about = record.about(record.command("einsum.host", options), "torch", load=os.getloadavg())
-    found = {"claims": [each.to_dict() for each in judged], "cases": rows}
-    print(record.write(options.output / "einsum_host.json", about, **found))
+    results = {"claims": [each.to_dict() for each in judged], "cases": rows}
+    print(record.write(options.output / "einsum_host.json", about, **results))
     return int(not judged[0].holds)
 
 
 def judge(rows: Sequence[Row]) -> Claim:
-    """Of each round the difference counts, and the median of these."""
+    """The median over rounds of each round's difference."""
     beyond = [(row["case"], 1e6 * row["beyond_s"]) for row in rows]
     return worst("host us of a cached call beyond its moves and torch.einsum: worst", beyond, MOST_US)
 
 
 def _forms(mesh: DeviceMesh) -> dict[str, tuple[Call, Call]]:
-    """Of every scheme the planned contraction, and the same by its parts."""
+    """For every scheme the planned contraction, and the same by its parts."""
     rows, part, whole = torch.ones(1, 1, 8), torch.ones(1, 4, 4), torch.ones(1, 4, 8)
     up, down = torch.ones(8, 4), torch.ones(4, 8)
     return {
@@ -77,12 +77,10 @@ def _forms(mesh: DeviceMesh) -> dict[str, tuple[Call, Call]]:
 
 
 def _row(name: str, ours: Call, by_hand: Call, rounds: int) -> Row:
-    found = by_turns.seconds({"ours": _many(ours), "by hand": _many(by_hand)}, rounds)
-    beyond = (a - b for a, b in zip(found["ours"], found["by hand"], strict=True))
-    medians = map(statistics.median, (found["ours"], found["by hand"], beyond))
-    return dict(zip(("ours_s", "by_hand_s", "beyond_s"), (s / CALLS for s in medians), strict=True)) | {
-        "case": name
-    }
+    seconds = by_turns.seconds({"ours": _many(ours), "by hand": _many(by_hand)}, rounds)
+    seconds["beyond"] = [a - b for a, b in zip(seconds["ours"], seconds["by hand"], strict=True)]
+    medians = (statistics.median(seconds[form]) / CALLS for form in ("ours", "by hand", "beyond"))
+    return {**dict(zip(("ours_s", "by_hand_s", "beyond_s"), medians, strict=True)), "case": name}
 
 
 def _many(call: Call) -> Callable[[], None]:

@@ -1,9 +1,9 @@
-"""The peers' figures for every case, as recorded, or measured anew where the peer is installed.
+"""The peers' figures for every case, as recorded, or measured again if the peer is installed.
 
-Decides where a figure comes from. "plain" is the plainest planner: every place in which all devices contract
-their blocks was tried, and the moves before and after it were planned for the fewest bytes, with at most
-XLA's operations, or an even share where that is more. Three operands it contracts at once. torch-einshard
-was counted forward only: its gradients are each device's own, for the caller to add.
+"plain" is the plainest planner: it tried every placement of the local contraction, and planned the moves
+before and after it for the fewest bytes, with at most XLA's operations, or an even share if that is more. It
+contracts three operands at once. torch-einshard was counted forward only: its gradients are each device's
+own, for the caller to add.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def figures(forward: Row, backward: Row) -> Row:
-    """What a peer does in each pass -> its row; bytes by objective, the rest by pass."""
+    """A peer's figures in each pass -> its row; bytes by objective, the rest by pass."""
     received = forward.pop("received_bytes"), backward.pop("received_bytes")
     row = {"received_bytes": {"forward": received[0], "forward+backward": sum(received)}}
     return row | {key: {"forward": forward[key], "backward": backward[key]} for key in forward}
@@ -36,22 +36,22 @@ def recorded() -> Row:
 
 
 def live(cases: Sequence[Case]) -> Row:
-    """The same, with what can be measured here measured anew."""
+    """The same, with the peers that are installed here measured again."""
     from benchmarks.einsum import dtensor, xla  # import JAX, which reads its environment first, and torch
 
     xla.configure(MOST_DEVICES)
-    found = recorded()
+    known = recorded()
     for name, package, measured in (("xla", "jax", xla.measured), ("dtensor", "torch", dtensor.measured)):
-        found["versions"][name] = f"{package} {metadata.version(package)}"
-        found[name] |= {case.name: measured(case) for case in record.shown(cases, name)}
-    return found
+        known["versions"][name] = f"{package} {metadata.version(package)}"
+        known[name] |= {case.name: measured(case) for case in record.shown(cases, name)}
+    return known
 
 
-def save(found: Row) -> None:
-    """Record what was measured; a line per case."""
-    parts = [f'"versions": {json.dumps(found["versions"])}']
-    for peer in (key for key in found if key != "versions"):
-        rows = [f"{json.dumps(case)}: {json.dumps(row)}" for case, row in found[peer].items()]
+def save(known: Row) -> None:
+    """Record the figures; a line per case."""
+    parts = [f'"versions": {json.dumps(known["versions"])}']
+    for peer in (key for key in known if key != "versions"):
+        rows = [f"{json.dumps(case)}: {json.dumps(row)}" for case, row in known[peer].items()]
         parts.append(f"{json.dumps(peer)}: {{\n" + ",\n".join(rows) + "\n}")
     FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 

@@ -1,4 +1,4 @@
-"""Contractions in rounds beside the plain form, where communication is slow for real.
+"""Contractions in rounds beside the plain form, over a link that is slow for real.
 
     python -m benchmarks.einsum.rings            # 1+1 and 2+2 gloo ranks; needs namespaces
     python -m benchmarks.einsum.rings --quick    # 1+1 ranks, few rounds
@@ -65,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     claim.show("Contractions in rounds", judged)
     _show(rows)
     about = record.about(record.command("einsum.rings", options), "torch", rate=RATE, load=os.getloadavg())
-    found = {"claims": [each.to_dict() for each in judged], "cases": rows}
-    print(record.write(options.output / "einsum_rings.json", about, **found))
+    results = {"claims": [each.to_dict() for each in judged], "cases": rows}
+    print(record.write(options.output / "einsum_rings.json", about, **results))
     return int(not all(each.holds for each in judged))
 
 
 def _rows(per_node: int, rounds: int) -> list[Row]:
-    """The rows of all cases, on every rank alike."""
+    """The rows of all cases, equal on every rank."""
     mesh = xs.Mesh(tp=dist.get_world_size())
     profile = _profile(mesh, per_node)
     flops = dict(profile.flops_per_s)["float32"]
@@ -101,10 +101,10 @@ def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
 
 def _slowest(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Seconds of every turn on its slowest rank."""
-    found = by_turns.seconds(calls, rounds, warm_up=2, before=dist.barrier)
-    together = torch.tensor(list(found.values()), dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
-    return dict(zip(found, together.tolist(), strict=True))
+    seconds = by_turns.seconds(calls, rounds, warm_up=2, before=dist.barrier)
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def _timed(
@@ -117,8 +117,8 @@ def _timed(
     rounds: int,
 ) -> list[Row]:
     """A row for the forward pass, and one with all gradients; none where no move can run in rounds."""
-    given = {"sizes": sizes, "dtype": "float32", "profile": profile}
-    plans = {name: xs.plan(text, mesh, overlap=name, **given) for name in ("never", "auto", "always")}
+    options = {"sizes": sizes, "dtype": "float32", "profile": profile}
+    plans = {name: xs.plan(text, mesh, overlap=name, **options) for name in ("never", "auto", "always")}
     ring = plans["always"].parts[0].ring
     if ring is None:
         return []
@@ -130,9 +130,9 @@ def _timed(
         calls = {
             name: partial(run, plans[name.split()[0]], blocks) for name in ("never", "always", "never again")
         }
-        found = _slowest(calls, rounds)
-        if _faster(found, "always") < LEAST:
-            found = _slowest(calls, 3 * rounds)  # which counts: a slow spell of the machine may be short
+        seconds = _slowest(calls, rounds)
+        if _faster(seconds, "always") < LEAST:
+            seconds = _slowest(calls, 3 * rounds)  # which counts: a slow spell of the machine may be short
         rows.append(
             {
                 "case": f"{mesh.n_devices} ranks, {form}, product/move {balance:g}, {objective}",
@@ -146,19 +146,19 @@ def _timed(
                 "predicted": plans["never"].forward_cost / plans["always"].forward_cost,
                 "flops_per_s": dict(profile.flops_per_s)["float32"],
                 "link_bytes_per_s": profile.across and profile.across.bytes_per_s,
-                "plain_s": statistics.median(found["never"]),
-                "rounds_s": statistics.median(found["always"]),
-                "faster": _faster(found, "always"),
-                "noise": _faster(found, "never again"),
-                "turns": len(found["never"]),
+                "plain_s": statistics.median(seconds["never"]),
+                "rounds_s": statistics.median(seconds["always"]),
+                "faster": _faster(seconds, "always"),
+                "noise": _faster(seconds, "never again"),
+                "turns": len(seconds["never"]),
             }
         )
     return rows
 
 
-def _faster(found: Mapping[str, Sequence[float]], name: str) -> float:
+def _faster(seconds: Mapping[str, Sequence[float]], name: str) -> float:
     """The plain form's time over another's, the median of the turns."""
-    return statistics.median(a / b for a, b in zip(found["never"], found[name], strict=True))
+    return statistics.median(a / b for a, b in zip(seconds["never"], seconds[name], strict=True))
 
 
 def _forward(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:

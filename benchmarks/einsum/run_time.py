@@ -1,7 +1,7 @@
 """The time of planned contractions on host devices, by turns with XLA's own einsum.
 
-Decides what is timed: jitted programs that take and give the same sharded arrays; forward, and forward with
-all gradients, for a cotangent under the sharding of the result. Ours is planned for these devices.
+Timed are jitted programs that take and return the same sharded arrays: forward, and forward with all
+gradients, for a cotangent under the sharding of the result. Ours is planned for these devices.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import xshard as xs
 from benchmarks import by_turns
 from benchmarks.einsum import xla
 from benchmarks.einsum.cases import Case
-from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
+from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES, Row
 
-WIDTH = 512  # of the matrices whose product says how fast this machine multiplies
+WIDTH = 512  # of the matrices that are multiplied to measure this machine's rate
 
 
 def rows(cases: Sequence[Case], rounds: int) -> list[list[Row]]:
@@ -54,19 +54,19 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
     layouts = *case.contraction.operands, case.contraction.result
     *operands, result = [xla.sharding(case, layout) for layout in layouts]
     rng = np.random.default_rng(0)
-    *given, cotangent = [
+    *blocks, cotangent = [
         jax.device_put(rng.standard_normal(case.shape(layout), np.float32), where)
         for layout, where in zip(layouts, (*operands, result), strict=True)
     ]
     rows = []
-    for objective, arrays, wrap, ends in (
-        (FORWARD, given, lambda einsum: einsum, (tuple(operands), result)),
-        (BOTH, [cotangent, *given], _with_gradients, ((result, *operands), (result, tuple(operands)))),
+    for objective, arrays, wrap, shardings in (
+        (FORWARD, blocks, lambda einsum: einsum, (tuple(operands), result)),
+        (BOTH, [cotangent, *blocks], _with_gradients, ((result, *operands), (result, tuple(operands)))),
     ):
         plan, plain = case.plan(objective, None, profile), xla.program(case)
         ours = partial(xj.einsum, plan, mesh=result.mesh)
         programs = {
-            name: jax.jit(wrap(einsum), in_shardings=ends[0], out_shardings=ends[1])
+            name: jax.jit(wrap(einsum), in_shardings=shardings[0], out_shardings=shardings[1])
             for name, einsum in (("ours", ours), ("xla", plain), ("xla again", plain))
         }
         _check(programs, arrays)
@@ -89,8 +89,8 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
 
 def _with_gradients(einsum: Callable[..., Any]) -> Callable[..., Any]:
     def both(cotangent: Any, *operands: Any) -> Any:
-        made, pull = jax.vjp(einsum, *operands)
-        return made, pull(cotangent)
+        y, pull = jax.vjp(einsum, *operands)
+        return y, pull(cotangent)
 
     return both
 

@@ -1,7 +1,7 @@
-"""What XLA's partitioner makes of an einsum between shardings, and of its gradients: compiled, not run.
+"""XLA's partitioner on an einsum between shardings, and on its gradients: compiled, not run.
 
-Decides what is compared: one program for the result, and one for all gradients from operands and cotangent,
-each gradient under the sharding of its operand. Traffic is read off the optimised HLO. XLA:CPU makes an
+One program is for the result, and one for all gradients from operands and cotangent, each gradient under the
+sharding of its operand. Traffic is read off the optimised HLO. XLA:CPU makes an
 all-reduce and slices where XLA makes a reduce-scatter elsewhere: half of these bytes count.
 """
 
@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from benchmarks.einsum.peers import Row, figures
 from jax_bridge.specs import to_partition_spec
 from jax_bridge.testing.hlo import collectives
 
-_MADE = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")
+_RESULT = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")
 
 
 def configure(devices: int) -> None:
@@ -58,21 +59,21 @@ def sharding(case: Case, layout: xs.Layout) -> NamedSharding:
     return NamedSharding(JaxMesh(devices, case.mesh.axes), to_partition_spec(layout))
 
 
-def _figures(case: Case, run: Callable[..., Any], given: list[xs.Layout], made: Any) -> Row:
-    arrays = [jax.ShapeDtypeStruct(case.shape(layout), case.dtype) for layout in given]
-    ends = [jax.tree.map(lambda layout: sharding(case, layout), end) for end in (tuple(given), made)]
-    compiled = jax.jit(run, in_shardings=ends[0], out_shardings=ends[1]).lower(*arrays).compile()
+def _figures(case: Case, run: Callable[..., Any], operands: list[xs.Layout], results: Any) -> Row:
+    arrays = [jax.ShapeDtypeStruct(case.shape(layout), case.dtype) for layout in operands]
+    before, after = (jax.tree.map(partial(sharding, case), layouts) for layouts in (tuple(operands), results))
+    compiled = jax.jit(run, in_shardings=before, out_shardings=after).lower(*arrays).compile()
     text, counts = compiled.as_text(), Counter[str]()
     if " while(" in text:
         raise ValueError(f"{case.name}: collectives in a loop would be counted once")
     received = np.zeros(case.mesh.n_devices)
     as_compiled = received.copy()
     for line in text.splitlines():
-        for found in collectives(line, case.mesh.n_devices):
-            scattered = found.op == "all-reduce" and is_sliced(text, line)
-            counts["reduce-scatter" if scattered else found.op] += 1
-            as_compiled += found.received
-            received += np.array(found.received) / (2 if scattered else 1)
+        for collective in collectives(line, case.mesh.n_devices):
+            scattered = collective.op == "all-reduce" and is_sliced(text, line)
+            counts["reduce-scatter" if scattered else collective.op] += 1
+            as_compiled += collective.received
+            received += np.array(collective.received) / (2 if scattered else 1)
     return {
         "received_bytes": int(received.max()),
         "as_compiled_bytes": int(as_compiled.max()),
@@ -82,16 +83,16 @@ def _figures(case: Case, run: Callable[..., Any], given: list[xs.Layout], made: 
 
 
 def is_sliced(text: str, line: str) -> bool:
-    """Whether all that reads the result of a line takes, in sum, a part of it."""
-    made = _MADE.match(line)
-    if made is None:  # several arrays, reduced together
+    """Whether all operations that read the result of a line take, in sum, a part of it."""
+    result = _RESULT.match(line)
+    if result is None:  # several arrays, reduced together
         return False
-    reads = re.compile(rf"[(, ]%?{re.escape(made['name'])}[,)]")
+    reads = re.compile(rf"[(, ]%?{re.escape(result['name'])}[,)]")
     users = [other for other in text.splitlines() if reads.search(other.partition(" = ")[2])]
     if not users or not all(" fusion(" in user or " dynamic-slice(" in user for user in users):
         return False
-    shapes = [found["shape"] for user in users if (found := _MADE.match(user))]
-    return len(shapes) == len(users) and sum(map(_elements, shapes)) < _elements(made["shape"])
+    shapes = [match["shape"] for user in users if (match := _RESULT.match(user))]
+    return len(shapes) == len(users) and sum(map(_elements, shapes)) < _elements(result["shape"])
 
 
 def _elements(shape: str) -> int:

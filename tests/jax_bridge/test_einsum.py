@@ -146,9 +146,8 @@ def test_the_table_moves_what_is_planned(mesh) -> None:
         if len(even) < len(cases):
             run_in_shard_map([case for case in cases if not case.is_even], check_vma=True)
     planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in even)
-    assert (
-        0 <= planned - received < 8 * len(even)
-    )  # XLA rounds up once for all scalars that it adds up at once
+    # XLA rounds up once for all scalars that it adds up at once.
+    assert 0 <= planned - received < 8 * len(even)
 
 
 # The lengths; the expression; which operand travels in rounds, or None for sums, and the dim cut in parts.
@@ -331,12 +330,8 @@ def test_what_the_local_products_are_told() -> None:
         assert all(map(as_told.search, found)), found
     assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
     assert jax.eval_shape(call, x, W).dtype == np.float32
-    assert (
-        jax.eval_shape(
-            functools.partial(call, preferred_element_type=np.int32), *(a.astype(np.int8) for a in (x, w))
-        ).dtype
-        == np.int32
-    )
+    narrow = [a.astype(np.int8) for a in (x, w)]
+    assert jax.eval_shape(functools.partial(call, preferred_element_type=np.int32), *narrow).dtype == np.int32
 
 
 @in_jax
@@ -354,33 +349,20 @@ def test_whole_numbers_are_contracted_where_the_result_alone_is_cheapest() -> No
 
 
 LAYOUTS = "n/dp d, d f/tp -> n/dp f/tp"
-PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
 SIZES = {"n": 64, "d": 8, "f": 16}
-# The expression, the shapes, options; the kind of error, what it says, and what it marks in the text.
+PLAN = xs.plan(LAYOUTS, BOTH, sizes=SIZES)
+SHAPES = [(64, 8), (8, 16)]
+# The expression, the shapes, options; the kind of error, its reason, and the marked part of the text.
 WRONG = [
-    ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.errors.NotationError, "in no operand", "g"),
-    ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.errors.NotationError, "unknown mesh axis 'cp'", "cp"),
-    (LAYOUTS, [(64, 8)], {}, xs.errors.ShapeError, "1 arrays for 2 operands", None),
-    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, xs.errors.ShapeError, "an array of 3 dims", "d f/tp"),
-    (LAYOUTS, [(64, 8), (4, 16)], {}, xs.errors.ShapeError, "8 long in one operand and 4 in another", "d"),
-    (
-        PLAN,
-        [(64, 8), (8, 16)],
-        {"dtype": "float16"},
-        xs.errors.DtypeError,
-        "float16, the plan is for float32",
-        None,
-    ),
-    (PLAN, [(64, 8), (8, 32)], {}, xs.errors.ShapeError, "(8, 32), not (8, 16)", "d f/tp"),
-    (
-        LAYOUTS,
-        [(64, 8), (8, 16)],
-        {"sizes": {"n": 64, "d": 8}},
-        xs.errors.ShapeError,
-        "no length for dim 'f'",
-        "f",
-    ),
-    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": SIZES | {"f": 20}}, xs.errors.ShapeError, "(8, 16)", "d f/tp"),
+    ("n/dp d, d f -> n f g", SHAPES, {}, "NotationError", "in no operand", "g"),
+    ("n/cp d, d f -> n f", SHAPES, {}, "NotationError", "unknown mesh axis 'cp'", "cp"),
+    (LAYOUTS, [(64, 8)], {}, "ShapeError", "1 arrays for 2 operands", None),
+    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, "ShapeError", "an array of 3 dims", "d f/tp"),
+    (LAYOUTS, [(64, 8), (4, 16)], {}, "ShapeError", "8 long in one operand and 4 in another", "d"),
+    (PLAN, SHAPES, {"dtype": "float16"}, "DtypeError", "float16, the plan is for float32", None),
+    (PLAN, [(64, 8), (8, 32)], {}, "ShapeError", "(8, 32), not (8, 16)", "d f/tp"),
+    (LAYOUTS, SHAPES, {"sizes": {"n": 64, "d": 8}}, "ShapeError", "no length for dim 'f'", "f"),
+    (LAYOUTS, SHAPES, {"sizes": SIZES | {"f": 20}}, "ShapeError", "(8, 16)", "d f/tp"),
 ]
 
 
@@ -388,9 +370,9 @@ WRONG = [
 def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
     mesh = jax_mesh(BOTH)
     for expression, shapes, options, kind, reason, marked in WRONG:
-        given = [np.ones(shape, options.get("dtype", "float32")) for shape in shapes]
-        with pytest.raises(kind) as caught:
-            xj.einsum(expression, *given, mesh=mesh, sizes=options.get("sizes"))
+        operands = [np.ones(shape, options.get("dtype", "float32")) for shape in shapes]
+        with pytest.raises(getattr(xs.errors, kind)) as caught:
+            xj.einsum(expression, *operands, mesh=mesh, sizes=options.get("sizes"))
         assert reason in str(caught.value)
         span = caught.value.span
         assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)

@@ -1,4 +1,4 @@
-"""Contractions of cut arrays: what every device may contract alone, and what it gets."""
+"""Contractions of sharded arrays."""
 
 from xshard.contractions.types import einsum_type
 

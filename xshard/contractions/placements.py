@@ -1,4 +1,4 @@
-"""Where a contraction can be computed: a placement says what every mesh axis does.
+"""The placements of a contraction: the role of every mesh axis while devices contract their blocks.
 
 An axis shards a dim, inside or outside of the axes that shard it already; or it holds the partial sums of an
 operand; or copies, if the result is to hold them; or it is idle: the devices along it hold replicas and
@@ -36,10 +36,12 @@ class DimSharding:
 
 
 class Placement(NamedTuple):
-    """What the axes do. dims: how each dim is sharded, in the order of `EinsumShardings.lengths`.
+    """The roles of all mesh axes.
 
-    sums: pairs of an axis and the operand whose partial sums it holds. copies: axes along which all operands
-    are copies. busy: all axes that are not idle.
+    dims: how each dim is sharded, in the order of `EinsumShardings.lengths`.
+    sums: pairs of an axis and the operand that has partial sums along it.
+    copies: axes along which all operands are copies.
+    busy: all axes that are not idle.
     """
 
     dims: tuple[DimSharding, ...]
@@ -194,7 +196,7 @@ class EinsumShardings:
 
     @cached_property
     def _shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """The shards that each dim may have: those in an array, else one axis each, in contiguous blocks."""
+        """The shards that each dim may have, from an array or else one axis each, in contiguous blocks."""
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
             for dim in array.normal.dims:
@@ -228,7 +230,7 @@ class EinsumShardings:
         return tuple([placement.dims[d] for d in self._positions[i]])
 
     def sharding_at(self, placement: Placement, i: int) -> OperandSharding:
-        """An operand as it is contracted in the placement; -1: what the devices get."""
+        """An operand as it is contracted in the placement; -1 is the local result."""
         dims, copies = self.dims_of(placement, i), Axes(placement.copies)
         others = placement.busy.difference(*(dim.axes for dim in dims))
         if i < 0:

@@ -97,7 +97,7 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class ContractionPlan(Pictured):
-    """Where a contraction is computed on `mesh`, and the moves before and after, for operands of `shapes`.
+    """The placement of a contraction on `mesh`, and the moves before and after, for operands of `shapes`.
 
     parts: one local contraction, or with three and more operands one for every pair.
     objective: with "forward+backward", `cost` is the seconds of the forward pass and of all gradients.

@@ -89,7 +89,7 @@ class ContractionRing:
 def rings(part: Part) -> Iterator[ContractionRing]:
     """The rings that a part may be computed in: for moves of one step, between even contiguous blocks.
 
-    The gathered operand has to be copies: of replicas, each would give the whole gradient.
+    The gathered operand has to be copies: each replica would give the whole gradient.
     """
     for i, move in enumerate(part.moves):
         gather = _only_step(move)

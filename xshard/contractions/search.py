@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 def _move(shardings: EinsumShardings, placement: Placement, i: int, stays: bool) -> ArrayMove:
-    """The move of operand `i` to a placement, -1: of the result from there."""
+    """The move of operand `i` to a placement; -1 is the result, from there."""
     array, local = shardings.arrays[i], shardings.layout_at(placement, i)
     if i >= 0:
         return ArrayMove(array.layout, local, array.shape)
@@ -180,10 +180,10 @@ class _Search:
     def _new_estimates(
         self, key: tuple[object, ...], placement: Placement, i: int
     ) -> tuple[MoveEstimate, ...]:
-        """The move of operand `i` to a placement, -1: of the result from there; and that of its gradient."""
+        """The move of operand `i` to a placement, and of its gradient back; -1 is the result."""
         shardings = self.shardings
-        given, local = shardings.endpoints[i], shardings.sharding_at(placement, i)
-        before, after = (local, local if self.stays else given) if i < 0 else (given, local)
+        endpoint, local = shardings.endpoints[i], shardings.sharding_at(placement, i)
+        before, after = (local, local if self.stays else endpoint) if i < 0 else (endpoint, local)
         shape = shardings.arrays[i].shape
 
         def estimate(

@@ -18,7 +18,7 @@ Shapes = Sequence[Sequence[int]]
 def whole_lengths(sizes: Any, shape: Any) -> tuple[dict[str, int] | None, tuple[tuple[int, ...], ...] | None]:
     """Lengths by name, and shapes, as users write them -> the same in ints.
 
-    A flat shape is that of the only operand. Raises ShapeError for anything that is not a length.
+    A flat shape belongs to the only operand. Raises ShapeError for anything that is not a length.
     """
     if sizes is not None:
         if not isinstance(sizes, Mapping):

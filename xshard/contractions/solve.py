@@ -29,7 +29,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
 
-ALL_ORDERS = 4  # most operands of which every order of pairs is weighed
+ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
 WIDTH = 8  # candidates of a pair that are followed up, the best first
 
@@ -98,7 +98,7 @@ class ContractionPath(NamedTuple):
     steps: tuple[_PathStep, ...]
 
     def then(self, takes: tuple[int, ...], candidate: Candidate) -> ContractionPath:
-        """The path with one more contraction, whose result goes behind the operands that are left."""
+        """The path with one more contraction; its result goes behind the operands that are left."""
         rest = tuple(operand for i, operand in enumerate(self.left) if i not in takes)
         result = candidate.shardings.result.with_layout(candidate.result.dst)
         total = self.seconds + candidate.seconds, self.flops + candidate.flops
@@ -131,7 +131,7 @@ class _Solver:
         paths = (self.start.then(tuple(range(n)), c) for c in self._candidates(self.shardings))
         plans = map(self._plan, paths)
         if self.request.objective == BOTH and (first := next(plans, None)):
-            # Candidates are ranked with waiting, plans without: that of the forward pass may cost less.
+            # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
             candidate = next(self._candidates(self.shardings, objective=FORWARD))
             other = self._plan(self.start.then(tuple(range(n)), candidate))
             yield min(first, other, key=lambda plan: plan.cost)
