@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from xshard.errors import MeshError
-from xshard.runtimes import processes, watch
-from xshard.runtimes.processes import FunctionError, Process, running
-from xshard.runtimes.watch import Watch, processor_time
+from xshard.runtimes import processes
+from xshard.runtimes.processes import FunctionError, Process, Watch, processor_time, running
 
 FUNCTIONS = """
 import os, pathlib, sys, time
@@ -144,8 +143,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(watch, "time", made)
-    monkeypatch.setattr(watch, "_CORES", 2)
+    monkeypatch.setattr(processes, "time", made)
+    monkeypatch.setattr(processes, "_CORES", 2)
     return made
 
 

@@ -495,6 +495,7 @@ _MLP = (wide(6, 4), wide(4, 6, seed=1), wide(6, 5, seed=2), wide(5, seed=3))
 _SEQUENCE, _MATRIX = wide(12, 4, seed=5), wide(6, 4, seed=6)
 _MASK = np.array([1.0, 1, 1, 0, 1, 0])
 
+# fmt: off
 PROGRAMS = {
     "mlp": Program(mlp, _MLP, ("b/dp d", "d f/tp", "f/tp o", "o"), "b/dp o"),
     "deep": Program(deep, _MLP, ("b/dp d", "d f/tp", "f/tp o", "o"), "b/dp o"),
@@ -505,9 +506,8 @@ PROGRAMS = {
     "clipped": Program(clipped, (wide(6),), ("n/tp",), "n/tp"),
     "columns": Program(columns, (wide(30, 4), wide(4, 6, seed=1)), ("n/tp d", "d f/tp"), "n f/tp"),
     "rows": Program(rows, (_MATRIX,), ("n/tp d",), "n d"),
-    "experts": Program(
-        experts, (wide(5, 3), wide(3, 6, seed=1), wide(6, 3, seed=2)), ("t d", "d e", "e/tp d"), "t d"
-    ),
+    "experts": Program(experts, (wide(5, 3), wide(3, 6, seed=1), wide(6, 3, seed=2)),
+        ("t d", "d e", "e/tp d"), "t d"),
     "scaled": Program(scaled, (_MATRIX, wide(4)), ("s/tp d", "d"), "s/tp d"),
     "rotated": Program(rotated, (_SEQUENCE,), ("s/tp d",), "s/tp d"),
     "zigzag": Program(zigzag_rotated, (_SEQUENCE,), ("s/zigzag(tp) d",), "s/zigzag(tp) d"),
@@ -516,176 +516,86 @@ PROGRAMS = {
     "part": Program(part, (_MATRIX,), ("n d",), "n/tp d"),
     "halo": Program(widened_stencil, (_SEQUENCE,), ("h/tp d",), "h/tp d"),
 }
+# fmt: on
 
 DP, BOTH = "dp=2,tp=1", "dp=2,tp=3"
 
+# fmt: off
 MISTAKES = {
-    "copy forgotten": Mistake(
-        "mlp",
-        copy_forgotten,
-        "gradient [0]",
-        "not summed",
-        "a sum over tp is missing",
-        "after the gradient that comes back to 'd f -> d f",
-    ),
-    "copied twice": Mistake(
-        "mlp",
-        copied_twice,
-        "gradient [0]",
-        "summed",
-        "a gradient added up twice",
-        "the gradient that comes back to 'b d -> b d",
-    ),
-    "weight not summed": Mistake(
-        "mlp", weight_not_summed, "gradient [1]", "not summed", "a sum over dp is missing", mesh=DP
-    ),
-    "sum twice": Mistake(
-        "deep", sum_twice, "output", "summed", "is the size of tp", "what 'b o | sum(tp) -> b o'"
-    ),
-    "sum over another axis": Mistake(
-        "deep",
-        sum_over_other_axis,
-        "output",
-        "another layout",
-        "'b/dp o | sum(tp)' are taken for",
-        "what 'b o | sum(dp) -> b o'",
-        mesh=BOTH,
-    ),
-    "sum left out": Mistake(
-        "mlp", sum_left_out, "output", "not summed", "a sum over tp is missing", "after what"
-    ),
-    "bias before the sum": Mistake(
-        "mlp", bias_before_sum, "output", "counted argument", "[3] is counted", "what 'b o | sum(tp) -> b o'"
-    ),
-    "local counts": Mistake(
-        "loss",
-        loss_of_local_counts,
-        "output",
-        "own factors",
-        "own count along dp",
-        "what '() | mean(dp) -> ()'",
-        mesh=DP,
-    ),
-    "divided by the world": Mistake(
-        "loss", loss_over_world, "output", "averaged", "is the size of dp", "after what", mesh=DP
-    ),
-    "loss counted on replicas": Mistake(
-        "loss",
-        loss_counted_on_replicas,
-        "output",
-        "summed",
-        "is the size of tp",
-        "what '() | sum(dp,tp) -> ()'",
-    ),
-    "penalty before the sum": Mistake(
-        "penalised",
-        penalty_before_sum,
-        "output",
-        "counted",
-        "a part is counted once on every device along dp",
-        "what '() | sum(dp) -> ()'",
-        mesh=DP,
-    ),
-    "norm counts replicas": Mistake(
-        "norm",
-        norm_counts_replicas,
-        "output",
-        "counted",
-        "of a sum of squares a part",
-        "what '() | sum(tp) -> ()'",
-    ),
+    "copy forgotten": Mistake("mlp", copy_forgotten, "gradient [0]", "not summed",
+        "a sum over tp is missing", "after the gradient that comes back to 'd f -> d f"),
+    "copied twice": Mistake("mlp", copied_twice, "gradient [0]", "summed", "a gradient added up twice",
+        "the gradient that comes back to 'b d -> b d"),
+    "weight not summed": Mistake("mlp", weight_not_summed, "gradient [1]", "not summed",
+        "a sum over dp is missing", mesh=DP),
+    "sum twice": Mistake("deep", sum_twice, "output", "summed", "is the size of tp",
+        "what 'b o | sum(tp) -> b o'"),
+    "sum over another axis": Mistake("deep", sum_over_other_axis, "output", "another layout",
+        "'b/dp o | sum(tp)' are taken for", "what 'b o | sum(dp) -> b o'", mesh=BOTH),
+    "sum left out": Mistake("mlp", sum_left_out, "output", "not summed", "a sum over tp is missing",
+        "after what"),
+    "bias before the sum": Mistake("mlp", bias_before_sum, "output", "counted argument", "[3] is counted",
+        "what 'b o | sum(tp) -> b o'"),
+    "local counts": Mistake("loss", loss_of_local_counts, "output", "own factors", "own count along dp",
+        "what '() | mean(dp) -> ()'", mesh=DP),
+    "divided by the world": Mistake("loss", loss_over_world, "output", "averaged", "is the size of dp",
+        "after what", mesh=DP),
+    "loss counted on replicas": Mistake("loss", loss_counted_on_replicas, "output", "summed",
+        "is the size of tp", "what '() | sum(dp,tp) -> ()'"),
+    "penalty before the sum": Mistake("penalised", penalty_before_sum, "output", "counted",
+        "a part is counted once on every device along dp", "what '() | sum(dp) -> ()'", mesh=DP),
+    "norm counts replicas": Mistake("norm", norm_counts_replicas, "output", "counted",
+        "of a sum of squares a part", "what '() | sum(tp) -> ()'"),
     "norm of a part": Mistake("norm of cut", norm_of_part, "output", "not summed", "norms of parts"),
-    "clipped by a part": Mistake(
-        "clipped", clipped_by_part, "output", "own factors", "the norm of each one's own part along tp"
-    ),
-    "gathered as a replica": Mistake(
-        "columns",
-        columns_of_replicas,
-        "gradient [0]",
-        "not summed",
-        "a sum over tp is missing",
-        "the gradient that comes back to 'n/tp d -> n d'",
-    ),
-    "gathered without a gradient": Mistake(
-        "columns", columns_detached, "gradient [0]", "zero", "the path of gradients is cut"
-    ),
-    "gathered as copies": Mistake(
-        "rows",
-        rows_of_copies,
-        "gradient [0]",
-        "summed",
-        "is the size of tp",
-        "the gradient that comes back to 'n/tp d -> n d | copy(tp)'",
-    ),
+    "clipped by a part": Mistake("clipped", clipped_by_part, "output", "own factors",
+        "the norm of each one's own part along tp"),
+    "gathered as a replica": Mistake("columns", columns_of_replicas, "gradient [0]", "not summed",
+        "a sum over tp is missing", "the gradient that comes back to 'n/tp d -> n d'"),
+    "gathered without a gradient": Mistake("columns", columns_detached, "gradient [0]", "zero",
+        "the path of gradients is cut"),
+    "gathered as copies": Mistake("rows", rows_of_copies, "gradient [0]", "summed", "is the size of tp",
+        "the gradient that comes back to 'n/tp d -> n d | copy(tp)'"),
     "router lost": Mistake("experts", router_lost, "gradient [1]", "zero", "the path of gradients is cut"),
-    "router not summed": Mistake(
-        "experts", router_not_summed, "gradient [0]", "not summed", "a sum over tp is missing"
-    ),
-    "scale not summed": Mistake(
-        "scaled", scale_not_summed, "gradient [1]", "not summed", "a sum over tp is missing"
-    ),
-    "local positions": Mistake("rotated", rotated_locally, "output", "first only right", "right where tp=0"),
-    "contiguous positions of a zigzag": Mistake(
-        "zigzag", zigzag_rotated_in_blocks, "output", "positions", "in place of 's/zigzag(tp)'"
-    ),
-    "local mask": Mistake(
-        "attention",
-        attention_masked_locally,
-        "output",
-        "first only right",
-        "right where tp=0",
-        "after what 's/tp d -> s d | copy(tp)'",
-    ),
-    "contiguous for a zigzag": Mistake(
-        "sequence",
-        contiguous_for_zigzag,
-        "output",
-        "moved rows",
-        "'s/zigzag(tp)' are taken for 's/tp'",
-        "what 's/tp d -> s d/tp'",
-    ),
+    "router not summed": Mistake("experts", router_not_summed, "gradient [0]", "not summed",
+        "a sum over tp is missing"),
+    "scale not summed": Mistake("scaled", scale_not_summed, "gradient [1]", "not summed",
+        "a sum over tp is missing"),
+    "local positions": Mistake("rotated", rotated_locally, "output", "first only right",
+        "right where tp=0"),
+    "contiguous positions of a zigzag": Mistake("zigzag", zigzag_rotated_in_blocks, "output", "positions",
+        "in place of 's/zigzag(tp)'"),
+    "local mask": Mistake("attention", attention_masked_locally, "output", "first only right",
+        "right where tp=0", "after what 's/tp d -> s d | copy(tp)'"),
+    "contiguous for a zigzag": Mistake("sequence", contiguous_for_zigzag, "output", "moved rows",
+        "'s/zigzag(tp)' are taken for 's/tp'", "what 's/tp d -> s d/tp'"),
     "part of the first": Mistake("part", part_of_first, "output", "stale", "the block of the first device"),
     "halo of zeros": Mistake("halo", halo_of_zeros, "output", "seam", "within 1 row of the seams"),
-    "halo without a gradient": Mistake(
-        "halo", halo_without_gradient, "gradient [0]", "seam", "within 1 row of the seams"
-    ),
+    "halo without a gradient": Mistake("halo", halo_without_gradient, "gradient [0]", "seam",
+        "within 1 row of the seams"),
 }
+# fmt: on
 
 # In JAX all of these are one function: mistakes that leave a trace which needs no other run.
+# fmt: off
 IN_JAX = (
-    "copy forgotten",
-    "weight not summed",
-    "sum left out",
-    "bias before the sum",
-    "divided by the world",
-    "gathered as copies",
-    "gathered without a gradient",
-    "router lost",
-    "scale not summed",
-    "local positions",
-    "contiguous positions of a zigzag",
-    "contiguous for a zigzag",
-    "halo of zeros",
+    "copy forgotten", "weight not summed", "sum left out", "bias before the sum", "divided by the world",
+    "gathered as copies", "gathered without a gradient", "router lost", "scale not summed",
+    "local positions", "contiguous positions of a zigzag", "contiguous for a zigzag", "halo of zeros",
 )
+# fmt: on
 
 _BLOCK = (normal(6, 4), normal(4, 8, seed=1), normal(8, 5, seed=2), normal(5, seed=3))
 _ROWS = (normal(16, 4),)
 
+# fmt: off
 TWINS = {
     "block": Program(block, _BLOCK, ("b d", "d f/tp", "f/tp o", "o"), "b o"),
     "mean": Program(mean, _ROWS, ("n/tp d",), "()"),
-    "scaled columns": Program(
-        scaled_columns,
+    "scaled columns": Program(scaled_columns,
         (normal(32, 4), np.array([1, 0.5, 1, 1.5], np.float32), normal(4, 8, seed=1)),
-        ("n/tp d", "d", "d f/tp"),
-        "n f/tp",
-    ),
-    "square": Program(
-        square,
-        (normal(8, 4), normal(4, 4, seed=1), normal(4, 4, seed=2)),
-        ("n/tp d", "d f | copy(tp)", "d f | copy(tp)"),
-        "n/tp f",
-    ),
+        ("n/tp d", "d", "d f/tp"), "n f/tp"),
+    "square": Program(square, (normal(8, 4), normal(4, 4, seed=1), normal(4, 4, seed=2)),
+        ("n/tp d", "d f | copy(tp)", "d f | copy(tp)"), "n/tp f"),
     "chunked": Program(chunked, _ROWS, ("s/zigzag(tp) d",), "s/zigzag(tp) d"),
     "rows": Program(rows, (normal(4, 4),), ("n/tp d",), "n d"),
     "sequence": Program(transposed_cut, _ROWS, ("s/zigzag(tp) d",), "s d/tp"),
@@ -695,56 +605,49 @@ TWINS = {
     "stencil": Program(widened_stencil, _ROWS, ("h/tp d",), "h/tp d"),
     "halo": Program(halo, _ROWS, ("h/tp d",), "h/tp:halo(1,1) d", lambda f, x: 1.0 * x),
 }
+# fmt: on
 
 # In one of two frameworks: all but `ALONE` are found in one run, on dp=2, tp=4.
+# fmt: off
 BUGS = {
-    "gathered as a replica": Mistake(
-        "scaled columns", scaled_columns_of_replicas, "gradient [0]", "replica", "'n/tp d -> n d'; by"
-    ),
-    "own rows alone have a gradient": Mistake(
-        "scaled columns", scaled_columns_of_own_rows, "gradient [0]", "one addend", "along tp"
-    ),
-    "transposed weight": Mistake(
-        "square", square_transposed, "output", "transposed", "[1] transposed", side="jax"
-    ),
+    "gathered as a replica": Mistake("scaled columns", scaled_columns_of_replicas, "gradient [0]",
+        "replica", "'n/tp d -> n d'; by"),
+    "own rows alone have a gradient": Mistake("scaled columns", scaled_columns_of_own_rows, "gradient [0]",
+        "one addend", "along tp"),
+    "transposed weight": Mistake("square", square_transposed, "output", "transposed", "[1] transposed",
+        side="jax"),
     "missing 1/n": Mistake("mean", mean_as_sum, "output", "summed", "a mean's 1/n is missing"),
     "mean not taken": Mistake("mean", mean_of_block, "output", "not averaged", "mean over tp"),
-    "summed twice": Mistake(
-        "block", block_summed_twice, "output", "summed", "4 is the size of tp", side="jax"
-    ),
-    "bias of the first device": Mistake(
-        "block", block_with_the_bias_of_the_first, "gradient [3]", "only first", "the first device along tp"
-    ),
+    "summed twice": Mistake("block", block_summed_twice, "output", "summed", "4 is the size of tp",
+        side="jax"),
+    "bias of the first device": Mistake("block", block_with_the_bias_of_the_first, "gradient [3]",
+        "only first", "the first device along tp"),
     "computed in bfloat16": Mistake("block", block_in_bfloat16, "output", "rounded", "bfloat16"),
-    "contiguous where zigzag": Mistake(
-        "sequence", contiguous_for_zigzag, "output", "moved rows", "zigzag(tp)", side="jax"
-    ),
+    "contiguous where zigzag": Mistake("sequence", contiguous_for_zigzag, "output", "moved rows",
+        "zigzag(tp)", side="jax"),
     "cyclic where zigzag": Mistake("zigzag", zigzag_as_cyclic, "output", "moved rows", "cyclic(tp)"),
-    "head and tail swapped": Mistake(
-        "zigzag", zigzag_swapped, "output", "moved rows", "head and tail swapped"
-    ),
-    "reversed axis order": Mistake(
-        "group", group_reversed, "output", "moved rows", "n/(tp,dp)", mesh="dp=2,tp=2"
-    ),
-    "another rank's block": Mistake("eighth", eighth_of_another, "output", "moved rows", "in another order"),
-    "local positions of a zigzag": Mistake(
-        "chunked", chunked_locally, "output", "positions", "the index in the block"
-    ),
+    "head and tail swapped": Mistake("zigzag", zigzag_swapped, "output", "moved rows",
+        "head and tail swapped"),
+    "reversed axis order": Mistake("group", group_reversed, "output", "moved rows", "n/(tp,dp)",
+        mesh="dp=2,tp=2"),
+    "another rank's block": Mistake("eighth", eighth_of_another, "output", "moved rows",
+        "in another order"),
+    "local positions of a zigzag": Mistake("chunked", chunked_locally, "output", "positions",
+        "the index in the block"),
     "transposed": Mistake("rows", rows_transposed, "output", "transposed", "'n' and 'd'"),
-    "halo of the next dropped": Mistake(
-        "stencil", halo_of_next_dropped, "output", "seam", "at the end of blocks"
-    ),
+    "halo of the next dropped": Mistake("stencil", halo_of_next_dropped, "output", "seam",
+        "at the end of blocks"),
     "halo off by one": Mistake("stencil", halo_off_by_one, "output", "moved rows", "off by 1"),
-    "halo off by one, JAX": Mistake(
-        "stencil", halo_off_by_one, "output", "moved rows", "off by 1", side="jax"
-    ),
+    "halo off by one, JAX": Mistake("stencil", halo_off_by_one, "output", "moved rows", "off by 1",
+        side="jax"),
     "halo ends swapped": Mistake("stencil", halo_ends_swapped, "output", "seam", "wrong neighbour"),
-    "halo rows of zeros": Mistake("halo", halo_rows_of_zeros, "output", "halo rows", "nothing was exchanged"),
+    "halo rows of zeros": Mistake("halo", halo_rows_of_zeros, "output", "halo rows",
+        "nothing was exchanged"),
     "halo rows off by one": Mistake("halo", halo_rows_off_by_one, "output", "halo rows", "off by 1"),
 }
+# fmt: on
+# fmt: off
 ALONE = (
-    "gathered as a replica",
-    "own rows alone have a gradient",
-    "transposed weight",
-    "reversed axis order",
+    "gathered as a replica", "own rows alone have a gradient", "transposed weight", "reversed axis order",
 )
+# fmt: on

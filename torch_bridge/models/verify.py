@@ -241,8 +241,7 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
 @torch.no_grad()
 def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ."""
-    from xshard.testing.mismatch import Subject, case_of, located  # slow: the kit
-    from xshard.testing.report import EquivalenceError
+    from xshard.testing.mismatch import EquivalenceError, Subject, case_of, located  # slow: the kit
     from xshard.tolerances import rounding
 
     axes, processes = parallel.context.axes, parallel.context.processes

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
-from xshard.runtimes.watch import Watch, processor_time
+from xshard.runtimes.processes import Watch, processor_time
 
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
 

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
-from xshard.cli.selfcheck_table import Row, Section, print_sections
+from xshard.contractions import table as contractions
+from xshard.contractions.plan import ContractionPlan
+from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
 from xshard.pictures.console import console, print_error
 from xshard.planner import plan as make_plan
+from xshard.plans import table as moves
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.plans import answer_in_numpy, plan_question
-from xshard.testing.question import Answer
+from xshard.testing.plans import Verdict, answer_in_numpy, backward_bytes, plan_question
+from xshard.testing.question import Answer, Question
 from xshard.testing.runtimes import RUNTIMES, Runtime, choose
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
+
+
+_HEAD = (
+    "runtime",
+    "difference\nforward",
+    "\nbackward",
+    "measured/planned\nforward",
+    "\nbackward",
+    "\ntime",
+    "\nresult",
+)
+
+
+class Row(NamedTuple):
+    """The answer of one runtime to one question, and its errors; None if it failed."""
+
+    runtime: str
+    answer: Answer | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.verdict is not None and self.verdict.agrees
+
+
+class Section(NamedTuple):
+    """The rows of one question. elsewhere: the plan's name in other systems."""
+
+    question: Question
+    elsewhere: str
+    rows: list[Row]
 
 
 class Example(NamedTuple):
@@ -129,3 +168,69 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
                 sections[i].rows.append(Row(runtime.name, answer, verdict))
             progress.advance(bar, len(numbers))
     return failures
+
+
+def print_sections(sections: Sequence[Section], out: Console) -> None:
+    """A heading, every section under its expression, and a summary."""
+    cells = [[_cells(section.question, row) for row in section.rows] for section in sections]
+    # One table to the eye: tables of equal column widths with a line of text between them.
+    heads = tuple(Text(head, style="bold") for head in _HEAD)
+    columns = zip(heads, *chain(*cells), strict=True)
+    widths = [max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns]
+    out.print(_table(widths, [heads]))
+    for section, rows in zip(sections, cells, strict=True):
+        elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
+        out.print()
+        plan = section.question.plan
+        title = contractions.title(plan) if isinstance(plan, ContractionPlan) else moves.title(plan)
+        out.print(Text.assemble((title, "bold cyan"), elsewhere), soft_wrap=True)
+        out.print(_table(widths, rows))
+    out.print()
+    out.print(_summary(sections), soft_wrap=True)
+
+
+def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i, width in enumerate(widths):
+        table.add_column(width=width, justify="left" if i in (0, len(widths) - 1) else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(question: Question, row: Row) -> tuple[Text, ...]:
+    name = Text(row.runtime)
+    if row.answer is None or row.verdict is None:
+        return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
+    plan, seconds = question.plan, row.answer.seconds
+    return (
+        name,
+        _difference(row.verdict.forward),
+        _difference(row.verdict.backward),
+        _bytes(row.answer.forward_bytes, plan.bytes_received),
+        _bytes(row.answer.backward_bytes, backward_bytes(plan)),
+        Text("-" if seconds is None else format_seconds(seconds)),
+        Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
+    )
+
+
+def _difference(value: float | None) -> Text:
+    return Text("-" if value is None else f"{value:g}", style="bold red" if value else "")
+
+
+def _bytes(measured: int | None, planned: int | None) -> Text:
+    """Measured/planned; marked if they differ, which is the runtime's choice and no error."""
+    text = "/".join("-" if n is None else format_bytes(n) for n in (measured, planned))
+    return Text(text, style="yellow" if measured is not None and measured != planned else "")
+
+
+def _summary(sections: Sequence[Section]) -> Text:
+    rows = [row for section in sections for row in section.rows]
+    failed = sum(row.answer is None for row in rows)
+    different = len(rows) - failed - sum(row.agrees for row in rows)
+    taken = Counter(row.runtime for row in rows)  # not every runtime knows every mesh
+    names = [name if n == len(sections) else f"{name} ({n} of them)" for name, n in taken.items()]
+    what = f"{len(sections)} expression{'s' * (len(sections) > 1)} on {', '.join(names)}: "
+    if not failed and not different:
+        return Text.assemble(what, ("all equal", "bold green"))
+    return Text.assemble(what, (f"{different} different, {failed} failed, of {len(rows)} runs", "bold red"))

@@ -3,8 +3,7 @@
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause
 from xshard.testing.equivalence import assert_equivalent, assert_mesh_invariant
-from xshard.testing.mismatch import Mismatch, Subject
-from xshard.testing.report import EquivalenceError
+from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
 from xshard.testing.trees import StructureError
 
 __all__ = [

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from xshard.layout import Mesh
 from xshard.testing.comparison import mismatches
+from xshard.testing.mismatch import EquivalenceError
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
-from xshard.testing.report import EquivalenceError
 from xshard.testing.runs import Comparison, Function, Side, mesh_of_ones, updates_of
 from xshard.testing.trees import Tree
 from xshard.testing.trials import explained, located

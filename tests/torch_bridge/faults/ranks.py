@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.torch_bridge.faults.operations import ROWS, cold_operations, operations
 from tests.torch_bridge.faults.programs import SERVER, TRAINER, interrupted
-from xshard.runtimes.watch import Watch, processor_time
+from xshard.runtimes.processes import Watch, processor_time
 
 N = 4  # of the world of all operations but one
 # That one is of two programs; the processes of all three worlds are numbered on.
