@@ -75,84 +75,32 @@ def _part(x: Any, device: int) -> Any:
 SUM, REPLICATED = {"grad": "sum"}, {"grad": "replicated"}
 DIM = {"dim": 0}
 
+# fmt: off
 CASES = {
-    "all_gather, sum": Case(
-        "all_gather", DIM | SUM, "n/a d -> n d | copy(a)", PART, "own", lambda x, cat: [cat(x)] * N
-    ),
-    "all_gather, replicated": Case(
-        "all_gather", DIM | REPLICATED, "n/a d -> n d", PART, "own", lambda x, cat: [cat(x)]
-    ),
-    "gather then loss, sum": Case(
-        "all_gather",
-        DIM | SUM,
-        "n/a d -> n d | copy(a)",
-        PART,
-        "own",
-        lambda x, cat: [cat(x)] * N,
-        contrastive_loss,
-    ),
-    "gather then loss, replicated": Case(
-        "all_gather",
-        DIM | REPLICATED,
-        "n/a d -> n d",
-        PART,
-        "own",
-        lambda x, cat: [cat(x)],
-        lambda x, y, device: contrastive_loss(y, y, device),
-    ),
-    "all_reduce, sum": Case(
-        "all_reduce", SUM, "n d | sum(a) -> n d | copy(a)", WHOLE, "own", lambda x, cat: [sum(x)] * N
-    ),
-    "all_reduce, replicated": Case(
-        "all_reduce", REPLICATED, "n d | sum(a) -> n d", WHOLE, "own", lambda x, cat: [sum(x)]
-    ),
-    "mean, sum": Case(
-        "all_reduce",
-        {"op": "mean"} | SUM,
-        "n d | mean(a) -> n d | copy(a)",
-        WHOLE,
-        "own",
-        lambda x, cat: [sum(x) / N] * N,
-    ),
-    "mean, replicated": Case(
-        "all_reduce",
-        {"op": "mean"} | REPLICATED,
-        "n d | mean(a) -> n d",
-        WHOLE,
-        "own",
-        lambda x, cat: [sum(x) / N],
-    ),
-    "reduce_scatter": Case(
-        "reduce_scatter",
-        DIM,
-        "n d | sum(a) -> n/a d",
-        WHOLE,
-        "own",
-        lambda x, cat: [_part(sum(x), d) for d in range(N)],
-    ),
-    "slice, sum": Case(
-        "shard",
-        DIM | SUM,
-        "n d | copy(a) -> n/a d",
-        WHOLE,
-        "copies",
-        lambda x, cat: [_part(x[d], d) for d in range(N)],
-    ),
-    "slice, replicated": Case(
-        "shard",
-        DIM | REPLICATED,
-        "n d -> n/a d",
-        WHOLE,
-        "one",
-        lambda x, cat: [_part(x[0], d) for d in range(N)],
-    ),
+    "all_gather, sum": Case("all_gather", DIM | SUM, "n/a d -> n d | copy(a)", PART, "own", lambda x,
+        cat: [cat(x)] * N),
+    "all_gather, replicated": Case("all_gather", DIM | REPLICATED, "n/a d -> n d", PART, "own", lambda x,
+        cat: [cat(x)]),
+    "gather then loss, sum": Case("all_gather", DIM | SUM, "n/a d -> n d | copy(a)", PART, "own", lambda x,
+        cat: [cat(x)] * N, contrastive_loss),
+    "gather then loss, replicated": Case("all_gather", DIM | REPLICATED, "n/a d -> n d", PART, "own",
+        lambda x, cat: [cat(x)], lambda x, y, device: contrastive_loss(y, y, device)),
+    "all_reduce, sum": Case("all_reduce", SUM, "n d | sum(a) -> n d | copy(a)", WHOLE, "own", lambda x,
+        cat: [sum(x)] * N),
+    "all_reduce, replicated": Case("all_reduce", REPLICATED, "n d | sum(a) -> n d", WHOLE, "own", lambda x,
+        cat: [sum(x)]),
+    "mean, sum": Case("all_reduce", {"op": "mean"} | SUM, "n d | mean(a) -> n d | copy(a)", WHOLE, "own",
+        lambda x, cat: [sum(x) / N] * N),
+    "mean, replicated": Case("all_reduce", {"op": "mean"} | REPLICATED, "n d | mean(a) -> n d", WHOLE, "own",
+        lambda x, cat: [sum(x) / N]),
+    "reduce_scatter": Case("reduce_scatter", DIM, "n d | sum(a) -> n/a d", WHOLE, "own", lambda x,
+        cat: [_part(sum(x), d) for d in range(N)]),
+    "slice, sum": Case("shard", DIM | SUM, "n d | copy(a) -> n/a d", WHOLE, "copies", lambda x,
+        cat: [_part(x[d], d) for d in range(N)]),
+    "slice, replicated": Case("shard", DIM | REPLICATED, "n d -> n/a d", WHOLE, "one", lambda x,
+        cat: [_part(x[0], d) for d in range(N)]),
     "copy_to": Case("copy_to", {}, "n d -> n d | copy(a)", WHOLE, "one", lambda x, cat: x * N),
-    "all_to_all": Case(
-        "all_to_all",
-        {"split_dim": 1, "concat_dim": 0},
-        "n/a d -> n d/a",
-        (ROWS // N, N),
-        "own",
-        lambda x, cat: [cat([block[:, d : d + 1] for block in x]) for d in range(N)],
-    ),
+    "all_to_all": Case("all_to_all", {"split_dim": 1, "concat_dim": 0}, "n/a d -> n d/a", (ROWS // N, N),
+        "own", lambda x, cat: [cat([block[:, d : d + 1] for block in x]) for d in range(N)]),
 }
+# fmt: on

@@ -1,7 +1,6 @@
 """The order of the tests' files: the longest first, so that none of them is left for the end.
 
-Decides by a table; `pytest --durations=0` prints the seconds that it is made of. xdist keeps the order with
-`--no-loadscope-reorder`. Knows no test.
+`pytest --durations=0` prints the seconds for the table. xdist keeps the order with `--no-loadscope-reorder`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LONGEST = (
     "benchmarks/test_jax_reshard.py",
     "jax_bridge/test_nn_cases.py",
     "documents/test_documents.py",
-    "compat/test_dtensor.py",
+    "torch_bridge/test_dtensor.py",
     "interop/test_processes.py",
     "torch_bridge/test_hygiene.py",
     "testing/test_equivalence.py",
@@ -36,10 +35,8 @@ LONGEST = (
     "documents/test_context.py",
     "runtimes/test_calibrate.py",
     "torch_bridge/test_transforms.py",
-    "testing/test_seeded_bugs.py",
     "benchmarks/test_torch_redistribute.py",
     "interop/test_from_torch.py",
-    "torch_bridge/test_nn_cases.py",
     "test_neutral.py",
     "torch_bridge/test_transfer.py",
     "jax_bridge/test_vmap.py",

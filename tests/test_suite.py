@@ -30,21 +30,9 @@ def test_neither(): pass
 def in_pytest(folder: Path, *arguments: str) -> str:
     (folder / "test_loads.py").write_text(LOADS)
     (folder / "test_does.py").write_text(DOES)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.without",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        *arguments,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    ).stdout
+    words = ("-m", "pytest", "-p", "tests.without", "-rs", "-p", "no:cacheprovider", *arguments)
+    options = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=False, **options).stdout
 
 
 def test_what_a_test_does_is_why_it_is_skipped(tmp_path):
@@ -56,6 +44,12 @@ def test_what_a_test_does_is_why_it_is_skipped(tmp_path):
 
 def test_what_is_not_left_out_runs(tmp_path):
     assert "2 passed, 3 skipped" in in_pytest(tmp_path, "--without", "torch,jax")
+
+
+def test_quick_leaves_out_what_is_long_too(tmp_path):
+    (tmp_path / "test_long.py").write_text("import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n")
+    said = in_pytest(tmp_path, "--quick")
+    assert "--quick: long" in said and "1 passed, 5 skipped" in said
 
 
 def test_only_what_can_be_told_is_left_out():

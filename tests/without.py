@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: an exhaustive search or a long random one, left out by --quick")
     if config.option.quick:
         config.option.without = (*FRAMEWORKS, INTERPRETERS)
-        settings.register_profile("quick", settings.get_profile("xshard"), max_examples=QUICK_EXAMPLES)
+        settings.register_profile("quick", settings.default, max_examples=QUICK_EXAMPLES)
         settings.load_profile("quick")
 
 

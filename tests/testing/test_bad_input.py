@@ -25,66 +25,36 @@ def test_the_names_in_messages_are_those_of_the_function() -> None:
         assert_equivalent(same, same, args=[normal(3, 4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
 
+# fmt: off
 REFUSED = {
-    "an axis that is not there": (
-        {"layouts": (["n/dp d"], "n d")},
-        xs.errors.NotationError,
-        "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in\n    'n/dp d'\n",
-    ),
-    "an axis that is not there, of an output": (
-        {"layouts": (["n/tp d"], "n/cq d")},
-        xs.errors.NotationError,
-        "unknown mesh axis 'cq' in\n    'n/cq d'\n",
-    ),
-    "a max lacks a dual": (
-        {"layouts": (["n d | max(tp)"], "n d")},
-        xs.errors.LinearityError,
-        "'n d | max(tp)'",
-    ),
-    "one layout for two sides": (
-        {"layouts": "n/tp d"},
-        StructureError,
-        "layouts= is a pair: of the arguments, and of what is returned\n",
-    ),
+    "an axis that is not there": ({"layouts": (["n/dp d"], "n d")}, xs.errors.NotationError,
+        "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in\n    'n/dp d'\n"),
+    "an axis that is not there, of an output": ({"layouts": (["n/tp d"], "n/cq d")}, xs.errors.NotationError,
+        "unknown mesh axis 'cq' in\n    'n/cq d'\n"),
+    "a max lacks a dual": ({"layouts": (["n d | max(tp)"], "n d")}, xs.errors.LinearityError,
+        "'n d | max(tp)'"),
+    "one layout for two sides": ({"layouts": "n/tp d"}, StructureError,
+        "layouts= is a pair: of the arguments, and of what is returned\n",),
     "too few layouts": ({"layouts": ([], "n d")}, StructureError, "1 arguments, layouts of 0\n"),
-    "a layout of another tree": (
-        {"layouts": ([{"w": "n d"}], "n d")},
-        StructureError,
-        "x: one array, but layouts {'w': 'n d'}",
-    ),
+    "a layout of another tree": ({"layouts": ([{"w": "n d"}], "n d")}, StructureError,
+        "x: one array, but layouts {'w': 'n d'}"),
     "a number among the arguments": ({"args": [3.0]}, StructureError, "x is a float, arguments are arrays\n"),
-    "a tensor that numpy cannot read": (
-        {"args": [torch.ones(8, 4, requires_grad=True)]},
-        StructureError,
-        "x cannot be read as a numpy array: Can't call numpy() on Tensor that requires grad",
-    ),
-    "a mesh that is too large": (
-        {"mesh": "tp=1000"},
-        xs.errors.MeshError,
-        "1000 devices, this host has 1 to ",
-    ),
+    "a tensor that numpy cannot read": ({"args": [torch.ones(8, 4, requires_grad=True)]}, StructureError,
+        "x cannot be read as a numpy array: Can't call numpy() on Tensor that requires grad"),
+    "a mesh that is too large": ({"mesh": "tp=1000"}, xs.errors.MeshError,
+        "1000 devices, this host has 1 to ",),
     "no mesh": ({"mesh": " ; "}, xs.errors.MeshError, "no mesh\n"),
-    "parameters without optimisers": (
-        {"parameters": [0]},
-        StructureError,
-        "parameters= and optimisers= belong together\n",
-    ),
-    "a parameter that is not there": (
-        {"parameters": [1], "optimisers": (same, same)},
-        StructureError,
-        "no argument 1 of 1\n",
-    ),
-    "a parameter whose gradient is contributions": (
-        {"parameters": [0], "optimisers": (same, same), "layouts": (["n d | copy(tp)"], "n d")},
-        StructureError,
-        "x has gradients under 'n d | sum(tp)', which no optimiser can add up in 'n d | copy(tp)'\n",
-    ),
-    "integers that JAX would narrow": (
-        {"args": [np.full((8, 4), 2**40)]},
-        xs.errors.DtypeError,
-        "x has whole numbers of more than 32 bits",
-    ),
+    "parameters without optimisers": ({"parameters": [0]}, StructureError,
+        "parameters= and optimisers= belong together\n",),
+    "a parameter that is not there": ({"parameters": [1], "optimisers": (same, same)}, StructureError,
+        "no argument 1 of 1\n"),
+    "a parameter whose gradient is contributions": ({"parameters": [0], "optimisers": (same, same),
+        "layouts": (["n d | copy(tp)"], "n d")}, StructureError,
+        "x has gradients under 'n d | sum(tp)', which no optimiser can add up in 'n d | copy(tp)'\n"),
+    "integers that JAX would narrow": ({"args": [np.full((8, 4), 2**40)]}, xs.errors.DtypeError,
+        "x has whole numbers of more than 32 bits"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,7 +13,7 @@ from html import escape
 
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh, Sharding
-from xshard.pictures.grid import Cell, Picture, cell_text, picture, range_text, title
+from xshard.pictures.grid import Cell, Picture, cell_text, labels, picture, title
 from xshard.plans.plan import Plan, Stage
 
 # Light hues that people who do not see some colours can tell apart; with black text on all of them
@@ -75,11 +75,7 @@ def mesh_svg(mesh: Mesh) -> str:
 
 def grid_drawing(drawn: Picture) -> Drawing:
     """The grid of a picture, with the rows of each block beside it."""
-    columns, rows = drawn.strips[-1:], drawn.strips[:-1]
-    heads = [range_text(block) for strip in columns for block in strip.blocks] if columns else [""]
-    sides = [range_text(block) for strip in rows for block in strip.blocks] if rows else [""]
-    corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips)
-    return _table(corner, heads, sides, drawn.cells, adds=bool(drawn.sharding.layout.tagged("sum", "mean")))
+    return _table(*labels(drawn), drawn.cells, adds=bool(drawn.sharding.layout.tagged("sum", "mean")))
 
 
 def _table(

@@ -16,7 +16,7 @@ from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Sharding
 from xshard.pictures.console import headed_table
-from xshard.pictures.grid import Picture, cell_text, picture, range_text, reading, rows_text, title
+from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, rows_text, title
 from xshard.plans import table
 from xshard.plans.plan import Plan
 
@@ -78,17 +78,15 @@ class Grid:
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """The grid, its columns split into bands that fit the width of the console."""
     colour = _colours(drawn)
-    columns, rows = drawn.strips[-1:], drawn.strips[:-1]
-    labels = [range_text(block) for strip in columns for block in strip.blocks] if columns else [""]
-    sides = [range_text(block) for strip in rows for block in strip.blocks] if rows else [""]
-    corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips) or "scalar"
+    corner, heads, sides = labels(drawn)
+    corner = corner or "scalar"
     texts = [[cell_text(cell) for cell in row] for row in drawn.cells]
-    widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(labels, *texts, strict=True)]
+    widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)]
     for band in _bands(widths, width - max(map(len, (corner, *sides))) - 1):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
-            grid.add_column(Text(labels[j].center(widths[j])), no_wrap=True)
+            grid.add_column(Text(heads[j].center(widths[j])), no_wrap=True)
         for side, row, line in zip(sides, drawn.cells, texts, strict=True):
             cells = [Text(line[j].center(widths[j]), style=colour.get(row[j].owners, "dim")) for j in band]
             grid.add_row(Text(f"{side} "), *cells)
