@@ -29,7 +29,7 @@ _GROUPS = re.compile(
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>(?:\{\d+,\d+\},?)*)\}")
 
 
-class Collective(NamedTuple):
+class HloCollective(NamedTuple):
     """One collective of a program: HLO's name, and the bytes that every device receives."""
 
     op: str
@@ -48,7 +48,7 @@ def received_bytes(text: str, n_devices: int) -> int:
     return max(map(sum, zip(*received, strict=True)), default=0)
 
 
-def collectives(text: str, n_devices: int) -> Iterator[Collective]:
+def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
     """Every collective that brings something to a device. Raises as `received_bytes` does."""
     for line in text.splitlines():
         match = _COLLECTIVE.search(line)
@@ -66,7 +66,7 @@ def collectives(text: str, n_devices: int) -> Iterator[Collective]:
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
-            yield Collective(match["op"], tuple(received))
+            yield HloCollective(match["op"], tuple(received))
 
 
 def _group_size(groups: re.Match[str]) -> int:

@@ -52,7 +52,7 @@ class DeviceProgram:
             self.arrays: list[Any] = [padded(blocks, sharding) for blocks, sharding in inputs]
         else:
             in_specs, out_specs = tuple(spec(sharding) for _, sharding in inputs), list(map(spec, outputs))
-            specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": mode == "vma"}
+            specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": mode == "vma"}
             program = jax.jit(jax.shard_map(one_device, mesh=self.jax_mesh, **specs))
             self.arrays = [stacked(blocks, sharding, self.jax_mesh) for blocks, sharding in inputs]
         self.compiled = program.lower(*self.arrays).compile()

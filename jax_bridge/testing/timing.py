@@ -61,7 +61,7 @@ class Timer:
         counter = Sharding(Layout(()), plan.mesh, ())
         sources, dtype, n = sources_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
-        calls = [np.int32(1)] * n, counter
+        calls = [np.ones((), np.int32)] * n, counter
         self.program = DeviceProgram(
             lambda calls, *blocks: [_loop(plan, calls, *blocks)],
             plan.mesh,

@@ -59,12 +59,12 @@ def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list
     All plans are measured once before any is measured again, so that a slow spell of the machine
     falls on all of them.
     """
-    timers = [_Timer(plan) for plan in plans]
+    timers = [_PlanTimer(plan) for plan in plans]
     by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
     return [list(times) for times in zip(*by_round, strict=True)]
 
 
-class _Timer:
+class _PlanTimer:
     """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
 
     def __init__(self, plan: Plan | ContractionPlan) -> None:

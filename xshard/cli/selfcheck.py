@@ -40,7 +40,7 @@ _HEAD = (
 )
 
 
-class Row(NamedTuple):
+class RuntimeRow(NamedTuple):
     """The answer of one runtime to one question, and its errors; None if it failed."""
 
     runtime: str
@@ -57,7 +57,7 @@ class Section(NamedTuple):
 
     question: Question
     elsewhere: str
-    rows: list[Row]
+    rows: list[RuntimeRow]
 
 
 class Example(NamedTuple):
@@ -165,7 +165,7 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
                 failures.append(failure)
             for i, answer in zip(numbers, answers, strict=True):
                 verdict = None if answer is None else runtime.judge(questions[i], answer, expected[i])
-                sections[i].rows.append(Row(runtime.name, answer, verdict))
+                sections[i].rows.append(RuntimeRow(runtime.name, answer, verdict))
             progress.advance(bar, len(numbers))
     return failures
 
@@ -198,7 +198,7 @@ def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
     return table
 
 
-def _cells(question: Question, row: Row) -> tuple[Text, ...]:
+def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     name = Text(row.runtime)
     if row.answer is None or row.verdict is None:
         return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")

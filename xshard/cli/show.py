@@ -13,7 +13,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.pictures.console import console
 from xshard.pictures.grid import picture
-from xshard.pictures.terminal import Grid
+from xshard.pictures.terminal import GridText
 
 
 def show(
@@ -44,4 +44,4 @@ def show(
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:
         whole = lengths["shape"] if sizes is None else tuple(lengths["sizes"][name] for name in each.names)
-        console().print(Grid(picture(Sharding(each, on, whole), names)))
+        console().print(GridText(picture(Sharding(each, on, whole), names)))

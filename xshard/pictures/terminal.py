@@ -32,12 +32,12 @@ def renderable(value: object) -> RenderableType:
 
 @renderable.register
 def _(sharding: Sharding) -> RenderableType:
-    return Grid(picture(sharding))
+    return GridText(picture(sharding))
 
 
 @renderable.register
 def _(drawn: Picture) -> RenderableType:
-    return Grid(drawn)
+    return GridText(drawn)
 
 
 @renderable.register
@@ -59,7 +59,7 @@ def titled(head: str, rows: Sequence[table.Row], total: str) -> RenderableType:
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridText:
     """A picture as a title, a grid, notes and a line for every device."""
 
     drawn: Picture

@@ -15,14 +15,14 @@ from xshard.testing.diagnosis.evidence import in_double
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, Run, Truth, whole
+from xshard.testing.runs import SIDES, RunAnswer, Truth, whole
 from xshard.tolerances import DERIVATIVE, rounding
 
 KINDS = ("output", "gradient", "parameter")
 
 
 @dataclass(frozen=True)
-class _Array:
+class ComparedArray:
     """Blocks of one array of a run, and the whole array that they should make.
 
     sharding: the output's or argument's; blocks of a gradient are under its dual.
@@ -47,7 +47,7 @@ class _Array:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
+    given: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
@@ -65,7 +65,7 @@ def mismatches(
     wrong = list(_wrong_derivatives(given, truth, runs[0].runtime))
     compared = len(truth.derivatives)
 
-    def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
+    def differs(array: ComparedArray, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
         compared += 1
         mismatch = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
@@ -74,7 +74,7 @@ def mismatches(
         return mismatch
 
     alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
-    right: dict[tuple[str, str, str, str], _Array] = {}
+    right: dict[tuple[str, str, str, str], ComparedArray] = {}
     for run in runs:
         for array in _arrays(given, truth, run):
             place = run.runtime, array.kind, array.name
@@ -114,22 +114,22 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
+def _arrays(given: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedArray]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():
         whole = truth.outputs[name]
-        yield _Array("output", name, got, whole, Sharding(truth.layouts[name], mesh, whole.shape))
+        yield ComparedArray("output", name, got, whole, Sharding(truth.layouts[name], mesh, whole.shape))
     for kind, arrays, wholes in (
         ("gradient", answer.gradients or {}, truth.gradients),
         ("parameter", answer.updated, truth.updated),
     ):
         for i, got in arrays.items():
             sharding = Sharding(given.layouts[i], mesh, given.values[i].shape)
-            yield _Array(kind, given.names[i], got, wholes[i], sharding)
+            yield ComparedArray(kind, given.names[i], got, wholes[i], sharding)
 
 
-def whole_of(given: Problem, truth: Truth, run: Run, kind: str, name: str) -> tuple[Block, Block]:
+def whole_of(given: Problem, truth: Truth, run: RunAnswer, kind: str, name: str) -> tuple[Block, Block]:
     """The whole array that blocks of a run stand for, and the one that they should; in double precision."""
     (array,) = (each for each in _arrays(given, truth, run) if (each.kind, each.name) == (kind, name))
     return in_double(whole(array.got, array.blocks)), in_double(array.whole)

@@ -15,7 +15,7 @@ from xshard.testing.comparison import mismatches
 from xshard.testing.mismatch import EquivalenceError
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
-from xshard.testing.runs import Comparison, Function, Side, mesh_of_ones, updates_of
+from xshard.testing.runs import Function, Runs, Side, mesh_of_ones, updates_of
 from xshard.testing.trees import Tree
 from xshard.testing.trials import explained, located
 
@@ -70,7 +70,7 @@ def assert_equivalent(
     functions = {"torch": torch_fn, "jax": jax_fn}
     update = updates_of(checked, args, parameters, optimisers)
     sent = {runtime: packed(function) for runtime, function in functions.items()}
-    comparison = Comparison(checked, sent, update, check_vma, timeout_s, tuple(preload))
+    comparison = Runs(checked, sent, update, check_vma, timeout_s, tuple(preload))
     alone = mesh_of_ones(checked.meshes)
     if reference is None:
         truth, meshes = comparison.truth("torch", sent["torch"], alone), (alone, *checked.meshes)
@@ -123,7 +123,7 @@ def assert_mesh_invariant(
     """
     checked = problem(function, args, layouts, mesh)
     sent = packed(function)
-    comparison = Comparison(checked, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
+    comparison = Runs(checked, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
     truth = comparison.truth(framework, sent, mesh_of_ones(checked.meshes))
     runs = [comparison.run(framework, each, truth) for each in checked.meshes]
     wrong, compared = mismatches(checked, truth, runs, tol)

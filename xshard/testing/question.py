@@ -7,7 +7,7 @@ A question asks for the outputs and gradients of a user's function, or of a plan
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +95,10 @@ class Answer:
     time of one forward and backward pass after a first one.
     """
 
-    outputs: dict[str, Devices]
-    gradients: dict[int, Devices] | None
-    updated: dict[int, Devices] = field(default_factory=dict)
-    cotangents: dict[str, Devices] = field(default_factory=dict)
+    outputs: Mapping[str, Devices]
+    gradients: Mapping[int, Devices] | None
+    updated: Mapping[int, Devices] = field(default_factory=dict)
+    cotangents: Mapping[str, Devices] = field(default_factory=dict)
     tree: Tree = None
     derivatives: dict[int, tuple[Devices, Devices, float]] = field(default_factory=dict)  # see `differences`
     forward_bytes: int | None = None

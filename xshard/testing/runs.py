@@ -41,7 +41,7 @@ class Truth:
     derivatives: Derivatives
 
 
-class Run(NamedTuple):
+class RunAnswer(NamedTuple):
     """An answer, and where it is from."""
 
     runtime: Side
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Runs:
     """A problem, and what all its questions have in common. typed: `check_vma` of JAX."""
 
     problem: Problem
@@ -92,10 +92,10 @@ class Comparison:
             answer.derivatives,
         )
 
-    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:
         """Results of a runtime's function on the blocks of a mesh."""
         question = self._on_blocks(runtime, mesh, truth)
-        return Run(runtime, mesh, self._answer(runtime, question))
+        return RunAnswer(runtime, mesh, self._answer(runtime, question))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """The inputs of the redistributions of such a run, and the cotangents of their results."""

@@ -14,16 +14,14 @@ from xshard.testing.comparison import mismatches, whole_of
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
 from xshard.testing.moves import find_wrong, in_turn
-from xshard.testing.runs import SIDES, Comparison, Side, Truth
+from xshard.testing.runs import SIDES, Runs, Side, Truth
 
 _OUTPUT = Cause("output", "an output is wrong already")
 _LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
-def explained(
-    found: Sequence[Mismatch], runs: Comparison, truth: Truth, tol: float | None
-) -> Iterator[Mismatch]:
+def explained(found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | None) -> Iterator[Mismatch]:
     """The mismatches; those without a cause have the one that a trial of their run shows."""
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
     tried: dict[Side, Cause | None] = {}
@@ -42,7 +40,7 @@ def explained(
         yield replace(m, cause=cause) if cause and not is_own else m
 
 
-def located(found: Sequence[Mismatch], runs: Comparison, truth: Truth) -> Iterator[Mismatch]:
+def located(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> Iterator[Mismatch]:
     """Mismatches of a function with itself on one device, with causes and the first wrong redistribution.
 
     The first mesh is run again to find it. A mismatch without its own cause inherits the cause of that
@@ -68,7 +66,7 @@ def located(found: Sequence[Mismatch], runs: Comparison, truth: Truth) -> Iterat
         yield replace(m, cause=cause, first=first if is_first else "")
 
 
-def _first_wrong(wrong: Subject, runs: Comparison, truth: Truth) -> tuple[Mismatch | None, str]:
+def _first_wrong(wrong: Subject, runs: Runs, truth: Truth) -> tuple[Mismatch | None, str]:
     """The first redistribution with a wrong block (cotangent if only gradients are wrong), and a sentence."""
     runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
     try:
@@ -87,7 +85,7 @@ def _first_wrong(wrong: Subject, runs: Comparison, truth: Truth) -> tuple[Mismat
     return None, before and f"after {before}, which is right"
 
 
-def _law(m: Mismatch, runs: Comparison, truth: Truth) -> Cause | None:
+def _law(m: Mismatch, runs: Runs, truth: Truth) -> Cause | None:
     """A cause by how the error grows along an axis, on which two and three devices are run."""
     kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
     for axis in (a for a in mesh.axes if mesh.size(a) > 1):
@@ -124,9 +122,7 @@ def _is_open(m: Mismatch) -> bool:
     )
 
 
-def _transposition(
-    runs: Comparison, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
-) -> Cause | None:
+def _transposition(runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh) -> Cause | None:
     """The outputs are right if square arguments are transposed, one of them or all."""
     problem = runs.problem
     square = [i for i, x in enumerate(problem.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
@@ -143,7 +139,7 @@ def _transposition(
     return None
 
 
-def _replica(runs: Comparison, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
+def _replica(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
     """Cotangents differ where a redistribution means one value, as `check_replicated=True` finds it."""
     try:
         seen = runs.seen(runtime, mesh, truth)
