@@ -10,10 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import xshard as xs
-from jax_bridge.testing.stacked import padded, unpadded
 from tests.compat.test_jax_worked import compat
 from tests.jax_bridge.helpers import in_jax
-from xshard.compat import DIRECTIONS
 
 N = 4
 AXIS = "a"
@@ -29,33 +27,6 @@ def mapped(local, in_specs=OWN, out_specs=OWN, **options):
 
 def numbers(*shape) -> np.ndarray:
     return np.arange(1.0, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
-
-
-@pytest.mark.parametrize("zigzag", [True, False])
-@in_jax
-def test_uneven_blocks(zigzag) -> None:
-    """Lengths that nothing divides, both ways, with an exact adjoint."""
-    shape = (2, 6, 19)
-    x, mesh = numbers(*shape), xs.Mesh(a=N)
-    ends = [
-        xs.Sharding(xs.Layout.parse(text), mesh, shape)
-        for text in (f"b c {'l/zigzag(a)' if zigzag else 'l/a'}", "b c/a l")
-    ]
-    blocks = [padded(xs.reference.scatter(x, end.layout, mesh), end, fill=0) for end in ends]
-    for direction, (before, after) in zip(DIRECTIONS, ((0, 1), (1, 0)), strict=True):
-
-        def local(x, cotangent, direction=direction):
-            def move(x):
-                return compat.all_to_all_single_fn(AXIS, direction, x, zigzag, shape=shape)
-
-            y, pull = jax.vjp(move, x[0])
-            return y[None], pull(cotangent[0])[0][None]
-
-        cotangent = np.where(blocks[after] > 0, blocks[after] % 7 - 3, 0)
-        y, gradient = jax.jit(mapped(local))(blocks[before], cotangent)
-        assert np.array_equal(y, blocks[after])
-        assert (np.asarray(y) * cotangent).sum() == (blocks[before] * np.asarray(gradient)).sum()
-        assert len(unpadded(np.asarray(y), ends[after])) == N
 
 
 @in_jax
@@ -121,24 +92,6 @@ def test_no_gradient_where_the_name_says_so() -> None:
 
     for gradient in mapped(local, check_vma=False)(jnp.ones(N)):
         assert not np.any(gradient)
-
-
-@in_jax
-def test_every_derivative_under_jit_and_vmap() -> None:
-    """Of sum(y**3) after the move: x moves, so the gradient is 3 x**2 and its derivative along v is 6 x v."""
-    x = numbers(3, 2, 4, 8)
-
-    def local(x):
-        def move(x):
-            return compat.all_to_all_single_fn(AXIS, "split_to_full", x)
-
-        return jax.vmap(move)(x)
-
-    moved = mapped(local, P(None, None, None, AXIS), P(None, None, AXIS))
-    loss = jax.grad(lambda x: (moved(x) ** 3).sum())
-    assert np.array_equal(jax.jit(loss)(x), 3 * x**2)
-    _, second = jax.jvp(loss, (x,), (x % 5,))
-    assert np.array_equal(second, 6 * x * (x % 5))
 
 
 @in_jax

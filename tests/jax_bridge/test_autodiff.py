@@ -37,49 +37,28 @@ def over_a(expression: str, **options):
     )
 
 
-# What to write so that a gradient taken outside is that of the identity on the global array.
+# The gradient taken outside, as a multiple of the identity's. Without types a replica at the border is no
+# single value: JAX's convention for an axis that a spec omits, and the reason to write copies.
 OUTSIDE = [
-    (True, "n/a d -> n d"),
-    (True, "n d -> n/a d"),
-    (True, "n d -> n d"),
-    (True, "n/a d -> n d/a"),
-    (False, "n/a d -> n d | copy(a)"),
-    (False, "n d | copy(a) -> n/a d"),
-    (False, "n d | copy(a) -> n d | copy(a)"),
-    (False, "n/a d -> n d/a"),
+    (True, "n/a d -> n d", 1),
+    (True, "n d -> n/a d", 1),
+    (True, "n d -> n d", 1),
+    (False, "n/a d -> n d | copy(a)", 1),
+    (False, "n d | copy(a) -> n/a d", 1),
+    (False, "n d | copy(a) -> n d | copy(a)", 1),
+    (False, "n/a d -> n d", 1 / SIZE),
+    (False, "n d -> n/a d", SIZE),
+    (False, "n d -> n d", 1),
 ]
 
 
-@pytest.mark.parametrize(("check_vma", "expression"), OUTSIDE)
+@pytest.mark.parametrize(("check_vma", "expression", "factor"), OUTSIDE)
 @in_jax
-def test_gradients_taken_outside(check_vma, expression) -> None:
+def test_gradients_taken_outside(check_vma, expression, factor) -> None:
     moved = over_a(expression, check_vma=check_vma)
     assert np.array_equal(moved(X), X)
     gradient = jax.grad(lambda x: (moved(x) * WEIGHTS).sum())(X)
-    assert np.array_equal(gradient, WEIGHTS)
-
-
-@pytest.mark.parametrize(
-    ("expression", "factor"), [("n/a d -> n d", 1 / SIZE), ("n d -> n/a d", SIZE), ("n d -> n d", 1)]
-)
-@in_jax
-def test_without_types_a_replica_at_the_border_is_not_one_value(expression, factor) -> None:
-    """JAX's convention for an axis that a spec omits, applied to `n d`: the reason to write copies."""
-    moved = over_a(expression, check_vma=False)
-    gradient = jax.grad(lambda x: (moved(x) * WEIGHTS).sum())(X)
     assert np.array_equal(gradient, factor * WEIGHTS)
-
-
-@pytest.mark.parametrize("expression", ["n/a d -> n d", "n d -> n/a d", "n/a d -> n d/a"])
-@in_jax
-def test_gradients_of_gradients(expression) -> None:
-    moved = over_a(expression)
-
-    def twice(f):
-        first = jax.grad(lambda x: (f(x) ** 3 * WEIGHTS).sum())
-        return jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))
-
-    assert np.array_equal(twice(moved)(X), twice(lambda x: x)(X))
 
 
 @in_jax
@@ -168,19 +147,3 @@ def test_whole_numbers_pass_through_differentiated_code() -> None:
     order = np.roll(np.arange(8), 3)[:, None].repeat(4, 1)
     gradient = jax.grad(loss)(X, order)
     assert np.array_equal(gradient[order[:, 0]], WEIGHTS)
-
-
-@in_jax
-def test_inside_jit_scan_remat_and_vmap() -> None:
-    moved = over_a("n/a d -> n d/a")
-
-    @jax.jit
-    def loss(x):
-        body = jax.checkpoint(lambda carry, _: (moved(carry) * 2, None))
-        return (jax.lax.scan(body, x, None, length=3)[0] * WEIGHTS).sum()
-
-    assert np.array_equal(jax.grad(loss)(X), 8 * WEIGHTS)
-    batch = np.stack([X, 2 * X, X - 1])
-    assert np.array_equal(jax.vmap(moved)(batch), batch)
-    gradients = jax.jit(jax.vmap(jax.grad(lambda x: (moved(x) ** 2).sum())))(batch)
-    assert np.array_equal(gradients, 2 * batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 from unittest import mock
 
@@ -36,20 +35,6 @@ def test_both_sides_of_a_hand_over() -> None:
         assert _by_side("auto") == (xs.load_profile("h100:2"),) * 2
     found = [profile.name for profile in _by_side({"torch": "auto", "jax": "auto"})]
     assert found == ["gloo", "host"] and _by_side("a100") == ("a100", "a100")
-
-
-@in_jax
-def test_the_machine_that_is_found_is_the_default_everywhere() -> None:
-    functions = {name: f for name in xj.__all__ if callable(f := getattr(xj, name))}
-    named = {}
-    for name, f in functions.items():
-        try:
-            parameters = inspect.signature(f).parameters
-        except ValueError:
-            continue
-        if "profile" in parameters:
-            named[name] = parameters["profile"].default
-    assert set(named.values()) == {"auto"} and {"redistribute", "reshard", "place"} <= set(named)
 
 
 class Device(NamedTuple):

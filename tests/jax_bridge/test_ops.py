@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -17,6 +18,7 @@ from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import in_jax
 
 X = np.arange(1.0, 1 + 8 * 8, dtype=np.float32).reshape(8, 8)
+UNEVEN = (7, 5)
 
 
 def mesh(**axes: int) -> jax.sharding.Mesh:
@@ -210,6 +212,42 @@ def padded_with_nan(sharding: xs.Sharding) -> np.ndarray:
     return padded([np.ones(sharding.local_shape(d), np.float32) for d in range(8)], sharding, fill=np.nan)
 
 
+@pytest.mark.parametrize("layout", ["n/b d", "n/(b,a) d", "n/a d/b", "n/zigzag(b) d/a", "n d"])
+@in_jax
+def test_the_mask_is_the_blocks(layout) -> None:
+    sharding = xs.Sharding(xs.Layout.parse(layout), xs.Mesh(a=2, b=4), UNEVEN)
+    everywhere = P(("a", "b"))
+    mask = mapped(
+        lambda x: xj.ops.valid_mask(layout, shape=UNEVEN)[None], (everywhere, everywhere), check_vma=False
+    )
+    found = jax.jit(mask)(np.zeros(8))
+    ones = [np.ones(sharding.local_shape(d), bool) for d in range(8)]
+    assert np.array_equal(found, padded(ones, sharding))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@in_jax
+def test_a_loss_of_uneven_blocks(check_vma) -> None:
+    """The mask keeps NaN out of a sum of squares; its gradient is the array's own, and 0 in the padding."""
+    x = np.arange(1.0, 36.0, dtype=np.float32).reshape(UNEVEN)
+
+    def local(x):
+        def loss(x):
+            y = xj.redistribute(x, "n/b d -> n d/b", shape=UNEVEN)
+            mine = jnp.where(xj.ops.valid_mask("n d/b", shape=UNEVEN), y, 0)
+            return xj.redistribute((mine**2).sum(), "() | sum(b) -> ()")
+
+        value, gradient = jax.value_and_grad(loss)(x[0])
+        return value, gradient[None]
+
+    both = mapped(local, (P("b"), (P(), P("b"))), check_vma=check_vma)
+    sharding = xs.Sharding(xs.Layout.parse("n/b d"), xs.Mesh(b=4), UNEVEN)
+    blocks = padded(xs.reference.scatter(x, "n/b d", xs.Mesh(b=4)), sharding, fill=np.nan)
+    value, gradient = jax.jit(both)(blocks)
+    assert value == (x**2).sum()
+    assert np.array_equal(gradient, padded(xs.reference.scatter(2 * x, "n/b d", xs.Mesh(b=4)), sharding))
+
+
 @in_jax
 def test_errors_mark_the_expression() -> None:
     def using(expression, given=None, **options):
@@ -222,6 +260,11 @@ def test_errors_mark_the_expression() -> None:
     kind, text = error_of(using("n/b d -> n d"), axis_names={"a"})
     assert kind == "MeshError" and "mesh axis 'b' is not manual here in\n    'n/b d -> n d'" in text
     assert "manual are: a=2" in text
+
+    kind, text = error_of(lambda x: xj.ops.valid_mask("n/c d", shape=UNEVEN))
+    assert kind == "NotationError" and "unknown mesh axis 'c' in\n    'n/c d'" in text
+    kind, text = error_of(lambda x: xj.ops.valid_mask("n/a", shape=UNEVEN))
+    assert kind == "ShapeError" and "in 'n/a'" in text
 
     kind, text = error_of(using("n/a d -> n d", xs.Mesh(a=4)))
     assert kind == "MeshError" and "axis 'a' has size 4" in text and "and 2 here" in text

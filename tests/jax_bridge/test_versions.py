@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xshard as xs
-from jax_bridge import planning
+from jax_bridge import calls
 from jax_bridge.versions import changed_type, cuts_of, manual_type, unreduced_kind
 from tests.jax_bridge.helpers import in_jax
 
@@ -60,12 +60,12 @@ def test_the_cuts_of_a_spec_with_tags() -> None:
 
 
 def test_what_is_unreduced_by_max_is_no_sum(monkeypatch) -> None:
-    monkeypatch.setattr(planning, "manual_type", lambda x: Later(unreduced=A, unreduced_kind=Kind.max))
+    monkeypatch.setattr(calls, "manual_type", lambda x: Later(unreduced=A, unreduced_kind=Kind.max))
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,))
     with pytest.raises(xs.errors.NotationError) as caught:
-        planning.with_entry_type(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
+        calls.with_entry_type(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
     assert str(caught.value).splitlines() == [
-        "the block is unreduced along 'a': its max is still to be taken in",
+        "the block is unreduced along 'a': its max is pending in",
         "    'n | sum(a) -> n'",
         "             ^",
         "  write it on the left: max(a)",
