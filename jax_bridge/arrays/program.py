@@ -1,22 +1,35 @@
-"""One compiled program for all arrays of a `reshard` call, cached for the next call like it."""
+"""One compiled program for all arrays of a `reshard` call, cached for the next call like it.
+
+A plan on a global array is one operation of JAX: a primitive that carries the plan and the mesh. The tangent
+moves by the same plan, the cotangent by the backward plan, and a batch is one more dim, sharded as `vmap` has
+it. So JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among
+manual ones.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
+from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.primitive import move
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
-from jax_bridge.calls import check_plan
+from jax_bridge.autodiff.primitive import batch_dim, batched
+from jax_bridge.calls import BlockCall, check_plan
+from jax_bridge.mesh.axis_types import as_tagged
+from jax_bridge.mesh.context import free_axes
+from jax_bridge.specs import storage_sharding
+from jax_bridge.versions import Batch, linear_primitive, with_sharding
 from xshard import Plan, Profile, planner
-from xshard.errors import located
+from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides
@@ -76,7 +89,7 @@ def make_program(
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         LOG.info("tracing one program for %d arrays", len(arrays))  # a compiled program is not traced again
-        return [move(x, plan, mesh.here) for plan, x in zip(plans, arrays, strict=True)]
+        return [_move(x, plan=plan, mesh=mesh.here) for plan, x in zip(plans, arrays, strict=True)]
 
     # Blocks that keep their size can use the memory of donated ones.
     reusable = [plan.source.max_local_size == plan.target.max_local_size for plan in plans]
@@ -87,3 +100,50 @@ def make_program(
         out_shardings=None if isinstance(mesh.here, AbstractMesh) else [x.sharding for x in targets],
     )
     return Program(tuple(plans), tuple(sources), run, jitted)
+
+
+@partial(jax.jit, static_argnames=("plan", "mesh"), inline=True)
+def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+    def local(x: jax.Array) -> jax.Array:
+        return as_tagged(BlockCall(sides(plan), plan).run(x), plan.dst)
+
+    specs = storage_sharding(plan.source.layout, mesh).spec, storage_sharding(plan.target.layout, mesh).spec
+    axes = frozenset(free_axes(mesh))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes)(x)
+
+
+def _batched_plan(plan: Plan, along: Batch) -> Plan:
+    used = [axis for axis in along.mesh_axes if axis in (*plan.src.axes, *plan.dst.axes)]
+    if used:
+        raise MeshError(
+            f"mesh axis {used[0]!r} shards the batch of vmap",
+            text=f"{plan.src} -> {plan.dst}",
+            hint="an axis shards one dim at a time: reshard the unsharded batch, outside of vmap",
+        )
+    if not set(along.mesh_axes) & set(plan.axes):
+        return batched(plan, along.size, along.mesh_axes)
+    # The steps borrow an axis of the batch: other steps can do without it.
+    dim = batch_dim(plan, along.mesh_axes)
+    src, dst = (replace(side.layout, dims=(dim, *side.layout.dims)) for side in (plan.source, plan.target))
+    return planner.plan((src, dst), plan.mesh, (along.size, *plan.shape), plan.dtype, profile=plan.profile)
+
+
+def _batch(
+    x: jax.Array, dim: int | None, along: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
+) -> tuple[jax.Array, int | None]:
+    if dim is None:
+        return _move(x, plan=plan, mesh=mesh), None
+    return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, along), mesh=mesh), 0
+
+
+# A global array under `plan.src` -> the same array under `plan.dst`.
+_move: Callable[..., jax.Array] = linear_primitive(
+    "xshard_reshard",
+    run=_run,
+    abstract_eval=lambda x, *, plan, mesh: (
+        with_sharding(x, storage_sharding(plan.target.layout, mesh), plan.target.shape),
+        set(),
+    ),
+    transpose=lambda cotangent, *, plan, mesh: _move(cotangent, plan=plan.backward, mesh=mesh),
+    batch=_batch,
+)

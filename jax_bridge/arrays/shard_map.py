@@ -105,10 +105,7 @@ class _BorderArray(NamedTuple):
     outside: StoredArray
 
     def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """This device's block under the left layout -> its block under the right one.
-
-        axes: all axes of the mesh.
-        """
+        """This device's block under the left layout -> its block under the right one. axes: the mesh's."""
         with located(self.outside.path):
             return self.call.run(x, axes)
 
@@ -146,11 +143,7 @@ class _Border(NamedTuple):
             return src.resolved(ndim), dst.resolved(ndim), text, axes
 
     def _block_layout(self, array: Sharding) -> Layout:
-        """The layout of blocks at the border.
-
-        Without types JAX takes every device's value for its own, on both sides of a derivative, as `copy`
-        does.
-        """
+        # Without types JAX takes every device's value for its own, on both sides of a derivative: as `copy`.
         rest = () if self.typed else tuple(a for a in array.mesh.axes if a not in array.layout.axes)
         return replace(array.layout, tags=(("copy", rest),) if rest else ())
 
@@ -228,9 +221,8 @@ class _MappedFunction:
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
         """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
-        layouts = (
-            self.in_layouts if isinstance(self.in_layouts, list | tuple) else [self.in_layouts] * len(names)
-        )
+        layouts = self.in_layouts
+        layouts = layouts if isinstance(layouts, list | tuple) else [layouts] * len(names)
         if len(layouts) != len(names):
             raise XshardError(
                 f"{len(names)} arguments by position, layouts for {len(layouts)}",

@@ -26,26 +26,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.autodiff.custom_vjp import move_by_collectives, reverse_only_tangent
-from jax_bridge.autodiff.primitive import move
+from jax_bridge.autodiff.primitive import abstract_eval, batch, move
 from jax_bridge.lower.row_tables import with_fills
-from xshard import Plan
+from jax_bridge.lower.rules import run
+from jax_bridge.lower.transports import PERMUTE_UNBRANCHED
+from jax_bridge.versions import linear_primitive
+from xshard import Plan, XshardError
 from xshard.plans.max_min import max_min_plans
+
+Move = Callable[[Plan, jax.Array], jax.Array]
 
 
 class Mode(NamedTuple):
     """How a block, and how its tangent, goes through a plan."""
 
-    move: Callable[[Plan, jax.Array], jax.Array]
-    tangent: Callable[[Plan, jax.Array], jax.Array]
-
-
-MODES = {"linear": Mode(move, move), "custom_vjp": Mode(move_by_collectives, reverse_only_tangent)}
+    move: Move
+    tangent: Move
 
 
 def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
@@ -74,3 +75,58 @@ def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     count = mode.move(plans.count, won.astype(x.dtype))
     share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
     return y, mode.tangent(plans.cotangent.backward, share)
+
+
+# `ad="custom_vjp"`: jaxprs show the collectives to their readers, as policies of `jax.checkpoint`. Forward mode
+# is refused by an error that names the other mode, unlike with JAX's own `custom_vjp`.
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _collectives(plan: Plan, tangent: Move, x: jax.Array) -> jax.Array:
+    return _forward(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
+
+
+@_collectives.defjvp
+def _rule(plan: Plan, tangent: Move, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # The rule limits the first derivative only: further ones exist in every mode.
+    return _collectives(plan, move, *primals), tangent(plan, *tangents)
+
+
+def _transpose_of_pulled(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
+    back = partial(_collectives, plan.backward, move)
+    return back(cotangent) if devices is None else jax.vmap(back, axis_name=devices)(cotangent)
+
+
+def _refuse(what: str, plan: Plan) -> NoReturn:
+    raise XshardError(
+        f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"",
+        hint='ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev',
+    )
+
+
+_pulled: Callable[..., jax.Array] = linear_primitive(
+    "xshard_pulled",
+    run=lambda x, *, plan, devices: _refuse("forward mode", plan),
+    abstract_eval=abstract_eval,
+    transpose=_transpose_of_pulled,
+    batch=lambda *block, **params: batch(_pulled, *block, **params),
+)
+
+# The identity, which a transposition meets first: it refuses, and the collectives are never transposed.
+_forward: Callable[..., jax.Array] = linear_primitive(
+    "xshard_forward",
+    run=lambda x, *, plan: x,
+    abstract_eval=lambda x, *, plan: (x, set()),
+    transpose=lambda cotangent, *, plan: _refuse("linear_transpose", plan),
+    batch=lambda x, dim, _, *, plan: (_forward(x, plan=plan), dim),
+)
+
+
+def _reverse_only(plan: Plan, tangent: jax.Array) -> jax.Array:
+    return _pulled(tangent, plan=plan, devices=None)
+
+
+MODES = {
+    "linear": Mode(move, move),
+    "custom_vjp": Mode(lambda plan, x: _collectives(plan, _reverse_only, x), _reverse_only),
+}
