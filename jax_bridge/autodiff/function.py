@@ -77,8 +77,8 @@ def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     return y, mode.tangent(plans.cotangent.backward, share)
 
 
-# `ad="custom_vjp"`: jaxprs show the collectives to their readers, as policies of `jax.checkpoint`. Forward mode
-# is refused by an error that names the other mode, unlike with JAX's own `custom_vjp`.
+# `ad="custom_vjp"`: jaxprs show the collectives to their readers, as policies of `jax.checkpoint`. Forward
+# mode is refused by an error that names the other mode, unlike with JAX's own `custom_vjp`.
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
