@@ -110,7 +110,5 @@ def test_an_option_has_one_type_in_all_verbs() -> None:
     for f in VERBS.values():
         for p in inspect.signature(f).parameters.values():
             if p.name in SHARED:
-                types[p.name].add(
-                    p.annotation.replace("Profiles", "str | Path | Profile")
-                )  # of both frameworks
+                types[p.name].add(p.annotation.replace("Profiles", "str | Path | Profile"))
     assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types
