@@ -39,40 +39,6 @@ def test_an_unknown_mode_is_refused():
         taps("lanczos", 4, 8)
 
 
-@pytest.mark.parametrize(
-    ("k", "s", "d", "p", "extra"),
-    [(4, 2, 1, 0, 0), (3, 2, 1, 1, 1), (3, 1, 1, 1, 0), (3, 3, 2, 2, 2), (2, 4, 1, 0, 0)],
-)
-@pytest.mark.parametrize(
-    ("length", "shard"),
-    [(8, Shard(("sp",))), (7, Shard(("sp",), "balanced")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
-)
-def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
-    n = 3 if shard.numbers else 4
-    found = transposed_frame(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
-    x = torch.arange(1.0, length + 1, dtype=torch.float64)
-    weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
-    whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
-    assert len(whole) == found.length
-    blocks = xs.reference.scatter(x.numpy(), str(found.source), xs.Mesh(sp=n))
-    for block, runs in zip(blocks, found.runs, strict=True):
-        assert len(block) == sum(run.rows for run in runs)
-        for first, rows, start, n in runs:
-            assert block.tolist() == x[first : first + rows].tolist()
-            stop = start + n
-            local = np.zeros(n)
-            for i, value in enumerate(block, first):
-                for j in range(k):
-                    o = i * s - p + d * j
-                    if start <= o < stop:
-                        local[o - start] += value * weight[0, 0, j]
-            assert local.tolist() == whole[start:stop].tolist()
-    if shard.numbers:  # an output belongs to the owner of its first input
-        assert found.runs[0][0].outputs == -(-3 * found.length // 7)
-    else:
-        assert max(run.rows for runs in found.runs for run in runs) < length  # no more than needed
-
-
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resampled_blocks_hold_every_tap(mode):
     found = taps(mode, 17, 24)
@@ -83,9 +49,45 @@ def test_resampled_blocks_hold_every_tap(mode):
     assert [run.outputs for (run,) in shape.runs] == [5, 5, 5, 5, 4]
 
 
-def test_parts_that_are_no_intervals_are_refused():
-    with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
-        transposed_frame(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+SHARDS = [(8, Shard(("sp",))), (7, Shard(("sp",), "balanced")), (7, Shard(("sp",), "sizes", (3, 0, 4)))]
+
+
+def check_rows(frame, length, needs, outputs, fill=None):
+    """Blocks hold the rows from the first to the last that outputs need; without a fill, of the array."""
+    assert frame.length == outputs
+    made = [run.start + i for runs in frame.runs for run in runs for i in range(run.outputs)]
+    assert made == list(range(outputs))
+    mesh = xs.Mesh(sp=len(frame.runs))
+    blocks = xs.reference.scatter(np.arange(length), str(frame.source), mesh)
+    for block, runs in zip(blocks, frame.runs, strict=True):
+        assert len(block) == sum(run.rows for run in runs)
+        for first, n, start, count in runs:
+            rows = [row for o in range(start, start + count) for row in needs(o)]
+            rows = range(min(rows), max(rows) + 1) if rows else ()
+            if fill is None:
+                assert set(block) >= {row for row in rows if 0 <= row < length}
+                assert block.tolist() == list(range(first, first + n))
+            else:
+                assert block.tolist() == [i if 0 <= i < length else fill for i in rows]
+
+
+@pytest.mark.parametrize(
+    ("k", "s", "d", "p", "extra"),
+    [(4, 2, 1, 0, 0), (3, 2, 1, 1, 1), (3, 1, 1, 1, 0), (3, 3, 2, 2, 2), (2, 4, 1, 0, 0)],
+)
+@pytest.mark.parametrize(("length", "shard"), SHARDS)
+def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
+    n = len(shard.numbers) or 4
+    frame = transposed_frame(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+
+    def needs(o):
+        return [i for i in range(length) for j in range(k) if i * s - p + d * j == o]
+
+    check_rows(frame, length, needs, (length - 1) * s - 2 * p + d * (k - 1) + 1 + extra)
+    if shard.numbers:  # an output belongs to the owner of its first input
+        assert frame.runs[0][0].outputs == -(-3 * frame.length // 7)
+    else:
+        assert max(run.rows for runs in frame.runs for run in runs) < length  # no more than needed
 
 
 @pytest.mark.parametrize("out", ["", "balanced", "aligned"])
@@ -99,31 +101,25 @@ def test_parts_that_are_no_intervals_are_refused():
         (1, 1, 1, 4, (0, 0)),
     ],
 )
-@pytest.mark.parametrize(
-    ("length", "shard"),
-    [(8, Shard(("sp",))), (7, Shard(("sp",), "zigzag")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
-)
+@pytest.mark.parametrize(("length", "shard"), SHARDS)
 def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
-    """Blocks hold the rows from the first to the last tap of their outputs, and fill beyond the ends."""
-    n = len(shard.numbers) or 4
-    dim, fill = Dim("h", (shard,)), Boundary("constant", 77.0)
+    fill = Boundary("constant", 77.0)
     window = Window(k, s, d, p, out, fill, fill)
-    if shard.order == "zigzag":
-        with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
-            window_frame(dim, length, (n,), window, base)
-        return
-    found = window_frame(dim, length, (n,), window, base)
-    outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
-    assert found.length == len(outputs)
-    made = [run.start + i for runs in found.runs for run in runs for i in range(run.outputs)]
-    assert made == outputs.tolist()
-    blocks = xs.reference.scatter(np.arange(length), str(found.source), xs.Mesh(sp=n))
-    for block, runs in zip(blocks, found.runs, strict=True):
-        taps = [
-            (run.start + i) * s - p[0] + d * j for run in runs for i in range(run.outputs) for j in (0, k - 1)
-        ]
-        rows = range(-(-min(taps) // base), max(taps) // base + 1) if taps else ()
-        assert block.tolist() == [i if 0 <= i < length else 77 for i in rows]
+    frame = window_frame(Dim("h", (shard,)), length, (len(shard.numbers) or 4,), window, base)
+
+    def needs(o):
+        first, last = (o * s - p[0] + d * j for j in (0, k - 1))
+        return range(-(-first // base), last // base + 1)
+
+    check_rows(frame, length, needs, ((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1, 77)
+
+
+def test_parts_that_are_no_intervals_are_refused():
+    dim = Dim("h", (Shard(("sp",), "zigzag"),))
+    with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
+        transposed_frame(dim, 8, (2,), k=3)
+    with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
+        window_frame(dim, 8, (2,), Window(3, p=(1, 1)), 2)
 
 
 @pytest.mark.parametrize("ceil", [False, True])
