@@ -126,7 +126,11 @@ def plan(
     if is_contraction(expression):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
-        limits = limit_of(memory_limit), _operations(flops_limit)
+        if flops_limit is not None and not isinstance(flops_limit, Real):
+            raise PlanError(
+                f"flops_limit is {shown(flops_limit)}", hint="a number of floating point operations"
+            )
+        limits = limit_of(memory_limit), flops_limit
         lengths_by_name, shapes = whole_lengths(sizes, shape)
         named = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return plan_contraction(
@@ -207,26 +211,19 @@ def _plan_between(
         check_axes(dst, meshes[1], text)
     else:  # the axis may be right on the left: the error marks it where it comes last
         check_axes(dst, meshes[1], text, "the destination's mesh", -1)
-    givers = device_numbers("source", meshes[0], devices[0])
-    takers = device_numbers("destination", meshes[1], devices[1])
-    if relabel and sorted(givers) != sorted(takers):
+    src_numbers = device_numbers("source", meshes[0], devices[0])
+    dst_numbers = device_numbers("destination", meshes[1], devices[1])
+    if relabel and sorted(src_numbers) != sorted(dst_numbers):
         raise MeshError(
             "relabel=True is for two meshes over the same devices",
-            hint=f"the source has {device_ranges(givers)}, the destination {device_ranges(takers)}",
+            hint=f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}",
         )
-    endpoints = src, dst, *meshes, givers, takers
+    endpoints = src, dst, *meshes, src_numbers, dst_numbers
     name, machine = name_of(dtype), load_profile(profile)
     request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
     return find_plan(request, objective)
-
-
-def _operations(limit: Any) -> Any:
-    """A limit of operations. Raises PlanError."""
-    if limit is not None and not isinstance(limit, Real):
-        raise PlanError(f"flops_limit is {shown(limit)}", hint="a number of floating point operations")
-    return limit
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:
@@ -236,7 +233,9 @@ def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None)
             hint="pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
         )
     if mesh is not None:
-        raise MeshError("one mesh and two", hint="pass the mesh, or src_mesh= and dst_mesh=")
+        raise MeshError(
+            "a mesh beside src_mesh or dst_mesh", hint="pass either mesh, or src_mesh and dst_mesh"
+        )
     if src_mesh is None or dst_mesh is None:
         missing = [n for n, m in (("src_mesh", src_mesh), ("dst_mesh", dst_mesh)) if m is None]
         raise MeshError(f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh=")

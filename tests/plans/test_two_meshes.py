@@ -82,7 +82,11 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"mesh": A2}, MeshError, "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh="),
+        (
+            {"mesh": A2},
+            MeshError,
+            "a mesh beside src_mesh or dst_mesh\n  pass either mesh, or src_mesh and dst_mesh",
+        ),
         ({"dst_mesh": None}, MeshError, "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh="),
         (
             {"src_mesh": None, "dst_mesh": None},

@@ -70,18 +70,12 @@ def node_processes(n: int) -> int | None:
     own = next(filter(str.isdecimal, (os.environ.get(name, "") for name in LAUNCHERS)), None)
     if own is not None:
         return math.gcd(int(own), n)
-    nodes = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", node.strip()) for node in _all_nodes().split(",")]
+    # Slurm's list of all nodes, as in `4(x2),3`; else pods of a PyTorchJob, where "auto" is one process.
+    per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE", f"{per_pod}(x{os.environ.get('PET_NNODES')})")
+    nodes = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", node.strip()) for node in listed.split(",")]
     runs = [(int(node[1]), int(node[2] or 1)) for node in nodes if node]
     return math.gcd(*(size for size, _ in runs)) if sum(size * times for size, times in runs) == n else None
-
-
-def _all_nodes() -> str:
-    """The processes of every node, as in `4(x2),3`: Slurm's list, or the pods of a PyTorchJob.
-
-    A pod that runs torchrun has said so before; else "auto" is one process.
-    """
-    per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
-    return os.environ.get("SLURM_STEP_TASKS_PER_NODE", f"{per_pod}(x{os.environ.get('PET_NNODES')})")
 
 
 def machine_of(kind: str, node_devices: int | None) -> Profile:

@@ -41,12 +41,8 @@ class Retag(Step):
         return list(blocks)
 
     def __str__(self) -> str:
-        changes = [
-            f"-> {kind}({','.join(a)})" for kind, a in (("copy", self.copies), ("replica", self.replicas))
-        ]
-        return "retag " + " ".join(
-            text for text, a in zip(changes, (self.copies, self.replicas), strict=True) if a
-        )
+        roles = ("copy", self.copies), ("replica", self.replicas)
+        return "retag " + " ".join(f"-> {role}({','.join(axes)})" for role, axes in roles if axes)
 
 
 @dataclass(frozen=True)

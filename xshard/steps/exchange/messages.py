@@ -84,11 +84,12 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
 
 def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
-    boxes: list[tuple[int, int, int, float]] = []
-    for d, dim in enumerate(after.layout.dims):
-        sizes = after.mesh.sizes_of(dim.axes)
-        boxes += [(d, *fill) for fill in block_fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
-    return tuple(boxes)
+    mesh = after.mesh
+    return tuple(
+        (d, *fill)
+        for d, (dim, n) in enumerate(zip(after.layout.dims, after.shape, strict=True))
+        for fill in block_fills(dim, n, mesh.sizes_of(dim.axes), after.dim_device(d, device))
+    )
 
 
 @lru_cache(maxsize=8192)
