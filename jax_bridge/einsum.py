@@ -24,8 +24,7 @@ from jax_bridge.autodiff.product import multiplied
 from jax_bridge.calls import execute, with_entry_type
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
 from xshard import ContractionPlan, Mesh, Plan, Profile, planner
-from xshard.contractions.expression import Contraction, contraction
-from xshard.contractions.plan import Part
+from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import Shapes, whole_shapes
 from xshard.errors import DtypeError, ShapeError
@@ -39,23 +38,12 @@ class Product(NamedTuple):
     precision: Any
 
 
-def contraction_of(expression: Any) -> Contraction:
-    """The layouts of operands and result. Raises NotationError."""
-    return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
-
-
 def plan_for(
     text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile, overlap: str
 ) -> ContractionPlan:
     """The cheapest plan."""
     whole = tuple(map(tuple, shapes))
     return planner.plan_contraction(text, mesh, None, whole, dtype.name, profile, None, None, None, overlap)
-
-
-def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
-    """The axes along which the plan sends or reduces."""
-    moves = (move for part in plan.parts for move in (*part.moves, part.result))
-    return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
 
 
 def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
@@ -91,7 +79,7 @@ def einsum_blocks(
     call, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
         plan = expression
-        here = planned_mesh_here(mesh, plan.mesh, axes_of(plan), call.text)
+        here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
         check_given(plan, shapes or plan.shapes, dtype.name)
     else:
         here, machine = machine_here(mesh, (*call.operands, call.result), call.text, profile)

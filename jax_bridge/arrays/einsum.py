@@ -19,19 +19,12 @@ from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import (
-    Product,
-    axes_of,
-    check_given,
-    check_shapes,
-    contraction_of,
-    einsum_blocks,
-    plan_for,
-)
+from jax_bridge.einsum import Product, check_given, check_shapes, einsum_blocks, plan_for
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes
 from jax_bridge.mesh.machine import machine
 from xshard import ContractionPlan, Profile
+from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import check_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
@@ -120,7 +113,7 @@ def _program(
     if isinstance(expression, ContractionPlan):
         plan = expression
         check_given(plan, shapes, dtype.name)
-        mesh.free(axes_of(plan), text, plan.mesh)
+        mesh.free(plan.axes, text, plan.mesh)
     else:
         plan = plan_for(text, free, shapes, dtype, profile, overlap)
     arrays = [*(move.source for move in plan.moves), plan.result.target]

@@ -36,8 +36,8 @@ from torch_bridge.mesh.process_mesh import (
 )
 from xshard import Mesh, Plan, Profile
 from xshard.arguments import limit_of
-from xshard.contractions.expression import Contraction, contraction
-from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.expression import Contraction
+from xshard.contractions.plan import ContractionPlan, contraction_of
 from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
@@ -91,8 +91,7 @@ class EinsumCall(NamedTuple):
     @property
     def contraction(self) -> Contraction:
         """The parsed expression."""
-        planned = isinstance(self.expression, ContractionPlan)
-        return self.expression.contraction if planned else contraction(self.expression)
+        return contraction_of(self.expression)
 
     def executable(self, blocks: Sequence[Tensor]) -> ContractionExecutable:
         """The executable of this process, from the cache if it is there. Raises as `einsum` does."""

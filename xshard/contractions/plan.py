@@ -14,7 +14,7 @@ from typing import Any
 
 from xshard.contractions import serialize, table
 from xshard.contractions.explain import explain
-from xshard.contractions.expression import Contraction
+from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.ring import ContractionRing, rings
 from xshard.contractions.types import local_type
 from xshard.contractions.work import accesses, operations
@@ -152,6 +152,12 @@ class ContractionPlan(Pictured):
         return tuple(moves[i] for i in range(len(self.shapes)))
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of all moves."""
+        moves = (move for part in self.parts for move in (*part.moves, part.result))
+        return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
+
+    @property
     def result(self) -> Plan:
         """The plan from the last local result to the result."""
         return self.parts[-1].result
@@ -240,6 +246,11 @@ class ContractionPlan(Pictured):
         with reading_plan():
             values = serialize.from_plain(json.loads(text), profile)
             return ContractionPlan(**{**values, "parts": tuple(map(_part, values["parts"]))})
+
+
+def contraction_of(expression: str | ContractionPlan) -> Contraction:
+    """The contraction of a text or of a plan. Raises NotationError."""
+    return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
 
 
 def _part(values: dict[str, Any]) -> Part:
