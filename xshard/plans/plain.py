@@ -57,7 +57,8 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 def fields_to_plain(value: Any) -> dict[str, Any]:
     """The fields of a frozen value, without its profile."""
-    return {name: to_plain(getattr(value, name)) for name in _field_types(type(value))}
+    cls: Any = type(value)
+    return {name: to_plain(getattr(value, name)) for name in _field_types(cls)}
 
 
 def fields_from_plain(cls: type, data: Any) -> dict[str, Any]:

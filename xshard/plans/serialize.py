@@ -77,5 +77,5 @@ def _step(data: dict[str, Any], profile: Profile) -> Step:
             f"no step {data.get('step')!r}", hint=f"steps are: {', '.join(sorted(Step.registry))}"
         )
     values = fields_from_plain(kind, {name: value for name, value in data.items() if name != "step"})
-    machine = {"profile": profile} if "profile" in kind.__dataclass_fields__ else {}
+    machine = {"profile": profile} if "profile" in kind.__annotations__ else {}
     return kind(**values, **machine)
