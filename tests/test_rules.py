@@ -96,7 +96,7 @@ def test_a_malformed_pattern_is_marked(pattern: str, reason: str) -> None:
 def test_a_malformed_layout_is_found_before_any_name_is_seen() -> None:
     with pytest.raises(NotationError, match=r"rule '\*\*.weight': .* in\n    'o/\(tp i'"):
         Rules({"**.weight": "o/(tp i"})
-    with pytest.raises(NotationError, match="are no rules"):
+    with pytest.raises(NotationError, match="are not rules"):
         Rules(["o/tp i"])  # type: ignore[arg-type]
     with pytest.raises(NotationError, match="5 is not a pattern"):
         Rules({5: "..."})  # type: ignore[dict-item]

@@ -86,7 +86,9 @@ def run_tree(plan, blocks):
         n = plan.dst_mesh.n_devices
         outs = arrived[array.name] = [np.empty(array.sharding.local_shape(d), array.dtype) for d in range(n)]
         for move in array.moves:
-            parts = [x[move.src.index(d)].astype(move.plan.dtype) for d, x in enumerate(blocks[move.name])]
+            parts = [
+                x[move.src.numpy_index(d)].astype(move.plan.dtype) for d, x in enumerate(blocks[move.name])
+            ]
             for d, part in enumerate(xs.reference.run(move.plan, parts)):
-                outs[d][move.dst.index(d)] = part
+                outs[d][move.dst.numpy_index(d)] = part
     return arrived

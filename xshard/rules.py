@@ -1,7 +1,4 @@
-"""Rules: patterns over the names of arrays or modules -> the layout, or the expression, of each.
-
-Decides which names a pattern fits, and which rule a name gets. Knows no tree, no model and no array.
-"""
+"""Rules: patterns over the names of arrays or modules -> the layout, or the expression, of each."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from xshard.notation.parser import ARROW
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
-MOST_SPELLINGS = 1000  # of one pattern, its braces and bars written out
-MOST_CHARS = 1_000_000  # of all of them together
+MOST_SPELLINGS = 1000  # alternatives of one pattern
+MOST_CHARS = 1_000_000  # in all alternatives
 DEEPEST = 8  # braces inside braces
 _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
@@ -27,14 +24,14 @@ Pattern = str | re.Pattern[str]
 
 
 class Rules(Mapping[Pattern, Any]):
-    """Patterns over names -> a layout or an expression; of the patterns that fit a name, the first decides.
+    """Patterns over names -> a layout or an expression; the first pattern that fits a name applies.
 
     Names have parts between dots, as in `model.layers.0.mlp.up_proj.weight`. In a pattern `*` stands for one
-    part or a piece of one, `**` for any number of whole parts, none too, `{a,b}` for either, and `|` stands
-    between whole patterns; a compiled regular expression fits whole names. Leaves of trees are called as in
+    part or a piece of one, `**` for any number of whole parts or none, `{a,b}` for either, and `|` separates
+    whole patterns; a compiled regular expression fits whole names. Leaves of trees have names as in
     `model.state_dict()`: keys, attributes and indices, with dots between them.
-    Where rules are asked for, a plain dict does; where expressions are, a dict is a tree of them.
-    Raises NotationError for a pattern or a layout that is malformed.
+    A function that takes rules also takes a plain dict; in place of expressions a dict is a tree of them.
+    Raises NotationError for a malformed pattern or layout.
 
     >>> rules = Rules({"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."})
     >>> rules.find("layers.0.q_proj.weight"), rules.find("norm.bias")
@@ -43,7 +40,7 @@ class Rules(Mapping[Pattern, Any]):
 
     def __init__(self, rules: Mapping[Pattern, Any]) -> None:
         if not isinstance(rules, Mapping):
-            raise NotationError(f"{shown(rules)} are no rules", hint='{"**.weight": "o/tp i", "**": "..."}')
+            raise NotationError(f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}')
         self._rules = dict(rules)
         self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
         for pattern, value in self._rules.items():
@@ -70,16 +67,16 @@ class Rules(Mapping[Pattern, Any]):
         return next((pattern for pattern, fits in self._fits.items() if fits.fullmatch(name)), None)
 
     def find(self, name: str) -> Any | None:
-        """What the rules say of a name, or None if no pattern fits it."""
+        """The layout or expression for a name; None if no pattern fits it."""
         pattern = self.pattern_for(name)
         return None if pattern is None else self._rules[pattern]
 
     def match(self, names: Collection[str], *, partial: bool = False, what: str = "name") -> dict[str, Any]:
-        """What the rules say of each name, in the order of `names`.
+        """The layout or expression for each name, in the order of `names`.
 
-        partial: names without a rule are left out. what: the word that errors have for a name.
-        Raises XshardError if a name has no rule, and for each rule that decides nothing: it fits no name, or
-        rules before it decide all that it fits. `**`, which fits everything, may be left with nothing.
+        partial: leave out names without a rule. what: the word for a name in errors.
+        Raises XshardError for names without a rule, and for unused rules: they fit no name, or rules before
+        them fit the same names. Only `**`, which fits everything, may be unused.
 
         >>> Rules({"*.weight": "o/tp i", "**": "..."}).match(["up.weight", "norm"])
         {'up.weight': 'o/tp i', 'norm': '...'}
@@ -87,16 +84,16 @@ class Rules(Mapping[Pattern, Any]):
         names = list(names)
         decided = {name: self.pattern_for(name) for name in names}
         missing = [name for name, pattern in decided.items() if pattern is None and not partial]
-        idle = [p for p in self._rules if p not in decided.values() and p != ALL] if names else []
-        if missing or idle:
-            raise self._error(names, missing, idle, decided, what)
+        unused = [p for p in self._rules if p not in decided.values() and p != ALL] if names else []
+        if missing or unused:
+            raise self._error(names, missing, unused, decided, what)
         return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
 
     def _error(
         self,
         names: list[str],
         missing: list[str],
-        idle: list[Pattern],
+        unused: list[Pattern],
         decided: Mapping[str, Pattern | None],
         what: str,
     ) -> XshardError:
@@ -105,7 +102,7 @@ class Rules(Mapping[Pattern, Any]):
             reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {_listed(missing)}")
             rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
             hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
-        for pattern in idle:
+        for pattern in unused:
             fitted = [name for name in names if self._fits[pattern].fullmatch(name)]
             if fitted:
                 earlier = decided[fitted[0]]

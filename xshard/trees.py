@@ -58,8 +58,8 @@ def spread(
     """Every leaf of a tree with the value given for it.
 
     branches: name, value or `Rules`, and tree of each branch, as `prefix_branches` returns them. Rules apply
-    to the names inside their branch. named_leaves: flattens a tree. takes_value: False for leaves whose value
-    is None.
+    to the names inside their branch. named_leaves: flattens a tree. takes_value: False for leaves
+    without a value.
     Raises XshardError as `Rules.match` does.
 
     >>> flatten = dict.items
@@ -96,7 +96,7 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The branches of `tree` in whose place `given`, a tree too, has a value or `Rules`.
+    """The branches of `tree` for which `given`, a tree too, has one value or `Rules`.
 
     is_value: True for one value, also if it is a dict, a list or a tuple. what: the words for `tree` and
     `given` in errors, as `("tensors", "expressions")`. children: the branches of a tree in order; None for a
@@ -136,7 +136,7 @@ def groups(
 ) -> list[list[int]]:
     """Indices of items in groups: items in order, together while their sizes add up to at most `limit`.
 
-    An item above the limit is alone. sizes: in bytes, or bytes by device, of which the largest sum counts.
+    An item above the limit is alone. sizes: bytes, or bytes by device; the largest sum over devices counts.
     keys: only items of one key are together. limit: None puts all items of a key in one group.
 
     >>> groups([1, 2, 9, 3], limit=3), groups([1, 1, 1], limit=None, keys="aba")

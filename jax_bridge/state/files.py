@@ -89,9 +89,9 @@ def save(
         return saving[0].digest
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        x = arrays[name]
-        on_mesh = isinstance(getattr(x, "sharding", None), NamedSharding)
-        block = np.asarray(blocks_of(x)[x.sharding.mesh.devices.flat[device]] if on_mesh else x)
+        x, sharding = arrays[name], getattr(arrays[name], "sharding", None)
+        on_mesh = isinstance(sharding, NamedSharding)
+        block = np.asarray(blocks_of(x)[sharding.mesh.devices.flat[device]] if on_mesh else x)
         stored = name_of(x.dtype)
         return recast(block.view(carrier(stored)), stored, dtype)
 
@@ -135,7 +135,7 @@ def load(
     P('tp', None)
     """
     if isinstance(jax_mesh(mesh), AbstractMesh):
-        raise MeshError("the mesh has no devices", hint="pass a jax.Mesh")
+        raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
     rules = Rules({"**": "..."} if rules is None else rules)
     profile = load_profile(machine(profile, mesh))
     leaves = [] if like is None else array_leaves("...", like)
@@ -201,9 +201,9 @@ def _gathered(value: Any) -> list[Any]:
 def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
     for leaf in filter(lambda leaf: is_array(leaf.x), leaves):
         if isinstance(leaf.x, Tracer):
-            raise XshardError(f"{leaf.place}: a traced array has no values", hint="save outside of jax.jit")
+            raise XshardError(f"{leaf.place}: a traced array cannot be saved", hint="save outside of jax.jit")
         if isinstance(leaf.x, jax.ShapeDtypeStruct):
-            raise XshardError(f"{leaf.place}: a type has no values", hint="save arrays")
+            raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
         if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
             raise XshardError(f"{leaf.place}: the array was donated or deleted", hint="save before that")
         if are_keys(leaf.x):

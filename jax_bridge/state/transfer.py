@@ -131,7 +131,7 @@ def _mesh_and_devices(leaves: list[Leaf], dst_mesh: Any) -> tuple[JaxMesh, list[
     src_mesh = mesh_of([leaf.x for leaf in placed], [leaf.name for leaf in placed])
     for mesh in (src_mesh, jax_mesh(dst_mesh)):
         if not isinstance(mesh, JaxMesh):
-            raise MeshError(f"{mesh} has no devices", hint="pass a jax.sharding.Mesh of devices")
+            raise MeshError(f"{mesh} is not a mesh of devices", hint="pass a jax.sharding.Mesh of devices")
     assert isinstance(src_mesh, JaxMesh)
     src, dst = src_mesh.devices.flat[0], dst_mesh.devices.flat[0]
     if src.platform != dst.platform:

@@ -63,7 +63,7 @@ def check_dense(x: Tensor) -> None:
     wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
     if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
         raise XshardError(
-            f"a {type(x).__name__} of {x.layout} on {x.device} has no dense memory that JAX could read",
+            f"a {type(x).__name__} of {x.layout} on {x.device} is not dense memory that JAX can read",
             hint="hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one",
         )
 
@@ -137,7 +137,7 @@ class ReadOnlyTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReadOnlyTensor({self.block!r})"
 
-    # Attributes and methods stay those of a tensor; their operations come through __torch_dispatch__.
+    # Attributes and methods are a tensor's; their operations come through __torch_dispatch__.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod

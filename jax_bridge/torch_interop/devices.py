@@ -62,7 +62,7 @@ class MeshPair:
         platform = self.devices[0].platform
         if platform not in KINDS:
             raise MeshError(
-                f"JAX's mesh is of {platform} devices, which torch has no tensors on",
+                f"JAX's mesh is of {platform} devices, where torch cannot have tensors",
                 hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
             )
         return KINDS[platform]
@@ -99,7 +99,8 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
     """
     if not isinstance(jax_mesh, JaxMesh):
         raise MeshError(
-            f"{type(jax_mesh).__name__} {jax_mesh} has no devices", hint="pass a jax.sharding.Mesh of devices"
+            f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices",
+            hint="pass a jax.sharding.Mesh of devices",
         )
     check_processes()
     return _matched(jax_mesh, torch_mesh)
@@ -135,7 +136,7 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     if all(d.process_index != jax.process_index() for d in meshes.every):
         torchs = "" if torch_mesh is None else f" or torch's {axes!r}"
         raise MeshError(
-            f"process {jax.process_index()} has no device in JAX's mesh {dict(jax_mesh.shape)}{torchs}",
+            f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}",
             hint="call this in the processes of the mesh only",
         )
     return meshes

@@ -77,7 +77,7 @@ def prepare_to_torch(
         jax_mesh, mesh = mesh, None
     if not isinstance(jax_mesh, JaxMesh):
         raise MeshError(
-            f"the array has no mesh: {array.sharding}", hint="pass the jax.sharding.Mesh that it is on"
+            f"the array is not on a mesh: {array.sharding}", hint="pass the jax.sharding.Mesh that it is on"
         )
     meshes = mesh_pair(jax_mesh, mesh)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
@@ -167,7 +167,7 @@ def _check_array(array: Any) -> None:
     """Raise XshardError for an argument without memory that torch could read."""
     if isinstance(array, Tracer):
         raise XshardError(
-            f"the array is a tracer, {jax.typeof(array)}: it has no memory that torch could read",
+            f"the array is a tracer, {jax.typeof(array)}: torch cannot read it",
             hint="hand it over outside of jit and grad; inside, torch_interop.from_torch calls torch",
         )
     if not isinstance(array, jax.Array):

@@ -39,7 +39,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise MeshError(
-                "no process group is initialised, and the environment has no RANK to make one",
+                "no process group is initialised, and RANK is not set",
                 hint="start the program by torchrun, or call torch.distributed.init_process_group() first",
             )
         dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo"))

@@ -65,7 +65,7 @@ class VjpProgram:
         return list(self._pull(pull, cotangents))
 
     def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
-        """Indices of the outputs whose memory the pullback reads."""
+        """Indices of the outputs that share memory with the pullback."""
         saved = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
         return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
 

@@ -106,7 +106,7 @@ def array_sharding(layout: Layout, meshes: MeshPair, shape: tuple[int, ...]) -> 
         if not sharding.is_even:
             whole = " ".join(sharding.layout.names)
             raise ShapeError(
-                f"a jax.Array has no uneven blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}",
+                f"a jax.Array needs equal blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}",
                 hint=f"hand it over under a layout that divides, as in '{layout} -> {whole}'",
             )
         return storage_sharding(sharding.layout, meshes.jax_mesh)

@@ -234,7 +234,7 @@ def test_layouts_that_do_not_fit() -> None:
         (("n d", "n d"), "n d", xs.XshardError, "in_layouts: .* do not fit"),
         ("n/a d", ("n d", "n d"), xs.XshardError, "out_layouts: .* do not fit"),
         ("n/b d", "n d", xs.errors.NotationError, "unknown mesh axis 'b' in\n    'n/b d'"),
-        ("n/a d", "n d/a", xs.errors.ShapeError, "no uneven blocks"),
+        ("n/a d", "n d/a", xs.errors.ShapeError, "needs equal blocks"),
         ("n/a d", "n", xs.errors.ShapeError, "has 1 dims, the array has 2"),
     ):
         with pytest.raises(kind, match=message):

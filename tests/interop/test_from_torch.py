@@ -215,7 +215,7 @@ def test_what_is_refused_when_it_is_traced() -> None:
     mesh = jax_mesh(a=2)
     for fn, ins, outs, kind, message in (
         (torch.sin, "n/b", "n", xs.errors.NotationError, "unknown mesh axis 'b' in\n    'n/b'"),
-        (torch.sin, "n/a", "n/a", xs.errors.ShapeError, "no uneven blocks"),
+        (torch.sin, "n/a", "n/a", xs.errors.ShapeError, "needs equal blocks"),
         (torch.argmax, "n", "...", xs.errors.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
         (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts: .* do not fit"),

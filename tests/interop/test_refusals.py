@@ -29,7 +29,7 @@ TO_JAX = {
         "n/a d",
         {},
     ),
-    r"no uneven blocks: \(7, 6\) does not divide on JAX's Mesh\(a=2\) in 'n/a d'": (
+    r"needs equal blocks: \(7, 6\) does not divide on JAX's Mesh\(a=2\) in 'n/a d'": (
         lambda: [torch.zeros(4, 6), torch.zeros(3, 6)],
         "n/a d",
         {"shape": (7, 6)},
@@ -48,12 +48,12 @@ TO_JAX = {
     "several dtypes: bfloat16, float32": (lambda: [torch.zeros(4), torch.zeros(4).bfloat16()], "n/a", {}),
     "JAX has no torch.complex32": (lambda: [torch.zeros(4, dtype=torch.complex32)] * 2, "n/a", {}),
     "ndarray is not a tensor": (lambda: [x.numpy() for x in pair()], "n/a d", {}),
-    "Tensor of torch.sparse_coo on cpu has no dense memory": (
+    "Tensor of torch.sparse_coo on cpu is not dense memory": (
         lambda: [x.to_sparse() for x in pair()],
         "n/a d",
         {},
     ),
-    "on meta has no dense memory": (lambda: [x.to("meta") for x in pair()], "n/a d", {}),
+    "on meta is not dense memory": (lambda: [x.to("meta") for x in pair()], "n/a d", {}),
     "via='numpy' in 'n/a d -> n d/a'\n.*\"torch\", \"jax\", or None": (
         pair,
         "n/a d -> n d/a",
@@ -74,9 +74,9 @@ def test_tensors_that_do_not_fit(message) -> None:
 def test_fake_tensors_and_meshes_without_devices() -> None:
     with FakeTensorMode():
         fake = torch.zeros(4)
-    with pytest.raises(xs.XshardError, match=r"a FakeTensor of .* has no dense memory"):
+    with pytest.raises(xs.XshardError, match=r"a FakeTensor of .* is not dense memory"):
         to_jax(fake, "n", jax_mesh(a=1))
-    with pytest.raises(xs.errors.MeshError, match=r"AbstractMesh .* has no devices"):
+    with pytest.raises(xs.errors.MeshError, match=r"AbstractMesh .* is not a mesh of devices"):
         to_jax(torch.zeros(4), "n", jax_mesh(a=1).abstract_mesh)
 
 
@@ -108,7 +108,7 @@ def test_arrays_that_do_not_fit() -> None:
     ):
         with pytest.raises(kind, match=message):
             to_torch(x, layout)
-    with pytest.raises(xs.errors.MeshError, match="the array has no mesh: SingleDeviceSharding"):
+    with pytest.raises(xs.errors.MeshError, match="the array is not on a mesh: SingleDeviceSharding"):
         to_torch(jnp.zeros(3), "n")
     assert to_torch(jnp.zeros(3), "n", jax_mesh(a=1)).tolist() == [0, 0, 0]
     with pytest.raises(xs.errors.MeshError, match="a DTensor is on a DeviceMesh"):

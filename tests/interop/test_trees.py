@@ -79,7 +79,7 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
         assert not lines  # the first would be copied
         assert str(caught.value).startswith(f"leaf '{'second' if 'second' in rules else 'third'}': ")
     arrays = {"a": jax.numpy.zeros(3)}
-    with pytest.raises(xs.errors.MeshError, match="leaf 'a': the array has no mesh"):
+    with pytest.raises(xs.errors.MeshError, match="leaf 'a': the array is not on a mesh"):
         to_torch(arrays, {"**": "..."})
 
 

@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
         ("i/sizes(tp,1,7) o", serve, e.ShapeError, "leaf 'w': a jax.Array cannot have uneven blocks"),
         ("i o | copy(tp)", serve, e.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
         ("i", serve, e.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
-        ("i o", serve.abstract_mesh, e.MeshError, "has no devices"),
+        ("i o", serve.abstract_mesh, e.MeshError, "is not a mesh of devices"),
         ("i o", {"tp": 2}, e.MeshError, "is not a mesh"),
     ):
         with pytest.raises(kind, match=words):

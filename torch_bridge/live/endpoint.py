@@ -103,7 +103,7 @@ class Endpoint:
         return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
-        """The plan for a tree of the trainer, whose ranks come first in the group of both programs."""
+        """The plan for a tree of the trainer; its ranks come first in the group of both programs."""
         n = self.src_mesh.n_devices
         devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
         options = devices, profile_of("of the trainer", facts[PROFILE]), self.bucket_bytes

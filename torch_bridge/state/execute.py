@@ -47,7 +47,7 @@ def execute(
                 if src is None:
                     parts.append(torch.empty(0, dtype=dtype, device=tensor_device))
                 else:
-                    part = _part(blocks[move.name], move.src.index(src))
+                    part = _part(blocks[move.name], move.src.numpy_index(src))
                     parts.append(part.to(tensor_device, dtype))
             crossings = [cross(move.plan, tensor_device, group) for move in moves]
             results = iter(run_together(crossings, parts))
@@ -65,11 +65,11 @@ def execute(
 def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
     """The block of an array from the parts that its moves bring."""
     dtype = getattr(torch, array.dtype)
-    if len(parts) == 1 and not array.moves[0].dst.part.index:
+    if len(parts) == 1 and not array.moves[0].dst.part.numpy_index:
         return parts[0].to(dtype)
     out = parts[0].new_empty(array.sharding.local_shape(device), dtype=dtype)
     for move, part in zip(array.moves, parts, strict=True):
-        _bits(out)[_index(move.dst.index(device))] = _bits(part.to(dtype))
+        _bits(out)[_index(move.dst.numpy_index(device))] = _bits(part.to(dtype))
     return out
 
 

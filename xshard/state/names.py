@@ -79,7 +79,7 @@ def split(
 def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
     """Stack arrays with numbers in their names along a new dim: experts, or layers for a scan.
 
-    src: a pattern whose last star stands for 0, 1, 2, ...; dst has one star less.
+    src: a pattern; its last star stands for 0, 1, 2, ...; dst has one star less.
     """
     yield Relation((src,), dst, None, dim, stacks=True)
 
@@ -168,7 +168,7 @@ class Names:
         for name, target in self.resolve(shapes, dtypes).items():
             out = results[name] = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
             for src, dst, order in target.pieces:
-                out[dst.index] = np.transpose(arrays[src.name][src.index], order)
+                out[dst.numpy_index] = np.transpose(arrays[src.name][src.numpy_index], order)
             results[name] = out.astype(target.dtype)
         return results
 
@@ -215,7 +215,7 @@ def _check_patterns(relation: Relation) -> None:
         match_stars(pattern, "")  # refuses a malformed pattern
     stars = [stars_in(pattern) for pattern in patterns]
     if relation.stacks and "*" not in stars[0][-1:]:
-        raise XshardError(f"'{relation}' has no star for a number", hint="stack('e.*', 'e')")
+        raise XshardError(f"'{relation}' needs a star for a number", hint="stack('e.*', 'e')")
     if relation.stacks:
         stars[0].pop()
     if any(each != stars[-1] for each in stars):

@@ -30,12 +30,12 @@ class PartSharding:
     sharding: Sharding
     rows: tuple[Runs, ...] = ()
 
-    def index(self, device: int) -> tuple[Any, ...]:
+    def numpy_index(self, device: int) -> tuple[Any, ...]:
         """The numpy index of the device's block of the part in its block of the whole."""
         if not self.rows:
-            return self.part.index
+            return self.part.numpy_index
         assert self.part.dim is not None
-        return self.part._replace(rows=self.rows[self.whole.dim_device(self.part.dim, device)]).index
+        return self.part._replace(rows=self.rows[self.whole.dim_device(self.part.dim, device)]).numpy_index
 
 
 @lru_cache(maxsize=65536)
@@ -46,7 +46,7 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     >>> from xshard.layout.runs import interval
     >>> fused = Sharding(Layout("o/tp i"), Mesh(tp=2), (12, 3))
     >>> keys = part_of(fused, ArrayPart("qkv", 0, interval(4, 8)))
-    >>> keys.sharding, keys.index(0), keys.index(1)
+    >>> keys.sharding, keys.numpy_index(0), keys.numpy_index(1)
     (Sharding('o/tp i', Mesh(tp=2), (4, 3)), (slice(4, 6, 1),), (slice(0, 2, 1),))
     """
     d, dims, shape = part.dim, whole.layout.dims, part.part_shape(whole.shape)

@@ -33,7 +33,7 @@ class ArrayPart(NamedTuple):
         return (*shape[: self.dim], n_rows(self.rows), *shape[self.dim + 1 :])
 
     @property
-    def index(self) -> tuple[Any, ...]:
+    def numpy_index(self) -> tuple[Any, ...]:
         """The numpy index of the part in the array."""
         if self.dim is None:
             return ()
@@ -85,7 +85,9 @@ class Relation:
     def inverse(self) -> Relation:
         """The relation from targets to sources. Raises XshardError for a cast."""
         if self.dtype is not None:
-            raise XshardError(f"a cast to {self.dtype} has no inverse", hint="cast in a mapping of its own")
+            raise XshardError(
+                f"a cast to {self.dtype} cannot be inverted", hint="cast in a mapping of its own"
+            )
         return replace(self, splits=not self.splits)
 
     @property
@@ -119,7 +121,7 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
 def make_targets(
     relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape]
 ) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
-    """The name, shape and parts of each array that one use of a relation makes. shapes: of the sources."""
+    """The name, shape and parts of each array that one use makes. shapes: the shapes of the sources."""
     d, new, order = relation.dim, relation.stacks, relation.order
     if relation.splits:
         order = order or tuple(range(len(shapes[0]) - new))
@@ -159,7 +161,7 @@ def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relat
 def _parts_of_whole(
     relation: Relation, name: str, shape: Shape, lengths: Sequence[int | None]
 ) -> list[ArrayPart]:
-    """The parts of the whole array `name`. lengths: of the parts, or None if `rows` and the shape decide."""
+    """The parts of the whole array `name`. lengths: each is known, or None if rows and shape decide."""
     d, n = relation.dim, len(lengths)
     if relation.stacks:
         return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n)]

@@ -128,7 +128,7 @@ def _move(
     devices: tuple[Devices, Devices],
     profile: Profile,
 ) -> PartMove:
-    """The cheapest transfer of a part; it travels in the smaller of both dtypes. dtype: of the target."""
+    """The cheapest transfer of a part; it travels in the smaller of both dtypes. dtype: the target's."""
     source, src_dtype = sources[piece.src.name]
     src = part_of(source, piece.src._replace(name=""))
     dst = part_of(target, piece.dst._replace(name=""))

@@ -18,7 +18,7 @@ Rows = tuple[slice, slice]  # of a stored array, and of a block
 
 
 class BoxPair(NamedTuple):
-    """A box of the stored array `name`, and the index of the same elements in a block.
+    """A box of the stored array `name`, and the slices of the same elements in a block.
 
     order: dim i of the part of the block is dim `order[i]` of the box; the box has the dim of length 1 that a
     stacked array lacks.
@@ -27,13 +27,13 @@ class BoxPair(NamedTuple):
     name: str
     box: Box
     order: tuple[int, ...]
-    index: tuple[slice | None, ...]
+    slices: tuple[slice | None, ...]
 
     def view(self, block: NDArray[Any]) -> NDArray[Any]:
         """The elements of the block, in the shape of the box."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
-        return block[(*self.index, ...)].transpose(inverse).reshape(shape)
+        return block[(*self.slices, ...)].transpose(inverse).reshape(shape)
 
 
 def check_whole(sharding: Sharding) -> None:
@@ -53,7 +53,7 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
     >>> from xshard.state.relations import ArrayPart
     >>> sharded = Sharding(Layout("i o/tp"), Mesh(tp=2), (3, 8))
     >>> pair = next(box_pairs([PartMapping(ArrayPart("w"), ArrayPart("w"), (1, 0))], sharded, device=1))
-    >>> pair.box, pair.index
+    >>> pair.box, pair.slices
     ((slice(4, 8, None), slice(0, 3, None)), (slice(0, 3, None), slice(0, 4, None)))
     """
     held = [sharding.held(d, device) for d in range(len(sharding.shape))]
@@ -71,8 +71,8 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
         for rows in itertools.product(*dims):
             stored = {j: of_src for j, (of_src, _) in zip(order, rows, strict=True)}
             box = tuple(stored[j] for j in sorted(stored) if not (src.adds and j == src.dim))
-            index = (None if dst.adds and i == dst.dim else of_dst for i, (_, of_dst) in enumerate(rows))
-            yield BoxPair(src.name, box, order, tuple(index))
+            slices = (None if dst.adds and i == dst.dim else of_dst for i, (_, of_dst) in enumerate(rows))
+            yield BoxPair(src.name, box, order, tuple(slices))
 
 
 def _rows(segments: Iterable[Segment], part: Runs | None) -> Iterator[Rows]:

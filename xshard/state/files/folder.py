@@ -192,7 +192,7 @@ def _opened_by_other_system(folder: Path) -> Checkpoint | None:
 
 
 def _check_complete(folder: Path, names: list[str]) -> None:
-    """Raise FileError for numbered files of which some, or their index, are missing."""
+    """Raise FileError if some of the numbered files, or their index, are missing."""
     sets = [match.group(1, 3) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
     for start, total in sets:
         if sets.count((start, total)) != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
