@@ -1,4 +1,4 @@
-"""The case table: redistributions that all runtimes must perform alike, forward and backward.
+"""The case table: redistributions with one result on all runtimes, forward and backward.
 
 It has every row of the documents' tables, on meshes of one, two and three axes with at most eight devices.
 `tests/runtimes/test_case_table.py` runs it on every runtime; other tests borrow rows.
@@ -219,7 +219,7 @@ CASES = (
 
 
 def one_of_each(plans: Mapping[Name, xs.Plan], meshes: bool = True) -> list[Name]:
-    """The fewest first names whose plans, forward and backward, have every kind of step.
+    """The fewest first names with plans, forward and backward, of every kind of step.
 
     meshes: on every mesh; else on any.
     """

@@ -1,7 +1,7 @@
-"""Both gradient conventions of every collective, as one table: what each is on a single device.
+"""Both gradient conventions of every collective on a single device, as one table.
 
-A convention is a loss. Where a collective's result is n copies, every device has a loss of its own, and
-the loss is their sum; where it is one replicated value, there is one loss. `devices` writes the collective
+A convention is a loss. If a collective's result is n copies, every device has a loss of its own, and
+the loss is their sum; if it is one replicated value, there is one loss. `devices` writes the collective
 down for the blocks of all devices on one, so that autograd there says what its gradient is. Ours must be
 that, exactly.
 """
@@ -26,15 +26,15 @@ def own_loss(x: Any, y: Any, device: Any) -> Any:
 
 
 def contrastive_loss(x: Any, y: Any, device: Any) -> Any:
-    """A device's own rows against those of all: what is gathered is used, and so is the block itself."""
+    """A device's own rows against all rows: uses the gathered rows, and the block itself."""
     return (device + 1) * ((x @ y.T) ** 2).sum()
 
 
 class Case(NamedTuple):
     """A collective under one convention.
 
-    op, options: its name in both bridges; axis and mesh are added. expression: what it stands for.
-    shape: of a device's block. given: the devices' blocks are their "own", equal "copies", or "one" value.
+    op, options: its name in both bridges; axis and mesh are added. expression: its meaning.
+    shape: a device's block. given: the devices' blocks are their "own", equal "copies", or "one" value.
     devices: the blocks (of "one" value a single one), and what concatenates rows -> the results: one for
     each device, or a single one where it is replicated.
     loss: (a device's block, its result, its number) -> what it adds to the loss.
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return [(count + 5 * d * (self.given == "own")) % 11 - 4.0 for d in range(N)]
 
     def leaves(self, blocks: list[Any]) -> list[Any]:
-        """What a single device has of the blocks."""
+        """The blocks that a single device has."""
         return blocks[:1] if self.given == "one" else blocks
 
     def total(self, leaves: list[Any], cat: Concatenate) -> Any:
@@ -63,7 +63,7 @@ class Case(NamedTuple):
         return sum(self.loss(leaves[d % len(leaves)], y, d) for d, y in enumerate(results))
 
     def is_replicated(self) -> bool:
-        """Whether the result is one value, whose loss every device computes alike: that of device 0."""
+        """True if the result is one value; every device computes the loss of device 0."""
         return len(self.devices(self.leaves(self.blocks()), np.concatenate)) == 1
 
 

@@ -33,7 +33,7 @@ class Elements(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, folds: bool) -> Elements:
-    """What the rows of a device's block are along the dims that are folds, or along all others.
+    """The rows of a device's block along the dims that are folds, or along all others.
 
     Along the rest they are rows of an array that is as long there as the block, or as the whole array.
     """
@@ -90,7 +90,7 @@ def filled(x: np.ndarray, there: Elements) -> np.ndarray:
 
 
 def addend_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes along which blocks may differ for all that the layout says: of addends and contributions."""
+    """Axes of addends and contributions, along which the layout lets blocks differ."""
     tagged = (axes for kind, axes in layout.tags if kind != "copy")
     folded = (dim.axes for dim in layout.dims if isinstance(dim.overlap, Fold))
     return tuple(itertools.chain(*tagged, *folded))
@@ -132,7 +132,7 @@ def value(
 
 
 def known(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
-    """Which elements its blocks tell: those that a block has; in a fold what none has is zero."""
+    """The elements that some block has; in a fold all others are zero."""
     found = np.ones(shape, bool)
     for d, dim in enumerate(layout.resolved(len(shape)).dims):
         if not isinstance(dim.overlap, Fold):
@@ -143,7 +143,7 @@ def known(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def gather(blocks: Blocks, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks -> the global array, of which they have all elements."""
+    """Blocks -> the global array; they must have all its elements."""
     whole, held = value(blocks, layout, mesh, shape)
     assert (held | known(layout, mesh, shape)).all(), "an element has no holder"
     return whole

@@ -78,7 +78,7 @@ def outputs(dim: Dim, length: int, mesh: Mesh, device: int) -> list[Rows]:
 
 
 def positions(dim: Dim, length: int, mesh: Mesh, device: int) -> Iterator[int]:
-    """Where the rows of a device's block lie in the array, or beyond its ends."""
+    """The positions of a block's rows in the array, or beyond its ends."""
     overlap = None if dim.overlap is None else unfolded(dim.overlap)
     if isinstance(overlap, Window):
         first, wide = -overlap.padding[0], overlap.d * (overlap.k - 1) + 1

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def drawn(draw: Callable[[random.Random], T]) -> st.SearchStrategy[T]:
-    """Hypothesis draws a seed: one number, where the choices of a layout would be dozens."""
+    """Hypothesis draws a seed: one number instead of dozens for the choices of a layout."""
     return st.integers(0, 2**32).map(lambda seed: draw(random.Random(seed)))
 
 

@@ -1,4 +1,4 @@
-"""How the suite is run: what `--without` skips, and the table of the longest files."""
+"""How the suite is run: tests that `--without` and `--quick` skip, and the table of the longest files."""
 
 import os
 import subprocess

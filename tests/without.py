@@ -19,7 +19,7 @@ QUICK_EXAMPLES = 20
 
 
 def left_out(text: str) -> tuple[str, ...]:
-    """What the option names."""
+    """The parts of the option."""
     names = tuple(text.split(","))
     if unknown := set(names) - {*FRAMEWORKS, INTERPRETERS}:
         raise ArgumentTypeError(f"{min(unknown)!r} is none of torch, jax, interpreters")

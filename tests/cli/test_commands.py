@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and the exit status a script can rely on.
+"""The command line: its output, its refusals, and the exit status that a script can rely on.
 
 Long because all commands share their helpers and their table of refusals.
 """

@@ -1,6 +1,6 @@
 """Programs as forks of a process that has imported torch, which takes longer than most of them.
 
-Decides what such a program is told of how it was started: the arguments, the environment, where it prints.
+Such a program gets its arguments, its environment and its output as if it were started.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def as_a_user(name: str, *options: str) -> str:
-    """What an example prints, in an interpreter of its own; it must succeed."""
+    """The output of an example, in an interpreter of its own; it must succeed."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *options],
         capture_output=True,
@@ -36,7 +36,7 @@ def as_a_user(name: str, *options: str) -> str:
 
 
 def printed(name: str, *options: str, **environment: str) -> str:
-    """The same, where all that imports torch is forked from a process that has imported it."""
+    """The same, with everything that imports torch forked from a process that has imported it."""
     from tests.torch_bridge.helpers import apart  # imports torch, which the rest of this file does not
 
     variables = {"COLUMNS": "400", **environment}
@@ -125,7 +125,7 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
 def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here, where the kit has its processes."""
+    """In this process, which has the kit's."""
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr(sys, "argv", ["port_check", "--bugs", "bias", "gelu", "norm"])
     with imported("port_check") as module:

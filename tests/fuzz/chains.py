@@ -1,7 +1,6 @@
 """Random chains: an array goes from layout to layout, one to four times on one mesh, or once to another mesh.
 
-Decides what is drawn: meshes, shapes, dtypes and all that the notation can say. A seed gives the same chain
-on every machine. Knows no runtime and no plan.
+Meshes, shapes, dtypes and the whole notation are drawn. A seed gives the same chain on every machine.
 """
 
 from __future__ import annotations

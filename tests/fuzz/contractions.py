@@ -1,6 +1,6 @@
 """Random contractions: one to four operands and their result, against numpy's einsum of whole arrays.
 
-Decides what is drawn, and what is right: the result, and for every operand its gradient. Knows no runtime.
+The result is compared, and every operand's gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Contraction:
     """Operands, and last the result, under `layouts`.
 
     shape: the length of every dim, in the order of `names`. leaves: the operands that get a gradient, or
-    none for all. save, overlap: as in `xt.einsum`. seed: of values.
+    none for all. save, overlap: as in `xt.einsum`. seed: draws the values.
     """
 
     mesh: xs.Mesh
@@ -84,7 +84,7 @@ class Product:
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """The operands whose gradients are asked for."""
+        """The operands that get a gradient."""
         return self.chain.leaves or tuple(range(len(self.blocks))) if self.cotangents is not None else ()
 
 

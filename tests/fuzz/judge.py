@@ -1,6 +1,6 @@
-"""What is right: blocks that chains start with, and their results against the definition (`tests/oracle.py`).
+"""The blocks that chains start with, and their results against the definition (`tests/oracle.py`).
 
-Nothing is decided by plans: a refusal too is compared with what the layouts hold. Knows no runtime.
+No plan takes part: a refusal too is compared with the rows that layouts hold.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def trip(chain: Chain) -> Trip | None:
 
 
 def judge(trip: Trip, arrived: Arrived) -> None:
-    """Raise AssertionError unless every move kept the array, and the gradient is that of the definition."""
+    """Raise AssertionError unless every move kept the array, and the gradient is right by definition."""
     chain, here = trip.chain, trip.blocks
     for i, there in enumerate(arrived.blocks):
         _check_move(chain, i, here, list(there))

@@ -1,6 +1,6 @@
 """Cases by the thousand: which seeds fail on a runtime, and the simplest cases that still do.
 
-Decides what there is to fuzz, how cases are batched, and what is reported. A seed names its case for ever.
+A seed names its case for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.fuzz.shrinking import shrunk
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn for a seed; what travels of that, None where it is refused; and what is right."""
+    """Draws a case for a seed; makes a trip of it, None if it is refused; and judges the result."""
 
     draw: Callable[..., Any]
     trip: Callable[[Any], Any]
@@ -34,7 +34,7 @@ EVEN = Subject(partial(trees.random_tree, even=True), trees.carried, trees.judge
 
 @dataclass(frozen=True)
 class Runtime:
-    """What is drawn, who runs it, how many at once, on how many devices; alike: a batch has one mesh."""
+    """A subject, the function that runs it, cases at once, and devices. alike: a batch has one mesh."""
 
     subject: Subject
     ask: Callable[[Sequence[Any]], list[Any]]

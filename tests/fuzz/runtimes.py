@@ -1,6 +1,6 @@
-"""Chains on numpy, torch and JAX: what arrives, for `judge`.
+"""Chains on numpy, torch and JAX: the blocks that arrive, for `judge`.
 
-Decides how many travel together: ranks of torch stay alive for a batch of chains, and one program of JAX
+Ranks of torch stay alive for a batch of chains, and one program of JAX
 holds a batch on one mesh. A framework is imported where it runs.
 """
 

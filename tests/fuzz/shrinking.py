@@ -1,7 +1,4 @@
-"""A case that fails -> the simplest that still does.
-
-Decides what is simpler. Knows no runtime.
-"""
+"""A case that fails -> the simplest that still does."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def _simpler(case: Any) -> Iterator[Any]:
         if getattr(case, field) != value:
             yield replace(case, **{field: value})
     layouts = case.layouts
-    if not layouts:  # those of a tree are its own
+    if not layouts:  # a tree shrinks its own
         return
     if case.dtype != "float64":
         yield replace(case, dtype="float64")

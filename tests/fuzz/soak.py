@@ -1,6 +1,6 @@
-"""Redistributions in a loop: what a process holds before and after, which must not grow.
+"""Redistributions in a loop: memory, threads, open files and process groups must not grow.
 
-Decides what is counted: memory, threads, open files and process groups. `python -m tests.fuzz.soak` runs all.
+`python -m tests.fuzz.soak` runs all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOVES = ("n/{a} d -> n d", "n/{a} d -> n d/{a}", "n/{a} d -> n/zigzag({a}) d", "
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The memory, threads, files and groups of a process."""
 
     kib: int
     threads: int
@@ -65,7 +65,7 @@ def torch_steps(devices: int, shapes: int, meshes: int, seed: int = 0) -> Iterat
 
 
 def soak(steps: Iterator[Callable[[], None]], warm: int, n: int) -> tuple[Held, Held]:
-    """What is held after `warm` steps, and after `n` more."""
+    """The process after `warm` steps, and after `n` more."""
     for _ in range(warm):
         next(steps)()
     before = Held.now()
@@ -75,7 +75,7 @@ def soak(steps: Iterator[Callable[[], None]], warm: int, n: int) -> tuple[Held, 
 
 
 def alone(devices: int, shapes: int, meshes: int, warm: int, n: int) -> tuple[Held, Held]:
-    """On one of so many ranks that send nothing: what a backend keeps is not ours."""
+    """On one of so many ranks that send nothing, so that no backend holds anything."""
     dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
     return soak(torch_steps(devices, shapes, meshes), warm, n)
 

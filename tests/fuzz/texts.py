@@ -1,7 +1,6 @@
 """Input from outside, mutated: each is refused with an XshardError, or is a value that prints back.
 
-Decides the corpus, what is done to it, and what a reader is: text -> a value, and its text. A seed gives
-the same texts on every machine.
+A reader turns a text into a value, and the value into text. A seed gives the same texts on every machine.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ NAMES = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "a.a.a.a.a.
 class Reader:
     """What reads a text, texts that it reads, and how its value is written.
 
-    read: raises XshardError for what is none. write: the value as text that reads back to an equal one; None
-    where it has no text of its own.
+    read: raises XshardError for other texts. write: the value as text that reads back to an equal one; None
+    for values without text.
     """
 
     read: Callable[[str], Any]

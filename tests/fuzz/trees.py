@@ -1,7 +1,7 @@
 """Random trees of arrays that go to another mesh, by messages or by files: every bit of every block.
 
-Decides what is drawn: meshes, dtypes, shapes, layouts at both ends, and how arrays there are made of those
-here: kept, turned, cast, side by side, stacked, and the reverse, as numpy says once more. Knows no runtime.
+Arrays on the second mesh are those of the first as they are, turned, cast, side by side, stacked, or the
+reverse; numpy computes them once more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Leaf(NamedTuple):
 class Group:
     """The arrays `here` become the arrays `there`: parts one whole, or with `splits` the reverse.
 
-    order: of the dims of each part, which then lie side by side along `dim`, in turns of `rows` if given, or
-    are stacked there; dim None: one part is the whole.
+    order: the order of dims in each part; parts then lie side by side along `dim`, in turns of `rows` if given,
+    or are stacked there; dim None: one part is the whole.
     """
 
     here: tuple[Leaf, ...]
@@ -66,7 +66,7 @@ class Group:
         return Names(concat(srcs, whole.name, self.dim, **options))
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """What the parts make."""
+        """The array made of the parts."""
         turned = [x.transpose(self.order) for x in parts]
         if self.dim is None:
             return turned[0]

@@ -52,7 +52,7 @@ def pads(stage):
 
 
 def pytest_generate_tests(metafunc):
-    """`name`: every case that the runtime takes; `counted_name`: those whose bytes are the plan's."""
+    """`name`: every case that the runtime takes; `counted_name`: cases with the plan's bytes."""
     runtime = getattr(metafunc.cls, "runtime", None)
     if runtime is not None:
         names = names_for(runtime)

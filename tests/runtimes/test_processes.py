@@ -77,7 +77,7 @@ def error_of(process: Process, name: str, *arguments: object, timeout_s: float =
 
 
 def has_ended(file: Path) -> bool:
-    """Whether the process whose number is in the file has ended, or does so in time."""
+    """True if the process with the number in the file has ended, or does so in time."""
     status = Path("/proc", file.read_text(), "stat")
     for _ in range(6000):  # a slow machine is no reason to fail
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -149,7 +149,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def why(clock: Clock, watched: Watch, seconds: int, share: float) -> str | None:
-    """What a watch says when so many seconds have gone by, with a share of one core."""
+    """The answer of a watch when so many seconds have gone by, with a share of one core."""
     for _ in range(seconds):
         clock.now_s += 1
         clock.spent_s += share

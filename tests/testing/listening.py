@@ -1,4 +1,4 @@
-"""What a process listens at, as the system sees it."""
+"""The addresses at which a process listens, as the system sees it."""
 
 from __future__ import annotations
 

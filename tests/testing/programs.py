@@ -195,7 +195,7 @@ def bias_before_sum(f, *args):
     return _summed(f, y + bias)
 
 
-# A loss over cut examples, some of which are masked.
+# A loss over cut and partly masked examples.
 def loss(f, x, mask):
     total = f.move((x**2).sum(1) @ mask, "() | sum(dp) -> ()")
     return total / f.move(mask.sum(), "() | sum(dp) -> ()")
@@ -225,7 +225,7 @@ def penalty_before_sum(f, x, w):
     return f.move(((x * weights) ** 2).sum() + (weights**4).sum(), "() | sum(dp) -> ()")
 
 
-# The norm of parameters, of which some are cut and some are replicas; and clipping by it.
+# The norm of parameters, some cut and some replicated; and clipping by it.
 def norm(f, cut, whole):
     return f.np.sqrt(f.move((cut**2).sum(), "() | sum(tp) -> ()") + (whole**2).sum())
 
@@ -368,7 +368,7 @@ def halo_without_gradient(f, x):
     return stencil(f.np.concatenate([rows[:1], x, rows[-1:]]))
 
 
-# Where two frameworks are compared: what shows in blocks that differ between them, on dp=2, tp=4.
+# Mistakes that two frameworks show by blocks that differ between them, on dp=2, tp=4.
 def block(f, x, up, down, bias):
     h = f.np.tanh(f.move(x, "b d -> b d | copy(tp)") @ up)
     return f.move(h @ down, "b o | sum(tp) -> b o") + bias

@@ -46,7 +46,7 @@ def is_linear(plan: xs.Plan) -> bool:
 
 
 def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
-    """On a rank: the plans whose result is wrong, forward or backward, and bytes received by its node."""
+    """On a rank: the plans with wrong results, forward or backward, and bytes received by its node."""
     from pathlib import Path
 
     import torch

@@ -87,7 +87,7 @@ def in_the_middle(
 ) -> list[Any]:
     """What all ranks return of `turned` when something happens after they have met.
 
-    timeout_s: of collectives from then on.
+    timeout_s: the limit of collectives from then on.
     """
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(cluster.run_torch, turned, plan, folder, timeout_s, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""The processes of the kit: nobody else can talk to them, and nothing of others is unpickled."""
+"""The processes of the kit: no one else can talk to them, and nothing of others is unpickled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def _rank() -> tuple[list[str], list[int]]:
-    """Where a rank listens, and what others may do with its temporary files and its standard error."""
+    """The addresses of a rank, and what others may do with its temporary files and its standard error."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ class _Planted:
 
 
 def _plants(file: str) -> None:
-    """Another's pickle, where torch looks for the error of a rank that has ended."""
+    """Another's pickle in the file where torch looks for the error of a rank that has ended."""
     errors = multiprocessing.current_process()._args[-1]  # type: ignore[attr-defined]
     Path(errors).write_bytes(pickle.dumps(_Planted(file)))
     os._exit(1)
