@@ -26,9 +26,9 @@ from tests.torch_bridge.helpers import on_ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESH, LENGTH, WIDTH = xs.Mesh(cp=4), 24, 6
 CUTS = ("s/zigzag(cp)", "s/cp", "s/zigzag(cp,8,16)", "s/cyclic(cp)")
-# Heads of queries, of keys: as many; groups; groups on two devices; fewer than devices; one for all.
-HEADS = ((4, 4), (8, 4), (6, 2), (3, 3), (5, 1))
-CHANNELS = (8, 6, 5)
+# Heads of queries, of keys: groups; groups on two devices; fewer than devices; one for all.
+HEADS = ((8, 4), (6, 2), (3, 3), (5, 1))
+CHANNELS = (8, 5)
 TOLERANCE = 1e-12
 
 
@@ -59,8 +59,8 @@ def inputs(mixer: str, sizes: tuple[int, ...]) -> tuple[list[np.ndarray], np.nda
 
 CASES = [
     *(("ulysses_attention", heads, CUTS[0]) for heads in HEADS),
-    ("ulysses_attention", HEADS[2], CUTS[1]),
-    *(("gathered_attention", heads, cut) for heads, cut in zip(HEADS, CUTS * 2, strict=False)),
+    ("ulysses_attention", HEADS[1], CUTS[1]),
+    *(("gathered_attention", heads, cut) for heads, cut in zip(HEADS, CUTS, strict=True)),
     *(("long_convolution", (channels,), cut) for channels, cut in zip(CHANNELS, CUTS, strict=False)),
 ]
 

@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
 class Group:
     """The arrays `here` become the arrays `there`: parts one whole, or with `splits` the reverse.
 
-    order: the order of dims in each part; parts then lie side by side along `dim`, in turns of `rows` if given,
+    order: the order of dims in each part; parts then lie side by side along `dim`, in turns of `rows` if any,
     or are stacked there; dim None: one part is the whole.
     """
 
