@@ -126,11 +126,11 @@ def plan(
     if is_contraction(expression):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
-        if flops_limit is not None and not isinstance(flops_limit, Real):
-            raise PlanError(
-                f"flops_limit is {shown(flops_limit)}", hint="a number of floating point operations"
-            )
-        limits = limit_of(memory_limit), flops_limit
+        operations: Any = flops_limit
+        if operations is not None and not isinstance(operations, Real):
+            hint = "a number of floating point operations"
+            raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
+        limits = limit_of(memory_limit), operations
         lengths_by_name, shapes = whole_lengths(sizes, shape)
         named = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return plan_contraction(

@@ -42,21 +42,21 @@ def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple
     _check(request)
     source, target, factor = request.source, request.target, request.factor
     for leaving, landing in itertools.product(departures(source), landings(target)):
-        givers, takers = tuple(request.src_devices), tuple(request.dst_devices)
+        src_numbers, dst_numbers = tuple(request.src_devices), tuple(request.dst_devices)
         if relabel:
-            takers = relabelled(leaving, landing, givers, takers)
+            dst_numbers = relabelled(leaving, landing, src_numbers, dst_numbers)
         before: tuple[Step, ...] = ()
         after: tuple[Step, ...] = ()
         src_split: Split = ()
         dst_split: Split = ()
         reduces, spreads = leaving.layout != source.normal, landing.layout != target.normal
         if reduces:
-            before, src_split = solve(request.between(source, leaving, givers, factor))
+            before, src_split = solve(request.between(source, leaving, src_numbers, factor))
         if spreads or (factor != 1 and not reduces):
             rest = Fraction(1) if reduces else factor
-            after, dst_split = solve(request.between(landing, target, takers, rest))
+            after, dst_split = solve(request.between(landing, target, dst_numbers, rest))
         endpoints = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
-        yield (*before, Transfer(*endpoints, givers, takers, request.profile), *after), src_split
+        yield (*before, Transfer(*endpoints, src_numbers, dst_numbers, request.profile), *after), src_split
 
 
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
@@ -79,7 +79,7 @@ def _check(request: Request) -> None:
 
 
 def departures(source: Sharding) -> Iterator[Sharding]:
-    """What may be sent: the blocks as they are; addends also reduced, to parts or to replicas."""
+    """Shardings to send from: the blocks as they are; addends also reduced, to parts or to replicas."""
     normal = source.with_layout(source.normal)
     yield normal
     sums = tuple(a for a in source.mesh.axes if a in normal.layout.tagged(*REDUCERS))
@@ -89,7 +89,7 @@ def departures(source: Sharding) -> Iterator[Sharding]:
 
 
 def landings(target: Sharding) -> Iterator[Sharding]:
-    """What may arrive: the blocks as they are to be; or, of what several devices hold, a part at each."""
+    """Shardings to send to: the final blocks; or, of replicated rows, a part for each device."""
     normal = target.with_layout(target.normal)
     yield normal
     mesh, sums = normal.mesh, normal.layout.tagged("sum")
