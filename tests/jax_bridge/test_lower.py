@@ -33,7 +33,6 @@ MODES = {runtime.mode: runtime for runtime in RUNTIMES if runtime.mode}
 CASES = (
     ("n/a/b/c d -> n/c/a/b d", "a=2,b=2,c=2", (16, 2)),
     ("n/(c,a) d/b -> n/b d/(a,c)", "a=2,b=2,c=2", (8, 8)),
-    ("n/b d/a -> n/a d/b", "a=2,b=4", (8, 8)),
     ("n/zigzag(b,a) d -> n/(a,b) d", "a=2,b=4", (32, 2)),
     ("n/zigzag(b,a) d -> n d/zigzag(a,b)", "a=2,b=2", (16, 16)),
     ("n/cyclic(a) d/zigzag(b) -> n d | copy(a,b)", "a=2,b=2", (6, 8)),
@@ -41,13 +40,11 @@ CASES = (
     ("n d | max(a,b) -> n/zigzag(b) d | copy(a)", "a=2,b=2", (8, 3)),
     ("n/b d | mean(a) -> n d/a", "a=4,b=2", (4, 8)),
     ("n d/a -> n/b d | mean(a)", "a=4,b=2", (6, 9)),
-    ("n d | mean(a) -> n d | copy(a)", "a=3", (4, 16)),
     ("n | mean(a,b) -> n/a", "a=5,b=1", (50,)),
     ("n/b d | min(a) -> n d", "a=2,b=3", (6, 3)),
     ("n/b d | max(a) -> n/a d/b", "a=2,b=3", (7, 5)),
     ("() | max(a) -> () | copy(a)", "a=8", ()),
     ("() -> () | sum(a)", "a=8", ()),
-    ("n/a d -> n d | sum(a)", "a=8", (5, 2)),
     ("n/a/b d -> n d/b/a", "a=4,b=2", (9, 10)),
     ("n/balanced(a) d -> n/cyclic(a) d", "a=8", (21, 2)),
     ("n/zigzag(a) d -> n d/a", "a=8", (37, 9)),
@@ -93,30 +90,6 @@ def plans():
     for expression, mesh, shape in NEAR:
         src, dst = parse_expression(expression)
         yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst, 3),))
-    yield from map(random_plan, range(12))
-
-
-def random_plan(seed: int) -> xs.Plan:
-    """Two layouts of one array, drawn without regard for what is easy."""
-    draw = random.Random(seed)
-    axes = dict(draw.sample([("a", 2), ("b", 2), ("c", 2), ("d", 3), ("e", 1)], draw.randint(1, 3)))
-    n_dims = draw.randint(1, 3)
-
-    def layout() -> str:
-        dims: list[list[str]] = [[] for _ in range(n_dims)]
-        tags = []
-        for axis in draw.sample(list(axes), len(axes)):
-            use = draw.choice(["cut", "cut", "cut", "whole", "sum", "copy"])
-            if use == "cut":
-                order = draw.choice(["{}", "{}", "zigzag({})", "cyclic({})", "balanced({})"])
-                draw.choice(dims).append("/" + order.format(axis))
-            elif use != "whole":
-                tags.append(f"{use}({axis})")
-        text = " ".join(f"d{i}{''.join(cuts)}" for i, cuts in enumerate(dims))
-        return f"{text} | {' '.join(tags)}" if tags else text
-
-    shape = tuple(draw.choice([1, 2, 5, 7, 8, 12]) for _ in range(n_dims))
-    return xs.plan(f"{layout()} -> {layout()}", xs.Mesh(axes), shape)
 
 
 QUESTIONS = [plan_question(plan, seed) for seed, plan in enumerate(plans())]
