@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "no group": (
         lambda: nvsubquadratic.all_to_all_single_fn("cp", "full_to_split", X),  # type: ignore[arg-type]
         "MeshError",
-        ("'cp' is no process group", "or None"),
+        ("'cp' is not a process group", "or None"),
     ),
 }
 

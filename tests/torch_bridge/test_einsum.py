@@ -332,7 +332,7 @@ ShapeError: the block of operand 2 on rank 0 has shape (4, 3), not (4, 2) in
                ^
   under 'd f/tp' that is the part of device 0 of Mesh(tp=2) of a (4, 4) array
 ---
-DtypeError: torch has no product of torch.bool: "bmm" not implemented for 'Bool' in 's/tp d, d f/tp -> s f/tp'
+DtypeError: torch cannot multiply torch.bool: "bmm" not implemented for 'Bool' in 's/tp d, d f/tp -> s f/tp'
   cast the operands first: x.to(...)
 ---
 PlanError: save is 'all'

@@ -128,7 +128,7 @@ def test_meshes_that_cannot_be_used() -> None:
     assert all(found == first for found in others)
     expected = [
         ("MeshError", "Mesh(a=8) has 8 devices, the world has 4 processes"),
-        ("MeshError", "has no names for its dims"),
+        ("MeshError", "needs names for its dims"),
         ("MeshError", "'a=4' is not a mesh"),
         ("MeshError", "a tensor needs a mesh"),
         ("NotationError", "unknown mesh axis 'b' in\n    'd0/b d1 -> d0 d1 | copy(b)'"),

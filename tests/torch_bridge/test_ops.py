@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "tensor for placements": (
         lambda: xt.dtensor.redistribute(X, []),  # type: ignore[arg-type]
         "XshardError",
-        (" is no DTensor\n  redistribute(x, layouts, mesh) moves tensors",),
+        (" is not a DTensor\n  redistribute(x, layouts, mesh) moves tensors",),
     ),
 }
 TAKEN: list[Callable[[], Any]] = [

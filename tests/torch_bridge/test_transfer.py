@@ -346,3 +346,31 @@ def test_without_a_process_group():
 def test_plans_travel_to_ranks():
     plan = PREPARED[0][1]
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def a_tree():
+    """The tensors of a tree between two meshes, each as it travels alone; a gradient on the way back."""
+    rank, src, dst = dist.get_rank(), xs.Mesh(a=2), DeviceMesh("cpu", [2, 3], mesh_dim_names=("b",))
+    whole = {"w": torch.arange(12.0).view(4, 3), "layers": [torch.arange(4.0)]}
+    here = rank < 2
+    cut = {"w": whole["w"].chunk(2)[rank], "layers": [whole["layers"][0].chunk(2)[rank]]} if here else None
+    tree = cut or {"w": None, "layers": [None]}
+    shapes = {"w": (4, 3), "layers": [(4,)]}
+    ends = {"src_mesh": src, "dst_mesh": dst, "dtype": torch.float32, "shape": shapes}
+    layouts = {"w": "n/a d -> n d/b", "layers": "n/a -> n/b"}
+    y = xt.redistribute(tree, layouts, **ends)
+    if here:
+        assert y == {"w": None, "layers": [None]}
+    else:
+        assert torch.equal(y["layers"][0], whole["layers"][0].chunk(2)[rank - 2])
+        assert torch.equal(y["w"], whole["w"].chunk(2, 1)[rank - 2])
+    leaf = None if cut is None else cut["w"].requires_grad_()
+    z = xt.redistribute([leaf], [layouts["w"]], **{**ends, "shape": [(4, 3)]}, requires_grad=True)
+    z[0].sum().backward()
+    assert leaf is None or leaf.grad.tolist() == [[1.0] * 3] * 2
+    return [error_of(lambda: xt.redistribute(tree, layouts, src, dst_mesh=dst)), still_connected()]
+
+
+def test_a_tree_moves_between_meshes():
+    refused, connected = on_ranks(4, a_tree)[0]
+    assert connected and refused[0] == "MeshError" and "are for one mesh" in refused[1]

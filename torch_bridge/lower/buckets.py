@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_bridge.lower.computed_once import computed_once
-from torch_bridge.lower.executable import Executable, Move
+from torch_bridge.lower.executable import Executable, Move, computed_once
 from torch_bridge.lower.packed_collective import PackedCollective, run_together
+from xshard.trees import groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,24 +57,17 @@ class BucketedExecutable:
     def _buckets(self) -> list[list[int]]:
         """Numbers of the executables in each bucket: they have the same collectives, in order, and one dtype.
 
-        A size is that of the largest block, so that all processes make the same buckets.
+        The largest block has the size that counts, so that all processes make the same buckets.
         """
-        found: dict[Any, list[list[int]]] = {}
-        filled: dict[Any, int] = {}
+        sizes, keys = [], []
         for i, executable in enumerate(self.executables):
             packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
             # Not the groups: meshes with more axes have others of the same processes.
             collectives = tuple((each.kind, each.op, each.group.process_group) for each in packed)
             # An executable that sends nothing has a bucket of its own.
-            key = (collectives, executable.dtypes[1]) if collectives else i
-            nbytes = executable.plan.source.max_local_size * executable.plan.itemsize
-            buckets = found.setdefault(key, [[]])
-            if self.most_bytes is not None and buckets[-1] and filled[key] + nbytes > self.most_bytes:
-                buckets.append([])
-                filled[key] = 0
-            buckets[-1].append(i)
-            filled[key] = filled.get(key, 0) + nbytes
-        return [bucket for buckets in found.values() for bucket in buckets]
+            keys.append((collectives, executable.dtypes[1]) if collectives else i)
+            sizes.append(executable.plan.source.max_local_size * executable.plan.itemsize)
+        return groups(sizes, self.most_bytes, keys)
 
 
 def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
-from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh.failures import during, name_place
 from torch_bridge.mesh.process_mesh import ProcessMesh
@@ -22,6 +21,27 @@ from xshard.plans.plan import find_plan
 
 Move = Callable[[Tensor], Tensor]
 Moves = Move | list[Move]  # of one step
+T = TypeVar("T")
+
+
+class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is)
+    """A property that is computed once, without a lock.
+
+    `functools.cached_property` of Python 3.11 holds one lock for all objects while it computes. Ranks may be
+    threads: one that makes a group would wait for its members, which wait for the lock.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, of: Any, owner: type) -> T:
+        if of is None:
+            return self  # type: ignore[return-value]
+        of.__dict__[self.name] = value = self.compute(of)
+        return value
 
 
 class Casts(NamedTuple):

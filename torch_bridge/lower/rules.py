@@ -46,7 +46,8 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
 @functools.lru_cache(maxsize=4096)
 def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     again = functools.partial(lower, processes=processes, tensor_device=tensor_device)
-    return _made(plan, processes, tensor_device, None, again)
+    moves = list(_moves(plan, processes, tensor_device, None))
+    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
 
 
 def lower_traced(
@@ -57,18 +58,8 @@ def lower_traced(
     lengths: as in `Site`.
     """
     again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
-    return _made(plan, processes, tensor_device, lengths, again)
-
-
-def _made(
-    plan: Plan,
-    processes: ProcessMesh,
-    tensor_device: torch.device,
-    lengths: Mapping[str, int] | None,
-    again: Callable[[Plan], Executable],
-) -> Executable:
-    found = list(_moves(plan, processes, tensor_device, lengths))
-    return Executable(plan, processes, tuple(m for _, m in found), tuple(i for i, _ in found), again)
+    moves = list(_moves(plan, processes, tensor_device, lengths))
+    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
 
 
 def _moves(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
-from torch_bridge.lower.computed_once import computed_once
-from torch_bridge.lower.executable import Executable, dense
+from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray

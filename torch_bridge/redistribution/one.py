@@ -48,7 +48,7 @@ def redistribute_one(
     if type(x) not in PLAIN and is_dtensor(x):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
-        from torch_bridge.dtensor.by_layouts import redistribute_by_layouts
+        from torch_bridge.dtensor.redistribution import redistribute_by_layouts
 
         return redistribute_by_layouts(x, call, compares, name)
     executable = call.executable_for(x)
@@ -67,8 +67,8 @@ def compare(x: Tensor, layouts: Any, mesh: MeshLike | None, *options: Any) -> No
     def facts() -> CallFacts:
         call, block = call_of(x, layouts, mesh, *options), x
         if is_dtensor(x):
-            from torch_bridge.dtensor.by_layouts import move_by_layouts
             from torch_bridge.dtensor.function import local_block
+            from torch_bridge.dtensor.redistribution import move_by_layouts
 
             move_by_layouts(x, call)
             block = local_block(x)

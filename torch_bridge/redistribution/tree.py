@@ -132,7 +132,7 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
         with located(leaf.place):
             if is_dtensor(leaf.x):
-                from torch_bridge.dtensor.by_layouts import local_part
+                from torch_bridge.dtensor.redistribution import local_part
 
                 found = local_part(leaf.x, call)
             else:
