@@ -47,7 +47,7 @@ class ComparedArray:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
+    problem: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
@@ -56,13 +56,13 @@ def mismatches(
     runs: one device first. If an array differs on one device already, that is reported once: on several
     devices it is then compared with the function's own result on one.
     """
-    arguments = dict(zip(given.names, given.values, strict=True))
+    arguments = dict(zip(problem.names, problem.values, strict=True))
     largest = {
         "output": _largest(truth.outputs.values()),
         "gradient": _largest(truth.gradients.values()),
         "parameter": _largest(truth.updated.values()),
     }
-    wrong = list(_wrong_derivatives(given, truth, runs[0].runtime))
+    wrong = list(_wrong_derivatives(problem, truth, runs[0].runtime))
     compared = len(truth.derivatives)
 
     def differs(array: ComparedArray, want: Devices, subject: Subject) -> Mismatch | None:
@@ -76,7 +76,7 @@ def mismatches(
     alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
     right: dict[tuple[str, str, str, str], ComparedArray] = {}
     for run in runs:
-        for array in _arrays(given, truth, run):
+        for array in _arrays(problem, truth, run):
             place = run.runtime, array.kind, array.name
             against = truth.source
             if place in alone:
@@ -94,13 +94,13 @@ def mismatches(
     return sorted(wrong, key=lambda m: KINDS.index(m.subject.kind)), compared
 
 
-def _wrong_derivatives(given: Problem, truth: Truth, runtime: str) -> Iterator[Mismatch]:
+def _wrong_derivatives(problem: Problem, truth: Truth, runtime: str) -> Iterator[Mismatch]:
     """Gradients of the truth that are not its function's."""
     most = max((size for *_, size in truth.derivatives.values()), default=0.0)
     for i, (got, want, size) in truth.derivatives.items():
-        subject = Subject("gradient", given.names[i], runtime, truth.mesh, DIFFERENCES)
+        subject = Subject("gradient", problem.names[i], runtime, truth.mesh, DIFFERENCES)
         sharding = Sharding(Layout.parse("direction"), truth.mesh, got[0].shape)
-        tolerance = max(DERIVATIVE, rounding([given.values[i].dtype.name]))
+        tolerance = max(DERIVATIVE, rounding([problem.values[i].dtype.name]))
         wrong = find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {})
         if wrong is not None:
             yield wrong
@@ -114,7 +114,7 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedArray]:
+def _arrays(problem: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedArray]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():
@@ -125,13 +125,13 @@ def _arrays(given: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedAr
         ("parameter", answer.updated, truth.updated),
     ):
         for i, got in arrays.items():
-            sharding = Sharding(given.layouts[i], mesh, given.values[i].shape)
-            yield ComparedArray(kind, given.names[i], got, wholes[i], sharding)
+            sharding = Sharding(problem.layouts[i], mesh, problem.values[i].shape)
+            yield ComparedArray(kind, problem.names[i], got, wholes[i], sharding)
 
 
-def whole_of(given: Problem, truth: Truth, run: RunAnswer, kind: str, name: str) -> tuple[Block, Block]:
+def whole_of(problem: Problem, truth: Truth, run: RunAnswer, kind: str, name: str) -> tuple[Block, Block]:
     """The whole array that blocks of a run stand for, and the one that they should; in double precision."""
-    (array,) = (each for each in _arrays(given, truth, run) if (each.kind, each.name) == (kind, name))
+    (array,) = (each for each in _arrays(problem, truth, run) if (each.kind, each.name) == (kind, name))
     return in_double(whole(array.got, array.blocks)), in_double(array.whole)
 
 

@@ -49,7 +49,7 @@ class Result:
 class Question:
     """A function, the blocks of its arguments, and the cotangents of what it returns.
 
-    function: packed, see `pickling`; or a plan, whose bytes and seconds are measured too. arguments: a tree
+    function: packed, see `pickling`; or a plan: its bytes and seconds are measured too. arguments: a tree
     of numbers of `inputs`, one branch per argument. inputs, shardings: per array. results: per output; None
     for a reference, which draws its own cotangents (`draw`) and returns them. A mesh without axes is one
     device with unsharded arrays.

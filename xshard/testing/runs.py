@@ -160,7 +160,7 @@ def dual(sharding: Sharding) -> Sharding:
 
 
 def updates_of(
-    given: Problem,
+    problem: Problem,
     args: Sequence[Tree],
     parameters: Sequence[int],
     optimisers: tuple[Function, Function] | None,
@@ -181,12 +181,12 @@ def updates_of(
     for position in parameters:
         if not 0 <= position < len(args):
             raise StructureError(f"no argument {position} of {len(args)}", hint="counted from 0")
-        numbers += leaves(given.arguments[position]).values()
+        numbers += leaves(problem.arguments[position]).values()
     for i in numbers:
-        layout = given.layouts[i]
+        layout = problem.layouts[i]
         if layout.dual != layout:
             raise StructureError(
-                f"{given.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
+                f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
                 text=str(layout),
                 hint="no tags and no overlaps: the function itself redistributes to copies",
             )
