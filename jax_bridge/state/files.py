@@ -89,9 +89,10 @@ def save(
         return saving[0].digest
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        x, sharding = arrays[name], getattr(arrays[name], "sharding", None)
-        on_mesh = isinstance(sharding, NamedSharding)
-        block = np.asarray(blocks_of(x)[sharding.mesh.devices.flat[device]] if on_mesh else x)
+        x: Any = arrays[name]
+        if isinstance(sharding := getattr(x, "sharding", None), NamedSharding):
+            x = blocks_of(x)[sharding.mesh.devices.flat[device]]
+        block = np.asarray(x)
         stored = name_of(x.dtype)
         return recast(block.view(carrier(stored)), stored, dtype)
 
