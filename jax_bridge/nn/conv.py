@@ -69,13 +69,12 @@ def conv_general_dilated(
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
     kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
-    pads = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
-    windows = dict(zip(space, map(Window, kernel, strides, dilation, pads), strict=True))
+    windows = windows_of([shape[d] for d in space], kernel, strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
     return apply_windows(
         lhs,
-        windows,
+        dict(zip(space, windows, strict=True)),
         lambda x, local: convolve(
             x, rhs, [local[d].stride for d in space], [local[d].padding for d in space]
         ),
@@ -88,15 +87,17 @@ def conv_general_dilated(
     )
 
 
-def paddings(
+def windows_of(
     lengths: Sequence[int],
-    windows: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int] | None,
+    dilation: Sequence[int] | None,
     padding: Padding,
-) -> list[tuple[int, int]]:
-    """Rows of padding before and after every dim of the global array."""
-    if not isinstance(padding, str):
-        return [(int(before), int(after)) for before, after in padding]
-    spans = [d * (k - 1) + 1 for k, d in zip(windows, dilation, strict=True)]
-    return [(before, after) for before, after in lax.padtype_to_pads(lengths, spans, strides, padding)]
+) -> list[Window]:
+    """The window over every dim of the global array."""
+    strides, dilation = (tuple(numbers or (1,) * len(sizes)) for numbers in (strides, dilation))
+    if isinstance(padding, str):
+        spans = [d * (k - 1) + 1 for k, d in zip(sizes, dilation, strict=True)]
+        padding = lax.padtype_to_pads(lengths, spans, strides, padding)
+    pads = [(int(before), int(after)) for before, after in padding]
+    return list(map(Window, sizes, strides, dilation, pads))

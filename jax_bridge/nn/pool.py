@@ -12,7 +12,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import mine
-from jax_bridge.nn.conv import Padding, paddings
+from jax_bridge.nn.conv import Padding, windows_of
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, Local, apply_windows
 from xshard.layout.runs import row_numbers
@@ -45,7 +45,7 @@ def reduce_window(
     arguments = computation, window_dimensions, strides, padding, base, dilation
     struct = jax.ShapeDtypeStruct(whole, init.dtype)
     jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
-    every = _windows(operand, window_dimensions, strides, padding, dilation)
+    every = windows_of(whole, window_dimensions, strides, dilation, padding)
     windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 
     def reduced(block: jax.Array, local: Mapping[int, Local]) -> jax.Array:
@@ -81,10 +81,9 @@ def max_pool(
     Other arguments as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
-    windows = _windows(x, window_dimensions, window_strides, padding, window_dilation)
-    pads = [
-        pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(x.sharding.shape, windows, strict=False)
-    ]
+    lengths = x.sharding.shape
+    windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
+    pads = [pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(lengths, windows, strict=False)]
     arguments = window_dimensions, window_strides, pads, None, window_dilation
     return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
 
@@ -104,12 +103,13 @@ def avg_pool(
     count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Other arguments as in
     `max_pool`.
     """
-    windows = _windows(x, window_dimensions, window_strides, padding)
-    wider = [pool_window(n, w, ceil=ceil_mode) for n, w in zip(x.sharding.shape, windows, strict=False)]
+    lengths = x.sharding.shape
+    windows = windows_of(lengths, window_dimensions, window_strides, None, padding)
+    wider = [pool_window(n, w, ceil=ceil_mode) for n, w in zip(lengths, windows, strict=False)]
     pads = [window.padding for window in wider]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
     mean = total.block
-    for d, (n, window) in enumerate(zip(x.sharding.shape, wider, strict=True)):
+    for d, (n, window) in enumerate(zip(lengths, wider, strict=True)):
         outputs_of, after = range(total.sharding.shape[d]), windows[d].padding[1]
         counts = pool_counts(n, window, outputs_of, padding=after, include_pad=count_include_pad)
         mean = mean / _along(total, d, counts)
@@ -126,19 +126,6 @@ def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
     along = [1] * y.block.ndim
     along[d] = -1
     return mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)).reshape(along)
-
-
-def _windows(
-    x: Sharded,
-    sizes: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: Padding,
-    dilation: Sequence[int] | None = None,
-) -> list[Window]:
-    """The window over every dim."""
-    strides, dilation = (tuple(o or (1,) * len(sizes)) for o in (strides, dilation))
-    pads = paddings(x.sharding.shape, sizes, strides, dilation, padding)
-    return list(map(Window, sizes, strides, dilation, pads))
 
 
 def _by_phases(

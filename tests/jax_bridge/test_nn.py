@@ -21,7 +21,7 @@ PAD_MODES = {"periodic": "wrap", "reflect": "reflect", "edge": "edge", "zero": "
 # -- windows -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(6))
 @in_jax
 def test_any_convolution_over_any_cut(seed) -> None:
     """Values and both gradients equal one device's, to the bit: they are whole numbers."""
@@ -223,9 +223,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, MODES[i % 3]) for i, name in enumerate([*NORMS, *NORMS][:9])]
-)
+@pytest.mark.parametrize(("name", "mode"), [(name, MODES[i % 3]) for i, name in enumerate(NORMS)])
 @in_jax
 def test_norms_over_cut_dims(name, mode) -> None:
     import jax

@@ -217,12 +217,16 @@ def _gathered(x: NDArray, rows: Sequence[NDArray], fill: float = 0.0) -> NDArray
     return x
 
 
-def _scattered(y: NDArray, rows: Sequence[NDArray], lengths: Sequence[int]) -> NDArray:
+def _scattered(y: NDArray, rows_of: Sequence[NDArray], lengths: Sequence[int]) -> NDArray:
     """The adjoint of `_gathered`."""
-    for i, index in reversed([*enumerate(rows)]):
+    for i, index in reversed([*enumerate(rows_of)]):
         y = np.moveaxis(y, (2 * i + 2, 2 * i + 3), (0, 1))
         total = np.zeros((lengths[i] + 1, *y.shape[2:]))
-        np.add.at(total, index, y)
+        for rows, tap in zip(index.T, y.swapaxes(0, 1), strict=True):
+            if len(np.unique(inside := rows[rows >= 0])) == len(inside):
+                total[rows] += tap  # several adds to the last row may be lost, which is dropped
+            else:
+                np.add.at(total, rows, tap)
         y = np.moveaxis(total[:-1], 0, 2 * i + 2)
     return y
 
