@@ -194,12 +194,12 @@ class Plan(Pictured):
         """The price of every step."""
         return tuple(map(self.price_of, range(len(self.steps))))
 
-    def price_of(self, at: int) -> Price:
+    def price_of(self, index: int) -> Price:
         """The price of one step, computed alone."""
-        step, before, after = self.stages[at]
+        step, before, after = self.stages[index]
         if isinstance(step, Transfer):
             return step.price(self.itemsize)
-        return price(step, before, after, self.itemsize, self.machines[at])
+        return price(step, before, after, self.itemsize, self.machines[index])
 
     @cached_property
     def machines(self) -> Sequence[Profile]:
