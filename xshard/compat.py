@@ -1,7 +1,6 @@
 """Functions of other systems as expressions, for the drop-ins of both bridges.
 
-Decides what each function means and which shapes it accepts, from shapes and the number of devices alone.
-The bridges read the arguments of each system and carry the expression out.
+An expression follows from shapes and the number of devices. The bridges read the arguments of each system.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def all_to_all_single(
 
 def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
     if length % parts:
-        span = dict(reversed(text_spans(text).dims))[
-            f"d{dim}"
-        ]  # dims of the left side, which come first, win
+        span = dict(reversed(text_spans(text).dims))[f"d{dim}"]  # the first is on the left side
         raise ShapeError(f"the {what} {length} is not divisible by {parts}", text=text, span=span, hint=hint)
 
 
@@ -123,7 +120,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         return None
     if dst == "V" and shape[:1] != (n,):
         raise ShapeError(
-            f"a block of shape {shape} has no element for each of {n} devices",
+            f"a block of shape {shape} lacks an element for each of {n} devices",
             hint="V takes the leading dim apart; S(0) cuts it",
         )
     stacked = (1, *shape) if src == "V" else shape
@@ -143,10 +140,10 @@ def spmd_cut(kind: str) -> int | None:
     """
     if kind in ("R", "I", "P"):
         return None
-    found = re.fullmatch(r"V|S\((-?\d+)\)", kind)
-    if found is None:
+    match = re.fullmatch(r"V|S\((-?\d+)\)", kind)
+    if match is None:
         raise XshardError(f"unknown type {kind!r}", hint="R, I, V, P, or a cut as S(0)")
-    return int(found[1] or 0)
+    return int(match[1] or 0)
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:

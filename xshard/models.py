@@ -128,7 +128,7 @@ class ParameterUse(NamedTuple):
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
         """The layouts in storage and in use, or None if nothing moves.
 
-        later: axes over which gradients are summed afterwards, together with those of other parameters.
+        later: axes over which gradients of several parameters are summed afterwards.
         """
         now = tuple(sorted(self.copied - later))
         used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)

@@ -92,7 +92,7 @@ def test_layouts_are_types_and_back(layout: str) -> None:
         (lambda: ours.from_types({"dp": "S(2)"}, 2), "S(2) of axis 'dp' does not shard a dim"),
         (lambda: ours.from_types({}, 1, (None, "dp")), "shards 2 dims, the array has 1"),
         (lambda: compat.spmd_transition("R", "Q", (4,), 2, "tp"), "unknown type 'Q'"),
-        (lambda: compat.spmd_transition("R", "V", (3, 2), 2, "tp"), "no element for each of 2 devices"),
+        (lambda: compat.spmd_transition("R", "V", (3, 2), 2, "tp"), "lacks an element for each of 2 devices"),
     ],
 )  # fmt: skip
 def test_what_is_no_type_or_no_layout(call: object, told: str) -> None:

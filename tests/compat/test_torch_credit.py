@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -40,10 +39,6 @@ def _managers() -> None:
         kind, text = error_of(lambda sizes=sizes: credit.DomainParallelManager(*sizes))
         assert kind == "MeshError" and str(sizes[0]) in text
     assert still_connected()
-
-
-def test_managers() -> None:
-    on_ranks(4, _managers)
 
 
 def test_without_a_manager_a_block_is_the_whole() -> None:
@@ -86,10 +81,6 @@ def _halos() -> None:
     assert credit.HaloExchange(0)(block) is block
 
 
-def test_halos_beyond_the_original() -> None:
-    on_ranks(4, _halos)
-
-
 def _batches() -> None:
     manager = credit.initialize_domain_parallel(2, 2)
     rank = dist.get_rank()
@@ -108,10 +99,6 @@ def _batches() -> None:
         y = credit.gather_tensor(leaf, grad=grad)
         (gradient,) = torch.autograd.grad(y, leaf, torch.full_like(y, 1.0 + rank))
         assert torch.equal(y, x) and gradient.unique().tolist() == [wanted]
-
-
-def test_batches_and_parts() -> None:
-    on_ranks(2, _batches)
 
 
 class Opaque(nn.Module):
@@ -179,10 +166,6 @@ def _models() -> None:
             same(p.grad * n, wanted, f"{name}: gradient of {parameter}")
 
 
-def test_converted_models_are_exact() -> None:
-    on_ranks(4, _models)
-
-
 def _five_dims() -> None:
     """Inputs of 4 and of 5 dims in one model, cut along the same dim."""
     manager = credit.initialize_domain_parallel(2, 2)
@@ -201,10 +184,6 @@ def _five_dims() -> None:
     alone, x = copy.deepcopy(flat), torch.randn(1, 1, 8)
     credit.convert_to_domain_parallel(flat, manager, shard_dim=2)
     torch.testing.assert_close(credit.gather_tensor(flat(credit.shard_tensor(x, 2)), 2), alone(x))
-
-
-def test_dims_that_are_cut() -> None:
-    on_ranks(2, _five_dims)
 
 
 def test_any_manager_that_counts_its_domain() -> None:
@@ -249,7 +228,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def _layers() -> None:
     """Each by itself, as they are where a model is written with them, with a manager of another kind."""
     n = dist.get_world_size()
-    alone = {name: make().double() for name, (make, _) in LAYERS.items()}
+    alone, credit._manager = {name: make().double() for name, (make, _) in LAYERS.items()}, None
     manager = SimpleNamespace(domain_parallel_size=n, domain_rank=dist.get_rank(), shard_dim=-2)
     for name, (_, shape) in LAYERS.items():
         torch.manual_seed(0)
@@ -278,10 +257,6 @@ def _layers() -> None:
     assert error_of(lambda: credit.DomainParallelPeriodicConv2d(Periodic(), -1))[0] == "XshardError"
 
 
-def test_layers_by_their_names() -> None:
-    on_ranks(2, _layers)
-
-
 def _one_by_one() -> None:
     """The parts of a converted model, called as those of the model: with blocks, records lost or not."""
     manager = credit.initialize_domain_parallel(2, 2)
@@ -295,10 +270,6 @@ def _one_by_one() -> None:
         torch.testing.assert_close(credit.gather_tensor(mine), y)
         if isinstance(whole, nn.GroupNorm):
             mine = mine.detach().clone()
-
-
-def test_parts_of_a_converted_model() -> None:
-    on_ranks(2, _one_by_one)
 
 
 class Shrinking(nn.Module):
@@ -323,27 +294,6 @@ def _refused() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_has_no_exact_form_is_refused_where_it_stands() -> None:
-    """The original runs it on every part by itself."""
-    for found in on_ranks(2, _refused):
-        for (kind, text), parts in zip(
-            found,
-            [
-                ("XshardError", "0 (MultiheadAttention) has no exact form on blocks"),
-                ("XshardError", "1: einsum() of a block is not a block of einsum() of the array"),
-                ("ShapeError", "0: a block of shape (1, 2, 4, 4) became one of (1, 2, 3, 4)"),
-                ("ShapeError", "2 channels"),
-            ],
-            strict=True,
-        ):
-            assert kind == parts[0] and parts[1] in text, text
-
-
-@pytest.mark.parametrize("sums", [True, False])
-def test_gradients_of_parameters_are_summed_or_shares(sums: bool) -> None:
-    on_ranks(2, _shares, sums)
-
-
 def _shares(sums: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.LayerNorm([8, 4])).double()
@@ -358,3 +308,33 @@ def _shares(sums: bool) -> None:
         if not sums:
             dist.all_reduce(found)
         same(found, gradient, name)
+
+
+def _on_two() -> list[tuple[str, str]]:
+    for check in (_batches, _five_dims, _layers, _one_by_one):
+        check()
+    for sums in (True, False):
+        _shares(sums)
+    return _refused()
+
+
+def test_parts_layers_and_what_is_refused() -> None:
+    """The original runs a module without an exact form on every part by itself."""
+    expected = (
+        ("XshardError", "0 (MultiheadAttention) lacks an exact form on blocks"),
+        ("XshardError", "1: einsum() of a block is not a block of einsum() of the array"),
+        ("ShapeError", "0: a block of shape (1, 2, 4, 4) became one of (1, 2, 3, 4)"),
+        ("ShapeError", "2 channels"),
+    )
+    for found in on_ranks(2, _on_two):
+        for (kind, text), (wanted, part) in zip(found, expected, strict=True):
+            assert kind == wanted and part in text, text
+
+
+def _on_four() -> None:
+    for check in (_managers, _halos, _models):
+        check()
+
+
+def test_managers_halos_and_exact_models() -> None:
+    on_ranks(4, _on_four)

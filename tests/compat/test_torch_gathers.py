@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,14 +46,6 @@ def _rounding() -> None:
     assert total.dtype == torch.bfloat16 and total == torch.tensor(259.0).bfloat16() == 260
 
 
-def test_sums_of_bfloat16_are_rounded_once() -> None:
-    on_ranks(4, _rounding)
-
-
-def test_dtypes_come_back_as_they_were() -> None:
-    on_ranks(N, _dtypes)
-
-
 def _plain_values() -> None:
     rank = dist.get_rank()
     assert ksuit.all_gather_grad(1.5 + rank).tolist() == [1.5, 2.5]
@@ -65,10 +57,6 @@ def _plain_values() -> None:
     assert ksuit.all_reduce_mean_grad(rank).item() == 0.5
     uneven = torch.arange(3 - rank)
     assert ksuit.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
-
-
-def test_plain_values_scalars_and_uneven_rows() -> None:
-    on_ranks(N, _plain_values)
 
 
 def test_without_a_process_group_every_block_is_the_whole() -> None:
@@ -96,10 +84,6 @@ def _no_gradients() -> None:
         ksuit.all_reduce_sum_grad(x).sum().backward()
 
 
-def test_no_gradient_where_the_name_says_so() -> None:
-    on_ranks(N, _no_gradients)
-
-
 def _clipped() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     samples = torch.arange(10)
@@ -107,11 +91,6 @@ def _clipped() -> None:
     assert ksuit.all_gather_nograd_clipped(padded[rank::n], 10).tolist() == samples.tolist()
     rows = padded[rank::n, None] * torch.tensor([1, 100])
     assert torch.equal(ksuit.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100]))
-
-
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_samples_come_back_in_their_order(n: int) -> None:
-    on_ranks(n, _clipped)
 
 
 def _adjoints() -> None:
@@ -147,13 +126,9 @@ LINEAR: dict[str, Any] = {
 }
 
 
-def test_exact_adjoints_and_all_derivatives() -> None:
-    on_ranks(3, _adjoints)
-
-
-def _bytes() -> dict[str, int]:
+def _bytes() -> dict[str, tuple[int, int]]:
     x = torch.ones(64, requires_grad=True)
-    found = {}
+    received = {}
     for name, call in (
         ("gather", lambda: torch.stack(ksuit.AllGatherGradAutograd.apply(x))),
         ("own slot", lambda: torch.stack(ksuit.AllGatherGradOverwrite.apply(x))),
@@ -164,24 +139,8 @@ def _bytes() -> dict[str, int]:
             y = call()
         with Meter() as backward:
             y.sum().backward()
-        found[f"{name}, forward"], found[f"{name}, backward"] = sum(forward.received), sum(backward.received)
-    return found
-
-
-def test_bytes_that_arrive() -> None:
-    """The gradient of a gather reduce-scatters: as many bytes as the call, not 2 P times a block's."""
-    block = 64 * 4
-    expected = {
-        "gather, forward": 3 * block,
-        "gather, backward": 3 * block,
-        "own slot, forward": 3 * block,
-        "own slot, backward": 0,
-        "sum, forward": 2 * 3 * block // 4,
-        "sum, backward": 0,
-        "copy, forward": 0,
-        "copy, backward": 2 * 3 * block // 4,
-    }
-    assert on_ranks(4, _bytes) == [expected] * 4
+        received[name] = sum(forward.received), sum(backward.received)
+    return received
 
 
 def _conventions() -> None:
@@ -194,10 +153,6 @@ def _conventions() -> None:
     ):
         (gradient,) = torch.autograd.grad(y, x, torch.tensor([weight]))
         assert gradient.tolist() == [wanted]
-
-
-def test_two_conventions_of_one_sum() -> None:
-    on_ranks(N, _conventions)
 
 
 def _replicas() -> list[tuple[str, str]]:
@@ -215,22 +170,6 @@ def _replicas() -> list[tuple[str, str]]:
     ]
     assert still_connected()
     return found
-
-
-def test_groups_of_replicas_and_what_is_refused() -> None:
-    for found in on_ranks(4, _replicas):
-        for (kind, text), (wanted, part) in zip(
-            found,
-            [
-                ("MeshError", "replication_factor 2, the group has 4 processes"),
-                ("ShapeError", "6 rows cannot be split into 4 equal parts"),
-                ("ShapeError", "a scalar cannot be split into 4 equal parts"),
-                ("ShapeError", "no dim 1 in a block of shape (2,)"),
-            ],
-            strict=True,
-        ):
-            assert kind == wanted and part in text
-            assert issubclass(getattr(xs.errors, kind), ValueError)
 
 
 def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
@@ -260,5 +199,31 @@ def _compiled() -> None:
         assert torch.equal(*gradients), name
 
 
-def test_inside_torch_compile() -> None:
-    on_ranks(N, _compiled)
+def _together(*checks: Callable[[], Any]) -> list[Any]:
+    return [check() for check in checks]
+
+
+def test_values_dtypes_conventions_and_graphs() -> None:
+    on_ranks(2, _together, _dtypes, _plain_values, _no_gradients, _conventions, _compiled)
+
+
+def test_exact_adjoints_all_derivatives_and_samples_in_their_order() -> None:
+    on_ranks(3, _together, _clipped, _adjoints)
+
+
+def test_groups_bytes_and_what_is_refused() -> None:
+    """The gradient of a gather reduce-scatters: as many bytes as the call, not 2 P times a block's."""
+    block, refused = 64 * 4, (
+        ("MeshError", "replication_factor 2, the group has 4 processes"),
+        ("ShapeError", "6 rows cannot be split into 4 equal parts"),
+        ("ShapeError", "a scalar cannot be split into 4 equal parts"),
+        ("ShapeError", "no dim 1 in a block of shape (2,)"),
+    )  # fmt: skip
+    received = {
+        "gather": (3 * block, 3 * block), "own slot": (3 * block, 0), "sum": (2 * 3 * block // 4, 0),
+        "copy": (0, 2 * 3 * block // 4),
+    }  # fmt: skip
+    for _, _, bytes_, errors in on_ranks(4, _together, _rounding, _clipped, _bytes, _replicas):
+        assert bytes_ == received
+        for (kind, text), (wanted, part) in zip(errors, refused, strict=True):
+            assert kind == wanted and part in text and issubclass(getattr(xs.errors, kind), ValueError)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -49,10 +48,6 @@ def _uneven() -> None:
     assert torch.equal(nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole)
 
 
-def test_uneven_blocks() -> None:
-    on_ranks(N, _uneven)
-
-
 def _dims() -> None:
     """Sequence first, as in [L, B, C]."""
     x = numbers(16, 2, 8)
@@ -62,10 +57,6 @@ def _dims() -> None:
         y = nvsubquadratic.all_to_all_single_fn(None, "split_to_full", block, **dims)
         assert torch.equal(y, columns)
         assert torch.equal(nvsubquadratic.all_to_all_single_fn(None, "full_to_split", y, **dims), block)
-
-
-def test_any_dims() -> None:
-    on_ranks(N, _dims)
 
 
 def _derivatives() -> None:
@@ -84,10 +75,6 @@ def _derivatives() -> None:
     assert gradient.requires_grad and torch.equal(gradient, 3 * x**2)
     (second,) = torch.autograd.grad((gradient * direction).sum(), leaf)
     assert torch.equal(second, 6 * x * direction)
-
-
-def test_forward_mode_and_second_derivatives() -> None:
-    on_ranks(N, _derivatives)
 
 
 class Mixer(nn.Module):
@@ -167,10 +154,6 @@ def _groups() -> None:
     assert still_connected()
 
 
-def test_process_groups() -> None:
-    on_ranks(N, _groups)
-
-
 X = torch.ones(2, 4, 8)
 REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "direction": (
@@ -222,23 +205,6 @@ def _refusals() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def refusals() -> list[dict[str, tuple[str, str]]]:
-    return [dict(zip(REFUSED, found, strict=True)) for found in on_ranks(N, _refusals)]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_every_rank_before_anything_is_sent(
-    name: str, refusals: list[dict[str, tuple[str, str]]]
-) -> None:
-    _, kind, parts = REFUSED[name]
-    assert issubclass(getattr(xs.errors, kind), ValueError)  # what users of the originals catch
-    for found in refusals:
-        assert found[name][0] == kind, found[name]
-        for part in parts:
-            assert part in found[name][1]
-
-
 def _flags_that_differ() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     x = torch.ones(1, 4, 8)
@@ -262,16 +228,27 @@ def _flags_that_differ() -> list[tuple[str, str]]:
     return found
 
 
-def test_flags_that_differ_between_ranks_raise_on_all_of_them() -> None:
-    expected = (
-        ("DesyncError", "type"),
-        ("DesyncError", "with_zigzag_splitting"),
-        ("DesyncError", "unknown direction 'full_to_full'"),
-        ("DesyncError", "the sequence length 6 is not divisible by 8"),
-        ("XshardError", "unknown direction 'full_to_full'"),
-        ("DesyncError", "expression"),
-        ("DesyncError", "expression"),
-    )
-    for found in on_ranks(N, _flags_that_differ):
-        for (kind, text), (wanted, part) in zip(found, expected, strict=True):
+FLAGS = (
+    ("DesyncError", "type"),
+    ("DesyncError", "with_zigzag_splitting"),
+    ("DesyncError", "unknown direction 'full_to_full'"),
+    ("DesyncError", "the sequence length 6 is not divisible by 8"),
+    ("XshardError", "unknown direction 'full_to_full'"),
+    ("DesyncError", "expression"),
+    ("DesyncError", "expression"),
+)
+
+
+def _on_four() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    for check in (_uneven, _dims, _derivatives, _groups):
+        check()
+    return _refusals(), _flags_that_differ()
+
+
+def test_blocks_dims_groups_and_what_is_refused_on_every_rank() -> None:
+    for refused, differing in on_ranks(N, _on_four):
+        for (kind, text), (_, wanted, parts) in zip(refused, REFUSED.values(), strict=True):
+            assert issubclass(getattr(xs.errors, wanted), ValueError)  # what users of the originals catch
+            assert kind == wanted and all(part in text for part in parts), text
+        for (kind, text), (wanted, part) in zip(differing, FLAGS, strict=True):
             assert kind == wanted and part in text, text

@@ -99,35 +99,6 @@ def test_halos_of_another_width_for_every_part() -> None:
 
 
 @in_jax
-def test_a_tree_of_blocks_moves_by_one_expression_a_prefix_or_rules() -> None:
-    tree, specs = {"w": X, "b": [X[:, 0], X[:, :5]]}, {"w": P("a"), "b": [P("a"), P(None, "a")]}
-    uneven = {"w": None, "b": [None, (8, 9)]}
-
-    def moved(layouts, shape=None):
-        def local(tree):
-            results = xj.redistribute(tree, layouts, shape=shape)
-            return jax.tree.map(lambda y: xj.ops.copy_to(y, ("a", "b"))[None], results)
-
-        everywhere = jax.tree.map(lambda _: P(("a", "b")), tree)
-        blocks = {**tree, "b": [tree["b"][0], np.concatenate([tree["b"][1]] * 2, axis=1)]}
-        return jax.tree.map(lambda y: y[0], mapped(local, ((specs,), everywhere))(blocks))
-
-    wide = "n m/a -> n m"
-    for layouts in (
-        {"w": "n/a d -> n d", "b": ["n/a -> n", wide]},
-        {"w": "n/a d -> n d", "b": xs.Rules({"0": "n/a -> n", "**": wide})},
-        xs.Rules({"w": "n/a d -> n d", "b.0": "n/a -> n", "**": wide}),
-    ):
-        found = moved(layouts, uneven)
-        assert np.array_equal(found["w"], X) and np.array_equal(found["b"][0], X[:, 0])
-        assert found["b"][1].shape == (8, 9)
-    kind, text = error_of(lambda x: xj.redistribute({"w": x}, {"w": "n/c d -> n d"}))
-    assert kind == "NotationError" and text.startswith("leaf 'w': unknown mesh axis 'c'")
-    assert error_of(lambda x: xj.redistribute({"w": x}, {"v": "n/a d -> n d"}))[0] == "XshardError"
-    assert xj.redistribute({}, "n -> n") == {}
-
-
-@in_jax
 def test_axes_that_the_expression_does_not_name_are_left_alone() -> None:
     """Blocks differ along `b`, and keep doing so; replicas along `a` are declared where they are."""
     gathered = mapped(lambda x: xj.redistribute(x, "n/a d -> n d"), (P("a", "b"), P(None, "b")))

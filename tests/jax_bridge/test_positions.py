@@ -78,6 +78,26 @@ def test_positions_of_all_blocks_are_the_order_of_storage(layout) -> None:
 
 
 @in_jax
+def test_live_activations_from_contiguous_to_zigzag_and_back() -> None:
+    mesh, x = jax_mesh(cp=4), np.arange(96.0, dtype=np.float32).reshape(2, 16, 3)
+    for there, back in (("cp", "zigzag(cp)"), ("zigzag(cp)", "cyclic(cp,2)"), ("zigzag(cp,8,8)", "cp")):
+        before, after = (
+            np.asarray(xj.positions(f"s/{cut}", mesh, shape=(16,), dim=0)) for cut in (there, back)
+        )
+        expression = f"b s/{there} c -> b s/{back} c"
+        moved = jax.shard_map(
+            lambda x, e=expression: xj.redistribute(x, e, shape=(2, 16, 3)),
+            mesh=mesh,
+            in_specs=P(None, "cp"),
+            out_specs=P(None, "cp"),
+        )
+        assert np.array_equal(moved(x[:, before]), x[:, after])
+        weight = 7 * x + 1
+        gradient = jax.grad(lambda y, f=moved, w=weight[:, after]: (f(y) * w).sum())(x[:, before])
+        assert np.array_equal(gradient, weight[:, before])
+
+
+@in_jax
 def test_what_is_refused() -> None:
     with pytest.raises(xs.errors.MeshError, match="no axis of the layout is manual here") as caught:
         xj.positions("b s/cp", shape=(2, 12), dim="s")

@@ -16,6 +16,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, same, scattered, weights_of, whole_gradients
+from torch_bridge.testing.byte_counter import Meter
 
 ROW = xs.Mesh(sp=4)
 PAIR = xs.Mesh(sp=2)
@@ -98,10 +99,6 @@ def _unet() -> None:
     assert (model.eval()(x, time) - alone.eval()(x, time)).abs().max() <= TOLERANCE
 
 
-def test_a_model_with_code_between_its_layers() -> None:
-    on_ranks(4, _unet)
-
-
 class Recomputed(nn.Module):
     """Checkpoints of a module and of a function with code around a module."""
 
@@ -147,11 +144,6 @@ def _checkpoints() -> tuple[str, str]:
     return error_of(lambda: y.sum().backward())
 
 
-def test_activations_that_are_computed_again() -> None:
-    for _, told in on_ranks(2, _checkpoints):
-        assert "second: nothing is known of an input" in told and "xt.nn.checkpoint" in told
-
-
 class Rows(nn.Module):
     """What works row by row: slices that cut nothing, views that keep rows, functions along other dims."""
 
@@ -185,10 +177,6 @@ def _rows() -> None:
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
 
 
-def test_what_works_row_by_row_is_followed() -> None:
-    on_ranks(2, _rows)
-
-
 def _parts() -> None:
     """Parts that are called one by one, also by checkpoints, on blocks of one size and of several."""
     torch.manual_seed(0)
@@ -217,10 +205,6 @@ def _parts() -> None:
                 same(p.grad, wanted, f"gradient of {name}")
 
 
-def test_parts_of_a_model_are_called_by_themselves() -> None:
-    on_ranks(2, _parts)
-
-
 def _inference() -> None:
     """What is kept between calls serves a backward pass that comes later."""
     model = nn.Sequential(
@@ -232,16 +216,12 @@ def _inference() -> None:
     check_layer(model, (1, 1, 4, 4), "b c h/sp w", PAIR)
 
 
-def test_inference_before_training() -> None:
-    on_ranks(2, _inference)
-
-
 NO_LAYER: dict[str, tuple[Callable[[], Any], str]] = {
     "a layer of no kind": (
         lambda: nn.Sequential(nn.ReLU(), nn.ModuleDict({"rnn": nn.LSTM(2, 2)})),
-        "1.rnn (LSTM) has no exact form",
+        "1.rnn (LSTM) lacks an exact form",
     ),
-    "channel dropout": (lambda: nn.Sequential(nn.Dropout2d(0.1)), "0 (Dropout2d) has no exact form"),
+    "channel dropout": (lambda: nn.Sequential(nn.Dropout2d(0.1)), "0 (Dropout2d) lacks an exact form"),
     "adaptive pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2)), "0: output_size=2"),
     "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "0: return_indices=True"),
     "a kind of its own": (
@@ -328,8 +308,46 @@ REFUSED = {name: text for name, (_, text) in (*NO_LAYER.items(), *NO_FUNCTION.it
 }
 
 
-def test_what_has_no_exact_form_is_refused_on_every_rank() -> None:
-    for found in on_ranks(2, _refusals):
+def _summed() -> tuple[int, int]:
+    """Gradients of all parameters in one collective; `verify`, the norm and the check take the model."""
+    chain = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(10)))
+    with Meter() as meter:
+        xt.nn.domain_parallel(chain, "b c h/sp w", PAIR)(torch.ones(2, 4, 4, 4)).square().sum().backward()
+    torch.manual_seed(0)
+    model, x, time = UNet().double(), torch.randn(2, 2, 24, 12).double(), torch.randn(2, 3).double()
+    parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, shape=x.shape)
+    weights = weights_of(torch.empty(2, 2, 48, 24))
+
+    def loss(y: Tensor) -> Tensor:
+        own = xt.redistribute(weights, "b c h w -> b c h/sp w", PAIR)
+        return xt.redistribute((y * own).sum(), "() | sum(sp) -> ()", PAIR)
+
+    block = scattered(x, "b c h/sp w", PAIR)
+    xt.verify(parallel, (block, time), loss=loss)
+    wrong = error_of(lambda: xt.verify(parallel, (block, time), loss=lambda y: loss(y) * y.shape[2]))
+    assert wrong[0] == "EquivalenceError"  # its blocks have half of the rows
+    loss(parallel(block, time)).backward()
+    whole = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert torch.isclose(xt.grad_norm(parallel), whole) and "gradients, in buckets" in xt.explain(parallel)
+    xt.check_replicas(parallel)
+    return len(list(chain.parameters())), len(meter.received)
+
+
+def _on_two() -> Any:
+    told = _checkpoints()[1]
+    assert "second: nothing is known of an input" in told and "xt.nn.checkpoint" in told
+    for check in (_rows, _parts, _inference):
+        check()
+    assert _summed() == (20, 1)
+    return _refusals()
+
+
+def test_a_model_with_code_between_its_layers() -> None:
+    on_ranks(4, _unet)
+
+
+def test_records_follow_blocks_gradients_are_summed_together_and_what_has_no_form_is_refused() -> None:
+    for found in on_ranks(2, _on_two):
         assert found.keys() == REFUSED.keys()
         for name, text in REFUSED.items():
             assert text in found[name][1], name

@@ -120,14 +120,14 @@ class HaloExchange(nn.Module):
         shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
+        self.halo_width, self.dim = halo_width, dim
+        self.options: Any = {"boundary": boundary, "shape": shape}
 
     def forward(self, x: Tensor) -> Tensor:
         manager = _sharding_manager(None)
         if manager is None or self.halo_width == 0:
             return x
-        options: Any = {"boundary": self.boundary, "shape": self.shape}
-        return halo_exchange(x, self.halo_width, self.dim, AXIS, _domain_of(manager), **options)
+        return halo_exchange(x, self.halo_width, self.dim, AXIS, _domain_of(manager), **self.options)
 
     @staticmethod
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
@@ -191,7 +191,7 @@ def convert_to_domain_parallel(
     *,
     shape: Sequence[int | None] | None = None,
 ) -> nn.Module:
-    """Turn a model, in place, into one of blocks: outputs and gradients are those of the whole array.
+    """Turn a model, in place, into one of blocks: outputs and gradients are as for the whole array.
 
     Inputs that have `shard_dim` besides batch and channels are sharded along it. custom_converters: class ->
     function that converts its modules; the result is called on blocks. shape: the inputs' global shape, if

@@ -280,7 +280,7 @@ def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
 
     Raises MeshError if no group is initialised, `group` is no process group, or this process is not in it.
     """
-    world()
+    check_world()  # which torch.compile can record
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):

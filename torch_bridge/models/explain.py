@@ -1,7 +1,4 @@
-"""A parallel model as tables: where its parameters live, and what a step sends.
-
-Names that differ only in numbers, as those of equal layers, share a row.
-"""
+"""A parallel model as tables: where its parameters live, and the bytes that a step sends."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ MOVES = ("module", "", "moves", "forward", "backward")
 def explain(model: nn.Module) -> str:
     """Return a parallel model as tables: its parameters, and the bytes that a step receives.
 
-    Bytes are those of the busiest process. Activations have theirs after the first forward pass.
+    Bytes are counted on the busiest process. Activations have theirs after the first forward pass.
     """
     parallel = parallel_of(model)
     axes, profile = parallel.context.axes, machine(parallel.context.profile)

@@ -1,7 +1,6 @@
 """Gradients of a parallel model: summed in buckets while the backward pass goes on.
 
-Each parameter brings the axes over which its gradient is summed once, after all its uses
-(`ShardedParameter.later`); other sums were made where the parameter was gathered. All processes send the same
+A gradient is summed once over the axes `ShardedParameter.later`, after all uses. All processes send the same
 buckets in the same order: a parameter that a process did not use counts as zeros, and a parameter that no
 process used keeps the gradient that it had.
 """
@@ -9,10 +8,10 @@ process used keeps the gradient that it had.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
+from xshard.trees import groups
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Bucket:
         flat = torch.cat([*parts, parts[0].new_tensor([float(is_used) for is_used in used])])
         expression = f"n | sum({','.join(self.gradients[0].axes)}) -> n"
         travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
-        pending = redistribute(
+        pending: Any = redistribute(
             flat, expression, context.mesh, profile=context.profile, comm_dtype=travels, async_op=True
         )
 
@@ -183,17 +183,10 @@ class Gradients:
 
     def _grouped(self) -> list[Bucket]:
         """Buckets in the order in which a backward pass fills them: the last parameters come first."""
-        last: dict[Any, list[Gradient]] = {}
-        groups: list[list[Gradient]] = []
-        for gradient in reversed(self._all):
-            x = gradient.parameter
-            key = gradient.axes, x.dtype, x.device
-            nbytes = sum(other.parameter.nbytes for other in last.get(key, ())) + x.nbytes
-            if key not in last or (self.bucket_bytes is not None and nbytes > self.bucket_bytes):
-                groups.append([])
-                last[key] = groups[-1]
-            last[key].append(gradient)
-        return [Bucket(group) for group in sorted(groups, key=lambda group: -self._all.index(group[-1]))]
+        last_first = self._all[::-1]
+        keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
+        members = groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
+        return [Bucket([last_first[i] for i in group]) for group in sorted(members, key=itemgetter(-1))]
 
     def _begin(self) -> BackwardPass:
         self._pass = BackwardPass({bucket: len(bucket.gradients) for bucket in self._buckets})
@@ -202,9 +195,8 @@ class Gradients:
     def _arrives(self, gradient: Gradient, _: Tensor) -> None:
         """Before a share is added to `.grad`."""
         if self._pass is None:
-            self._begin().coming.add(gradient)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._pass.coming.add(gradient)
+        (self._pass or self._begin()).coming.add(gradient)
         gradient.set_sum_aside()
 
     def _arrived(self, gradient: Gradient, x: Tensor) -> None:
@@ -248,13 +240,3 @@ class Gradients:
         if self.syncs and self.after_first is not None:
             check, self.after_first = self.after_first, None
             check()
-
-
-@contextmanager
-def paused(gradients: Gradients) -> Iterator[None]:
-    """Backward passes inside leave each process its share; the next one outside sums all of them."""
-    before, gradients.syncs = gradients.syncs, False
-    try:
-        yield
-    finally:
-        gradients.syncs = before

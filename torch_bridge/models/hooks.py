@@ -1,12 +1,10 @@
-"""The hooks of a module that has rules: its inputs and outputs move, and its parameters are gathered.
-
-A parameter that its module uses under another layout than the stored one is gathered for the forward pass.
-"""
+"""The hooks of a module that has rules: its inputs and outputs move, and its parameters are gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from xshard import XshardError
 from xshard.errors import ShapeError, with_path
 from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
 
+Gather = Callable[[Sequence[Tensor]], list[Tensor]]
 Key = str | int | None  # of an argument or of a part of a result; None: the first tensor
 
 
@@ -134,10 +133,11 @@ class ModuleHooks:
 
     def _gather(self) -> None:
         stored = [part.tensor for part in self.gathered]
-        used = _gather_all(stored, self.gathered, self.context)
+        gather = partial(_gather_all, self.gathered, self.context)
+        used = gather(stored)
         is_saved = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
         if is_saved and not self.keep and not torch.compiler.is_compiling():
-            self._saving = RegatherOnBackward(stored, used, self.gathered, self.context).hooks()
+            self._saving = RegatherOnBackward(stored, used, gather).hooks()
             self._saving.__enter__()
         self._stored = stored
         for part, x in zip(self.gathered, used, strict=True):
@@ -184,7 +184,7 @@ class ModuleHooks:
 
 
 def _gather_all(
-    stored: Sequence[Tensor], parts: Sequence[GatheredParameter], context: ParallelContext
+    parts: Sequence[GatheredParameter], context: ParallelContext, stored: Sequence[Tensor]
 ) -> list[Tensor]:
     """Parameters under the layouts in which modules use them, gathered together; differentiable."""
     options: Any = {"profile": context.profile, "comm_dtype": context.comm_dtype}
@@ -203,14 +203,8 @@ class RegatherOnBackward:
     The second set lives as long as nodes of the graph that have not run.
     """
 
-    def __init__(
-        self,
-        stored: Sequence[Tensor],
-        used: Sequence[Tensor],
-        parts: Sequence[GatheredParameter],
-        context: ParallelContext,
-    ) -> None:
-        self.stored, self.parts, self.context = stored, parts, context
+    def __init__(self, stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather) -> None:
+        self.stored, self.gather = stored, gather
         self.versions = [x._version for x in stored]
         self.storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
         self.dtypes = [x.dtype for x in used]
@@ -232,6 +226,6 @@ class RegatherOnBackward:
             if self.versions != [x._version for x in self.stored]:
                 raise XshardError("a parameter was written to between its forward and its backward pass")
             with torch.no_grad():
-                self.used = _gather_all(self.stored, self.parts, self.context)
+                self.used = self.gather(self.stored)
         i, *view = packed
         return self.used[i].as_strided(*view)

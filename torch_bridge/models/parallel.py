@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.models.gradients import Gradients, paused
+from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
@@ -20,15 +20,15 @@ from xshard.models import ParameterUse, use_of
 
 ATTRIBUTE = "_xshard_parallel"
 
-# Arguments of the model -> the layouts and global shapes of its sharded inputs, by position or name.
-Arrivals = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
+Arrives = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
 
 
 @dataclass(eq=False, repr=False)
 class ParallelModel:
     """The state of a parallel model; its copies have their own. uses: every parameter's use, by name.
 
-    original: the model on one device, if that is another module.
+    arrives: arguments -> layouts and global shapes of sharded inputs, by position or name; None for the rules
+    of the model. original: the model on one device, if that is another module.
     """
 
     context: ParallelContext
@@ -36,7 +36,7 @@ class ParallelModel:
     uses: dict[str, ParameterUse]
     hooks: Sequence[ModuleHooks]
     gradients: Gradients
-    arrivals: Arrivals
+    arrives: Arrives | None = None
     original: nn.Module | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class ParallelModel:
 
     @classmethod
     def of_replicated(
-        cls, model: nn.Module, context: ParallelContext, original: nn.Module, arrivals: Arrivals
+        cls, model: nn.Module, context: ParallelContext, original: nn.Module, arrives: Arrives
     ) -> ParallelModel:
         """The state of a model with replicated parameters, which sums their gradients by itself."""
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -58,7 +58,15 @@ class ParallelModel:
             if isinstance(x, nn.Parameter):
                 uses[name] = use
             parameters.append(ShardedParameter([name], owner, sharding, varying))
-        return cls(context, parameters, uses, (), Gradients(context, (), None), arrivals, original)
+        return cls(context, parameters, uses, (), Gradients(context, (), None), arrives, original)
+
+    def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        """The layouts and global shapes of the sharded inputs of the model."""
+        if self.arrives is not None:
+            return self.arrives(args, kwargs)
+        root = next((hooks for hooks in self.hooks if not hooks.name), None)
+        rules = () if root is None else root.inputs
+        return {root.argument(each.key, args, kwargs): (each.rule.src, None) for each in rules if root}
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A hook of the model, before its forward pass."""
@@ -92,12 +100,18 @@ def check_replicas(model: nn.Module) -> None:
     parallel_of(model).compare()
 
 
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, `.grad` adds up this process's share of the gradients; the next backward pass outside sums it.
 
     Gradients of parameters that are gathered for use, as in `domain_parallel`, are always summed at once.
     """
-    return paused(parallel_of(model).gradients)
+    gradients = parallel_of(model).gradients
+    before, gradients.syncs = gradients.syncs, False
+    try:
+        yield
+    finally:
+        gradients.syncs = before
 
 
 @torch.no_grad()

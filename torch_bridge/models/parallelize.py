@@ -1,8 +1,4 @@
-"""`parallelize`: layouts by name -> the same model, in parallel.
-
-Rules become the layout of every parameter and the hooks of every module; what cannot be right is refused
-before training.
-"""
+"""`parallelize`: rules become the layout of every parameter and the hooks of every module."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
-from torch_bridge.models.parallel import ATTRIBUTE, Arrivals, ParallelModel
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from xshard import Profile, Rules, Sharding, XshardError
 from xshard.arguments import limit_of, shown
@@ -83,15 +79,10 @@ def parallelize(
     ...         whole = model(torch.ones(2, 4))
     ...     parallel = xt.parallelize(
     ...         model,
-    ...         parameters={
-    ...             "0.weight": "o/tp i",
-    ...             "0.bias": "o/tp",
-    ...             "2.weight": "o i/tp",
-    ...             "2.bias": "o -> o | sum(tp)",
-    ...         },
+    ...         {"0.*": "o/tp ...", "2.weight": "o i/tp", "2.bias": "o -> o | sum(tp)"},
     ...         inputs={"": "b i -> b i | copy(tp)"},
-    ...         outputs={"2": "b o | sum(tp) -> b o"},
     ...         mesh=Mesh(tp=2),
+    ...         outputs={"2": "b o | sum(tp) -> b o"},
     ...     )
     ...     return tuple(model[0].weight.shape), torch.allclose(parallel(torch.ones(2, 4)), whole)
     >>> xt.testing.run_ranks(2, step)
@@ -121,20 +112,11 @@ def parallelize(
             hooks[name].keep = keep or hooks[name].parent is None
             hooks[name].attach(module)
     gradients = Gradients(context, sharded, limit)
-    parallel = ParallelModel(
-        context, sharded, uses, list(hooks.values()), gradients, _arrivals(hooks.get(""))
-    )
+    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
     setattr(model, ATTRIBUTE, parallel)
     gradients.prepare()
     return model
-
-
-def _arrivals(hooks: ModuleHooks | None) -> Arrivals:
-    rules = () if hooks is None else hooks.inputs
-    return lambda args, kwargs: {
-        hooks.argument(each.key, args, kwargs): (each.rule.src, None) for each in rules if hooks is not None
-    }
 
 
 def _device(mesh: MeshLike, device: torch.device | str | None) -> torch.device:
@@ -165,9 +147,8 @@ def _hooks(
         parent = _around(name, hooks)
         axes = varying(parent.varying if parent else (), [each.rule for each in incoming])
         arguments = list(inspect.signature(module.forward).parameters)
-        hooks[name] = ModuleHooks(
-            name, arguments, context, parent, incoming, outgoing, axes, name in gathering
-        )
+        rest = incoming, outgoing, axes, name in gathering
+        hooks[name] = ModuleHooks(name, arguments, context, parent, *rest)
     return hooks
 
 

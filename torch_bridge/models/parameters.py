@@ -79,15 +79,15 @@ class ShardedParameter:
         owner, attribute = self.owners[0]
         return _dict_with(owner, attribute)[attribute]
 
-    @property
-    def whole(self) -> Layout:
-        """The layout of the whole tensor on all processes."""
-        return unsharded(self.sharding.layout)
-
     def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
         """The whole tensor -> this process's block, with memory of its own."""
-        layout = self.sharding.layout
-        return x.detach() if not layout.axes else context.moved(x, self.whole, layout, self.sharding.shape)
+        layout, shape = self.sharding.layout, self.sharding.shape
+        return x.detach() if not layout.axes else context.moved(x, unsharded(layout), layout, shape)
+
+    def gathered(self, context: ParallelContext) -> Tensor:
+        """The whole tensor, on all processes."""
+        layout, shape = self.sharding.layout, self.sharding.shape
+        return context.moved(self.tensor, layout, unsharded(layout), shape)
 
     def put(self, block: Tensor) -> None:
         """Make a block the data of the parameter, which an optimiser, for one, still has."""

@@ -26,7 +26,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
     They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
     `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
-    uneven ones, is gathered: that tensor is whole, and a copy. All processes call it.
+    uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
     """
     parallel, state = parallel_of(model), model.state_dict()
     for each in parallel.parameters:
@@ -63,7 +63,7 @@ def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
     try:
         to_placements(sharding.layout, mesh, sharding.shape)
     except PlanError:
-        return context.moved(block, sharding.layout, each.whole, sharding.shape)
+        return each.gathered(context)
     return as_dtensor(block, sharding.layout, mesh, sharding.shape)
 
 

@@ -1,4 +1,4 @@
-"""`verify`: the loss and every gradient of a parallel model, compared with those of a copy on one device."""
+"""`verify`: the loss and every gradient of a parallel model, compared with a copy on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify(
     tol: float | None = None,
     original: nn.Module | None = None,
 ) -> None:
-    """Raise EquivalenceError, on all processes, unless loss and gradients are those of one device.
+    """Raise EquivalenceError, on all processes, unless loss and gradients are as on one device.
 
     All processes of the mesh call it, each with the arguments of its own call of the model. Every process
     then runs a copy of the model without its rules, on the whole batch, in which each mesh has this process
@@ -80,20 +80,18 @@ def verify(
     parallel = parallel_of(model)
     if parallel.gradients.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
-    call, loss = _call(batch), loss or _own_loss
-    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
+    call: Call = ((batch,), {})
+    if isinstance(batch, Mapping | tuple | list):
+        call = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    own: Any = lambda result: result if isinstance(result, Tensor) else getattr(result, "loss", None)  # noqa: E731
+    loss_of: Callable[[Any], Tensor] = loss or own
+    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss_of, original)
     with _unchanged(model, parallel), _same_random_numbers(parallel):
-        blocks = [_run(model, call, loss).detach()]
+        blocks = [_run(model, call, loss_of).detach()]
         for each in _with_gradients(parallel):
             x = each.tensor
             blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
     _compare(wanted, blocks, parallel, tol)
-
-
-def _call(batch: Any) -> Call:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 def _whole(call: Call, parallel: ParallelModel) -> Call:
@@ -115,10 +113,6 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
             context.compare(x, Sharding(dst, context.axes, tuple(x.shape)), name)
             values[key] = x
     return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
-
-
-def _own_loss(result: Any) -> Any:
-    return result if isinstance(result, Tensor) else getattr(result, "loss", None)
 
 
 def _run(model: nn.Module, call: Call, loss: Callable[[Any], Tensor]) -> Tensor:
@@ -180,9 +174,9 @@ def _copied(
     wholes: dict[str, Tensor] = {}
     memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks)}
     for each in parallel.parameters:
-        x = whole = each.tensor.detach()
+        whole = each.tensor.detach()
         if each.sharding.layout.axes:
-            whole = context.moved(x, each.sharding.layout, each.whole, each.sharding.shape)
+            whole = each.gathered(context)
         is_parameter = isinstance(each.tensor, nn.Parameter)
         wholes[each.name] = whole = (
             nn.Parameter(whole, each.tensor.requires_grad) if is_parameter else whole.clone()

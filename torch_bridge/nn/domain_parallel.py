@@ -24,7 +24,7 @@ from torch_bridge.nn.propagation import Propagation, is_followed
 from xshard import Layout, XshardError
 from xshard.notation.parser import ELLIPSIS
 
-# Modules of torch whose functions `propagation` follows.
+# Modules of torch that call functions with rules.
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
     nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
@@ -48,7 +48,7 @@ def domain_parallel(
     sum_gradients: bool = True,
     converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
 ) -> nn.Module:
-    """Return a model of blocks whose outputs and gradients equal those of `model` on whole arrays.
+    """Return a model of blocks with the outputs and gradients that `model` has on whole arrays.
 
     The result shares parameters and buffers with `model`, which is left as it is: one optimiser and one state
     dict serve both. Layers that read neighbours or reduce compute on blocks; code between them (skip
@@ -123,7 +123,7 @@ def domain_parallel(
 class _Entrance:
     """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it.
 
-    shares: as in `Placement`. running: what ends with each call of a module that is running.
+    shares: as in `Placement`. running: one stack of contexts for each module that is running.
     """
 
     layout: Layout
@@ -141,7 +141,7 @@ class _Entrance:
 
     def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         """The layouts and global shapes of the sharded inputs of the model, by position or name."""
-        inputs = {**dict(enumerate(args)), **kwargs}.items()
+        inputs: Any = [*enumerate(args), *kwargs.items()]
         sharded = {key: x for key, x in inputs if isinstance(x, Tensor) and self._is_sharded(x)}
         placements = {key: self._placed(x, True) for key, x in sharded.items()}
         return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
@@ -180,7 +180,7 @@ class _Entrance:
         return args, kwargs
 
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
-        """Make copies of all parameters, whose gradients are then summed together, until the module ends."""
+        """Make copies of all parameters until the module ends: their gradients are summed together."""
         axes = placement.axes
         own = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         if own and axes != placement.shares:
@@ -218,7 +218,7 @@ def _check_followed(module: nn.Module, path: str) -> None:
         )
     if kind.__module__.startswith("torch.nn."):
         raise XshardError(
-            f"{name} has no exact form on blocks", hint="redistribute what it needs whole, outside"
+            f"{name} lacks an exact form on blocks", hint="redistribute what it needs whole, outside"
         )
     if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
         raise XshardError(f"{name} is lazy", hint="run the ordinary model once first")

@@ -1,7 +1,4 @@
-"""The halo exchange as a module.
-
-Decides nothing of its own: it calls `torch_bridge.ops.halo_exchange`.
-"""
+"""The halo exchange as a module."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from xshard.ops import Axes, HaloWidth
 class HaloExchange(nn.Module):
     """Widens blocks by rows of their neighbours; `trim` drops them again.
 
-    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` cuts; without a
-    mesh, all processes of the world cut it, in their order. boundary: the values beyond the ends of the
-    array, as in a layout. shape: the global shape, where blocks differ in size.
+    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` shards; without a
+    mesh, all processes of the world shard it, in their order. boundary: the values beyond the edges of the
+    array, as in a layout. shape: the global shape, if blocks differ in size.
 
     >>> import torch, torch_bridge as xt
     >>> def turn():
@@ -46,23 +43,20 @@ class HaloExchange(nn.Module):
     ) -> None:
         super().__init__()
         self.halo_width, self.dim, self.axis, self.mesh = halo_width, dim, axis, mesh
-        self.boundary, self.shape = boundary, shape
+        self.options: Any = {"boundary": boundary, "shape": shape}
         if mesh is None and not isinstance(axis, str):
-            raise MeshError(f"axes {axis} of no mesh", hint="pass mesh=, or one axis for all processes")
+            raise MeshError(f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes")
 
     def forward(self, x: Tensor) -> Tensor:
         """`n/axis -> n/axis:halo(...)`; the gradients of copied rows are added at their owner."""
-        return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self._options())
+        return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
 
     def trim(self, x: Tensor) -> Tensor:
         """`n/axis:halo(...) -> n/axis`."""
-        return trim_halo(x, self.halo_width, self.dim, self.axis, self._mesh(), **self._options())
+        return trim_halo(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
 
     def _mesh(self) -> MeshLike:
         return Mesh({str(self.axis): dist.get_world_size()}) if self.mesh is None else self.mesh
 
-    def _options(self) -> dict[str, Any]:
-        return {"boundary": self.boundary, "shape": self.shape}
-
     def extra_repr(self) -> str:
-        return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.boundary!r}"
+        return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.options['boundary']!r}"

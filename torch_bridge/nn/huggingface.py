@@ -42,7 +42,7 @@ def register_attention(
     rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
     documents of packed tokens.
     layout: layout of queries, `[batch, rows, heads, width]` in any order, with `s` for rows and `h` for
-    heads. Other options are those of `attention`.
+    heads. Other options are as in `attention`.
 
     Raises XshardError, at the call of the model, for options that attention here lacks: dropout, caches of
     keys, masks other than causal ones and windows, biases and soft caps; ShapeError for position ids of other

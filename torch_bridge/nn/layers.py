@@ -39,11 +39,11 @@ class Form(NamedTuple):
 
 
 class Layer:
-    """A mixin before the torch class whose outputs a layer computes.
+    """A mixin before the torch class of a layer.
 
     A layer takes this process's block and returns this process's block of the outputs, with a record of
     their placement. An input without a record has the layer's `layout`.
-    in_model: the layer is part of a model, where an input without a record is an error.
+    in_model: the layer is part of a model; an input without a record is an error.
     """
 
     form: Form
@@ -91,7 +91,7 @@ def layer_of(
     """A module of a class in `LAYERS` -> the layer with its parameters.
 
     layout: layout of the input, as in "b c h/sp w". path: the name of the layer in errors. The other options
-    are those of `domain_parallel`. Raises XshardError for a module without an exact form.
+    are as in `domain_parallel`. Raises XshardError for a module without an exact form.
     """
     layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
     layer.layout, layer.mesh = Layout.parse(layout), mesh
@@ -163,8 +163,9 @@ def _conv_transpose(
 
 
 def _pool(layer: Any, dilation: Any = 1) -> Pool:
-    windows = (_each(v, _rank(layer)) for v in (layer.kernel_size, layer.stride, layer.padding, dilation))
-    return Pool(*windows, layer.ceil_mode, layer.outputs)
+    windows = (layer.kernel_size, layer.stride, layer.padding, dilation)
+    kernel, stride, padding, dilation = (_each(v, _rank(layer)) for v in windows)
+    return Pool(kernel, stride, padding, dilation, layer.ceil_mode, layer.outputs)
 
 
 def _max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
@@ -246,7 +247,7 @@ def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     return y, placement
 
 
-# Every torch class with a layer -> its form; sizes and `normalized_shape` are those of the whole array.
+# Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
 FORMS: dict[type[nn.Module], Form] = {
     nn.GroupNorm: Form(_group_norm),
     nn.LayerNorm: Form(_layer_norm),

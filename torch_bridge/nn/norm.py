@@ -141,7 +141,8 @@ def fixed_norm(
     eps: float,
 ) -> Tensor:
     """A block `(b, c, ...)` normalised by given `statistics`: mean and variance, `(c,)`."""
-    return torch.nn.functional.batch_norm(x, *statistics, *placement.copied(weight, bias), False, 0.0, eps)
+    weight, bias = placement.copied(weight, bias)
+    return torch.nn.functional.batch_norm(x, *statistics, weight, bias, False, 0.0, eps)
 
 
 def _scaled(x: Tensor, parameters: Sequence[Tensor | None], dims_after: int) -> Tensor:

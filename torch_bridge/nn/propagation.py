@@ -1,8 +1,7 @@
 """Records follow blocks through a model's own code, between its layers.
 
-Decides that functions without a rule are refused, on every process alike: a wrong result could have the
-right shape; and that records also follow blocks through the second forward pass of a checkpoint, which torch
-runs during the backward pass, after the model has returned.
+Functions without a rule are refused on every process: a wrong result could have the right shape. Records also
+follow blocks through the second forward pass of a checkpoint, during the backward pass.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class Propagation(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
+        placements = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
         name = getattr(func, "__name__", str(func))
         if name == "__get__" and func.__self__.__name__ in VIEWS:  # type: ignore[attr-defined]
             name = func.__self__.__name__  # type: ignore[attr-defined]
-        if not found or name in _READING:
+        if not placements or name in _READING:
             return func(*args, **kwargs)
         try:
-            if not any(placement.axes for placement in found):
-                return of_whole(func, args, kwargs, found[0], name)
+            if not any(placement.axes for placement in placements):
+                return of_whole(func, args, kwargs, placements[0], name)
             rule = rule_of(name)
             if rule is None:
                 raise not_of_blocks(name)
@@ -81,8 +80,8 @@ def is_followed() -> bool:
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, also in the code of models that become domain-parallel.
 
-    Calls the function; the backward pass computes its activations again. options: those of the function and
-    of torch's checkpoint, except `use_reentrant`, which is False, and `context_fn`.
+    Calls the function; the backward pass computes its activations again. options: keyword arguments of
+    the function and of torch's checkpoint, except `use_reentrant`, which is False, and `context_fn`.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)

@@ -1,7 +1,7 @@
 """Rules for torch functions of blocks: the placement of their results.
 
-Decides which functions of a block give a block of the function of the array, and its placement; arguments
-with another cut are moved, and gradients of whole ones are summed.
+A function has a rule if its result for a block is a block of its result for the array. Arguments that are
+sharded in another way are moved, and gradients of replicated ones are summed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _POINTWISE = frozenset((
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
 
-# Functions along dims -> the position of the dims among the arguments (_NOWHERE: no argument has them), and
-# the dim if none is given; None: all dims.
+# Functions along dims -> the position of the dims among the arguments (_NOWHERE: in no argument), and the
+# default dim; None: all dims.
 _NOWHERE = 9
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys((
@@ -66,7 +66,7 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     written, args = args[0], tuple(_fitted(a, result) for a in args)
     if func.__name__.endswith("_") and not func.__name__.endswith("__") and args[0] is not written:
         raise XshardError(
-            f"{func.__name__}() on a tensor that is not cut like its result", hint="not in place"
+            f"{func.__name__}() on a tensor that is not sharded like its result", hint="not in place"
         )
     y = func(*args, **{k: _fitted(v, result) for k, v in kwargs.items()})
     # Arguments without a record may have broadcast whole dims.
@@ -78,37 +78,34 @@ def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
     """A function of a block and of parameters, for which the last dims of the block are whole."""
     placement, name, values = recorded(args[0]), func.__name__, (*args[1:], *kwargs.values())
     others = list(tensors_in(values))
-    if placement is None or any(p.ndim > 2 or ((at := recorded(p)) is not None and at.axes) for p in others):
+    if placement is None or any(p.ndim > 2 or (recorded(p) or placement.whole(p)).axes for p in others):
         raise not_of_blocks(name)
     if name == "embedding" and any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse"))):
         raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
     last = _WHOLE_LAST.get(name)
     if last is None:  # a norm
         last = len(_arguments(args, kwargs, ("input", "normalized_shape"))[1])
-    kept = len(placement.shape) - last
-    check_whole(placement, range(kept, len(placement.shape)), f"{name}()")
-    copies = iter(placement.copied(*others))
-    given = [next(copies) if isinstance(value, Tensor) else value for value in values]
-    y = func(args[0], *given[: len(args) - 1], **dict(zip(kwargs, given[len(args) - 1 :], strict=True)))
+    first = len(placement.shape) - last
+    check_whole(placement, range(first, len(placement.shape)), f"{name}()")
+    rest, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args[1:], kwargs))
+    y = func(args[0], *rest, **kwargs)
     dims = [*placement.layout.dims, *itertools.islice(new_dims(placement.layout), 1)][: y.ndim]
-    return record(y, placement.remade(dims, (*placement.shape[:kept], *y.shape[kept:])))
+    return record(y, placement.remade(dims, (*placement.shape[:first], *y.shape[first:])))
 
 
 def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
-    found = []
+    placements = []
     for x in tensors:
         placement = recorded(x)
         if placement is None:
-            raise XshardError(
-                "cat() of a block and a tensor without a recorded sharding", hint="slice it first"
-            )
+            raise XshardError("cat() of a block and a tensor without a placement", hint="slice it first")
         check_whole(placement, (_dim(dim, placement),), "cat()")
-        found.append((x, placement))
-    d = _dim(dim, found[0][1])
-    one_row = _broadcast([placement.with_length(d, 1) for _, placement in found])
-    parts = [_fitted(x, one_row.with_length(d, placement.shape[d])) for x, placement in found]
-    return record(func(parts, d), one_row.with_length(d, sum(placement.shape[d] for _, placement in found)))
+        placements.append(placement)
+    d = _dim(dim, placements[0])
+    one_row, lengths = _broadcast([p.with_length(d, 1) for p in placements]), [p.shape[d] for p in placements]
+    parts = [_fitted(x, one_row.with_length(d, n)) for x, n in zip(tensors, lengths, strict=True)]
+    return record(func(parts, d), one_row.with_length(d, sum(lengths)))
 
 
 def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,14 +117,14 @@ def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function along some dims, which are whole: they stay, or they are reduced."""
     x, name = args[0], func.__name__
-    at, dim = _ALONG[name]
-    last = len(args) if name == "flip" else at + 1
-    given: Sequence[Any] = (*args[at:last], *(kwargs[k] for k in _DIMS if k in kwargs))
-    given = given[0] if given and isinstance(given[0], list | tuple) else given
-    if isinstance(kwargs.get("other", given and given[0]), Tensor):  # the larger of two tensors
+    position, dim = _ALONG[name]
+    last = len(args) if name == "flip" else position + 1
+    values: Sequence[Any] = (*args[position:last], *(kwargs[k] for k in _DIMS if k in kwargs))
+    values = values[0] if values and isinstance(values[0], list | tuple) else values
+    if isinstance(kwargs.get("other", values and values[0]), Tensor):  # the larger of two tensors
         return _pointwise(func, args, kwargs)
     placement = placement_of(x)
-    named = [d for d in given if isinstance(d, int) and not isinstance(d, bool)]
+    named = [d for d in values if isinstance(d, int) and not isinstance(d, bool)]
     every = range(len(placement.shape)) if dim is None else (dim,)
     dims = {_dim(d, placement) for d in named or every}
     check_whole(placement, sorted(dims), f"{name}()")
@@ -169,8 +166,17 @@ def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name:
 
 
 def _used_beside(placement: Placement, x: Tensor) -> Tensor:
-    """A tensor for use with a block; one without a record is a parameter, or a constant."""
-    return x if recorded(x) is not None else placement.copied(x)[0]  # type: ignore[return-value]
+    """A tensor for use with a block: its gradient is summed over the axes that shard only the block.
+
+    A tensor without a record is a parameter, or a constant.
+    """
+    own = recorded(x)
+    if own is None:
+        return placement.copied(x)[0]  # type: ignore[return-value]
+    missing = tuple(axis for axis in placement.axes if axis not in own.axes)
+    if missing and x.requires_grad and torch.is_grad_enabled():
+        return copy_to(x, missing, placement.processes)
+    return x
 
 
 def _is_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -213,7 +219,7 @@ def _fitted(x: Any, result: Placement) -> Any:
                     text=str(result.layout),
                     hint="slice it first, or make it an input of the model",
                 )
-        return result.copied(x)[0]
+        return _used_beside(result, x)
     dims = [
         replace(aim if n > 1 else Dim(aim.name), name=dim.name)
         for dim, n, aim in zip(
@@ -223,10 +229,7 @@ def _fitted(x: Any, result: Placement) -> Any:
     aim = placement.of(replace(placement.sharding, layout=Layout(tuple(dims))))
     if not placement.sharding.means_the_same_as(aim.sharding):
         x = record(placement.moved(x, aim.layout), aim)
-    missing = tuple(axis for axis in result.axes if axis not in aim.axes)
-    if missing and x.requires_grad and torch.is_grad_enabled():
-        return copy_to(x, missing, result.processes)
-    return x
+    return _used_beside(result, x)
 
 
 def _dim(dim: int, placement: Placement) -> int:
@@ -240,7 +243,7 @@ def _dim(dim: int, placement: Placement) -> int:
 def _arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any
 ) -> list[Any]:
-    """The arguments of these names, given by position or by name; `defaults` are those of the last ones."""
+    """The arguments with these names, by position or by name; the last ones have defaults."""
     named = {"dim" if k == "axis" else k: v for k, v in kwargs.items()}
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
     values |= dict(zip(names, args, strict=False)) | {k: v for k, v in named.items() if k in names}

@@ -1,7 +1,6 @@
 """Rules for views of blocks: where the dims of the array go.
 
-Decides which dims of a view are cut, by a view of an array without data: a dim is where its stride and its
-length are.
+The same view of an array without data shows where each dim goes: it keeps its stride and its length.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VIEWS = _MERGING | _OF_LENGTHS | frozenset((
 
 
 def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any view, as one tensor or several. Raises NotationError where it changes or drops a cut dim."""
+    """Any view, as one tensor or several. Raises NotationError if it changes or drops a sharded dim."""
     x, *rest = args
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
     placement = placement_of(x)
@@ -58,7 +57,7 @@ def new_dims(layout: Layout) -> Iterator[Dim]:
 
 
 def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) -> Tensor:
-    """A tensor in which strides tell the dims apart, also those of length 1, unless it is contiguous."""
+    """A tensor in which strides tell the dims apart, also dims of length 1, unless it is contiguous."""
     if contiguous:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
     strides, step = [], 1
@@ -78,7 +77,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
     for d, dim in enumerate(placement.layout.dims):
 
         def places(x: Tensor, d: int = d) -> list[int]:
-            """Where the dim may be; a whole one may have another length."""
+            """Dims that the dim may be; a whole one may have another length."""
             n = empty.shape[d] if placement.cuts(d) else None
             return [i for i in range(x.ndim) if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])]
 

@@ -250,11 +250,11 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
 
 
 def check_axes(
-    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", occurrence: int = 0
+    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
 ) -> None:
     """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`.
 
-    where: name of the mesh in the error. occurrence: index of the axis among its places in the text.
+    where: name of the mesh in the error. at: index of the axis among its occurrences in the text.
     """
     for axis in layout.axes:
         if axis not in mesh.axes:
@@ -263,7 +263,7 @@ def check_axes(
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
-                span=spans[occurrence] if spans else None,
+                span=spans[at] if spans else None,
                 hint=f"{where} has: {mesh.describe()}",
             )
 

@@ -41,20 +41,20 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                     rolled_dim(dims, i, end, shape)
 
 
-def rolled_dim(dims: Sequence[Dim], pole_dim: int, pole: Boundary, shape: Sequence[int]) -> int | None:
+def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
     """Index of the dim that a pole rolls by half its length: the named dim, else the next one, if any."""
     names = [dim.name for dim in dims]
-    text = str(dims[pole_dim])
+    text = str(dims[at])
     if pole.dim and pole.dim not in names:
         raise NotationError(
             f"no dim {pole.dim!r} to roll beyond the pole", text=text, hint=f"dims are: {' '.join(names)}"
         )
-    if not pole.dim and pole_dim + 1 == len(names):
+    if not pole.dim and at + 1 == len(names):
         return None
-    rolled = names.index(pole.dim) if pole.dim else pole_dim + 1
-    if rolled == pole_dim:
+    rolled = names.index(pole.dim) if pole.dim else at + 1
+    if rolled == at:
         raise NotationError(
-            f"dim {names[pole_dim]!r} has the pole and cannot be the dim that is rolled",
+            f"dim {names[at]!r} has the pole and cannot be the dim that is rolled",
             text=text,
             hint="pole(w) names the longitude; without a name the next dim is rolled",
         )

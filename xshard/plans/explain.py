@@ -76,8 +76,8 @@ def _alternative_steps(
     split: the axes that the plan splits.
     """
     if overlaps(start) or overlaps(goal):
-        paths = overlap_paths.ways(start, goal, dtype, profile)
-        return {name: functools.partial(tuple[Step, ...], steps) for name, steps in paths.items()}
+        made = overlap_paths.ways(start, goal, dtype, profile)
+        return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, dtype, profile)
     whole = {"whole axes": Search(space, None).best_path} if split else {}
     return {

@@ -194,12 +194,12 @@ class Plan(Pictured):
         """The price of every step."""
         return tuple(map(self.price_of, range(len(self.steps))))
 
-    def price_of(self, index: int) -> Price:
+    def price_of(self, at: int) -> Price:
         """The price of one step, computed alone."""
-        step, before, after = self.stages[index]
+        step, before, after = self.stages[at]
         if isinstance(step, Transfer):
             return step.price(self.itemsize)
-        return price(step, before, after, self.itemsize, self.machines[index])
+        return price(step, before, after, self.itemsize, self.machines[at])
 
     @cached_property
     def machines(self) -> Sequence[Profile]:

@@ -80,31 +80,31 @@ def _suffix(space: Space, state: State, move: Move) -> tuple[Shard, ...]:
 
 TRAFFIC: dict[str, Callable[[Space, Move, State, int, int], steps.Traffic]] = {
     "all_gather": _gathered,
-    "all_reduce": lambda s, m, _, n, __: all_reduce_traffic(n, s.group(_cut(m.data[0]))),
+    "all_reduce": lambda s, m, at, before, _: all_reduce_traffic(before, s.group(_cut(m.data[0]))),
     "reduce_scatter": _reduce_scattered,
-    "all_to_all": lambda s, m, _, n, __: all_to_all_traffic(n, s.group(s.axes_in(_cut(m.data[3])))),
+    "all_to_all": lambda s, m, at, before, _: all_to_all_traffic(before, s.group(s.axes_in(_cut(m.data[3])))),
     "permute": _permuted,
-    "exchange": lambda s, m, state, *_: s.exchange_traffic(state, m.after),
-    **dict.fromkeys(("slice", "embed", "mask"), lambda s, m, state, _, after: steps.Traffic(copied=after)),
+    "exchange": lambda s, m, at, *_: s.exchange_traffic(at, m.after),
+    **dict.fromkeys(("slice", "embed", "mask"), lambda s, m, at, _, after: steps.Traffic(copied=after)),
 }
 
 
 # Data of a move by kind:  all_gather, embed: dim, number of shards.  reduce_scatter: dim, shards.
 # slice: shards by dim.  all_to_all: dim, number of shards, dim, shards.  all_reduce, mask: axes.
 STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
-    "all_gather": lambda s, m, state: steps.AllGather(_dim(s, m.data[0]), _suffix(s, state, m)),
-    "all_reduce": lambda s, m, state: steps.AllReduce(s.names(_cut(m.data[0])), s.op),
+    "all_gather": lambda s, m, at: steps.AllGather(_dim(s, m.data[0]), _suffix(s, at, m)),
+    "all_reduce": lambda s, m, at: steps.AllReduce(s.names(_cut(m.data[0])), s.op),
     "reduce_scatter": lambda s, m, _: steps.ReduceScatter(
         _dim(s, m.data[0]), s.cut_by(_cut(m.data[1])), s.op
     ),
-    "all_to_all": lambda s, m, state: steps.AllToAll(
-        _dim(s, m.data[0]), _suffix(s, state, m), _dim(s, m.data[2]), s.cut_by(_cut(m.data[3]))
+    "all_to_all": lambda s, m, at: steps.AllToAll(
+        _dim(s, m.data[0]), _suffix(s, at, m), _dim(s, m.data[2]), s.cut_by(_cut(m.data[3]))
     ),
-    "permute": lambda s, m, state: steps.Permute(s.layout(m.after)),
-    "exchange": lambda s, m, state: s.exchange(s.layout(m.after), s.layout(state)),
-    "slice": lambda s, m, state: steps.Slice(
+    "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
+    "exchange": lambda s, m, at: s.exchange(s.layout(m.after), s.layout(at)),
+    "slice": lambda s, m, at: steps.Slice(
         tuple((_dim(s, d), s.cut_by(_cut(new))) for d, new in enumerate(m.data) if new)
     ),
-    "embed": lambda s, m, state: steps.Embed(_dim(s, m.data[0]), _suffix(s, state, m)),
-    "mask": lambda s, m, state: steps.Mask(s.names(_cut(m.data[0]))),
+    "embed": lambda s, m, at: steps.Embed(_dim(s, m.data[0]), _suffix(s, at, m)),
+    "mask": lambda s, m, at: steps.Mask(s.names(_cut(m.data[0]))),
 }

@@ -43,11 +43,11 @@ class Embed(Step):
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after, dim = self.after(before), before.dim_index(self.dim)
+        after, at = self.after(before), before.dim_index(self.dim)
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            put_rows(out, dim, own_part(before, self.dim, self.shards, device), block)
+            put_rows(out, at, own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 

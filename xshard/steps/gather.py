@@ -56,13 +56,13 @@ class AllGather(Step):
         return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after, dim = self.after(before), before.dim_index(self.dim)
+        after, at = self.after(before), before.dim_index(self.dim)
         parts = even_parts(before, self.dim, self.shards)
         results = []
         for device in range(before.mesh.n_devices):
             out = np.empty(after.local_shape(device), blocks[device].dtype)
             for part, member in zip(parts, before.mesh.group(device, axes_of(self.shards)), strict=True):
-                put_rows(out, dim, part, blocks[member])
+                put_rows(out, at, part, blocks[member])
             results.append(out)
         return results
 

@@ -92,12 +92,12 @@ class ReduceScatter(Step):
         return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        mesh, d, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
+        mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
         parts = even_parts(before, self.dim, self.shards)
         return [
             reduce_blocks(
                 self.op,
-                [take_rows(blocks[m], d, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
+                [take_rows(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
             )
             for device in range(mesh.n_devices)
         ]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -180,10 +181,6 @@ def _behaves() -> None:
     assert still_connected()
 
 
-def test_gradients_and_what_stays_as_it_was() -> None:
-    on_ranks(4, _behaves)
-
-
 def _buckets() -> None:
     model = xt.parallelize(net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
     _step(model)
@@ -210,10 +207,6 @@ def _buckets() -> None:
         some(torch.full((2,), 1.0)).backward()
         assert some.a.grad.tolist() == [4.0 * times] * 2 and some.b.grad.tolist() == [1.0 * times] * 2
         assert some.c.grad is None
-
-
-def test_buckets_and_parameters_that_some_processes_do_not_use() -> None:
-    on_ranks(4, _buckets)
 
 
 def _state() -> None:
@@ -261,10 +254,6 @@ def _state() -> None:
             xt.load_state_dict(model, whole)
         _step(model)
         assert _off(model) < 1e-12
-
-
-def test_state_and_the_meta_device() -> None:
-    on_ranks(4, _state)
 
 
 def _compiled() -> None:
@@ -352,8 +341,8 @@ def _refused() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_cannot_be_right_is_refused() -> None:
-    first, *others = on_ranks(4, _refused)
+def test_what_cannot_be_right_is_refused(on_four: list[Any]) -> None:
+    first, *others = (refused for refused, _ in on_four)
     assert all([kind for kind, _ in found] == [kind for kind, _ in first] for found in others)
     expected = [
         ("XshardError", "rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, "),
@@ -395,8 +384,19 @@ def _explained() -> list[Any]:
     return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]
 
 
-def test_the_tables_say_what_is_where() -> None:
-    found = on_ranks(4, _explained)
+def _on_four() -> tuple[list[tuple[str, str]], list[Any]]:
+    for check in (_behaves, _buckets, _state):
+        check()
+    return _refused(), _explained()
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[Any]:
+    return on_ranks(4, _on_four)
+
+
+def test_the_tables_say_what_is_where(on_four: list[Any]) -> None:
+    found = [explained for _, explained in on_four]
     before, after, gathered = (
         [" ".join(line.split()) for line in table.splitlines()] for table in found[0][:3]
     )

@@ -52,19 +52,19 @@ def sources(
     length: int,
     src_sizes: tuple[int, ...],
     dst_sizes: tuple[int, ...],
-    src_index: int,
-    dst_index: int,
+    me: int,
+    at: int,
     once: bool = False,
 ) -> tuple[Source, ...]:
-    """The rows that one device takes, by sender. src_index, dst_index: its index in both.
+    """The rows that one device takes, by sender; me, at: its index in the source and the destination.
 
     once: every row comes from its provider, even if the receiver has it too (for a new sum, to which
     each row is contributed once).
     """
     if dst.side == CARRIED:
-        n = n_rows(all_held_rows(src.dim, length, src_sizes)[src_index])
-        return (Source(src_index, (Segment(0, 0, n),)),) if n else ()
-    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[dst_index]
+        n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
+        return (Source(me, (Segment(0, 0, n),)),) if n else ()
+    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain:
         every = all_owned_rows(src.dim, length, src_sizes)
         met = ((i, common_segments(every[i], rows)) for i in _near_indices(extents(every), rows))
@@ -74,8 +74,8 @@ def sources(
         if src.side != STRAIGHT:
             return ()  # rows beyond a pole are copies of rows inside the array
         if not once:
-            own = rows_at_hand(src.dim, length, src_sizes, src.shift)[src_index]
-            taken.append(Source(src_index, common_segments(own, rows)))
+            own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
+            taken.append(Source(me, common_segments(own, rows)))
             rows = without(rows, own)
     lists = offered_rows(src.dim, length, src_sizes, src.side, src.shift)
     ranges = extents(tuple(tuple(itertools.chain(*each)) for each in lists))

@@ -2,7 +2,7 @@
 
 Every cause is a pure function of a `Case`: a sentence if its mistake turns the wanted blocks into the blocks
 of the run, else None. They are tried in order, exact traces before vague ones.
-They are in `sums` (sums and factors), `orders` (rows, blocks and dims) and `seams` (halos).
+They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams` (halos).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xshard.testing.diagnosis import orders, seams, sums
+from xshard.testing.diagnosis import orders, placement, seams, sums
 from xshard.testing.diagnosis.evidence import Case
 
 _FINDERS: tuple[Callable[[Case], str | None], ...] = (
     sums.zero, sums.only_first, sums.not_summed, sums.not_averaged, sums.summed, sums.averaged, sums.scaled,
-    sums.other_axes, sums.own_factors, orders.stale, orders.moved_rows, orders.exchanged,
-    orders.transposed, sums.counted_argument, seams.halo_rows, seams.seam, sums.rounded,
-    orders.first_only_right, orders.positions, sums.one_addend,
+    sums.other_axes, sums.own_factors, placement.stale, orders.moved_rows, placement.exchanged,
+    placement.transposed, sums.counted_argument, seams.halo_rows, seams.seam, sums.rounded,
+    placement.first_only_right, orders.positions, sums.one_addend,
 )  # fmt: skip
 CAUSES = {find.__name__.replace("_", " "): find for find in _FINDERS}
 
