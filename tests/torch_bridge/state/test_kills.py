@@ -229,7 +229,8 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
     arrives(trainer, server, number := number + 1)
     server.kill()
     for line in (TAKEN, OFFERED, *itertools.repeat(None, SERVERS)):
-        number, killed = number + 1, rng.randrange(2)
+        # At these lines the first rank, without which the trainer would wait for a server.
+        number, killed = number + 1, 0 if line else rng.randrange(2)
         doomed = start(Server)
         doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)
         trainer.order(Order(number, wait_s=600.0 if line else 0.0))
