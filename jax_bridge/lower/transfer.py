@@ -22,7 +22,7 @@ from xshard.steps.exchange.messages import Message
 AXIS = "device"
 
 
-class Taken(NamedTuple):
+class SentPart(NamedTuple):
     """The messages of block number `block`, seen as `shape`. op: how boxes at one place combine."""
 
     block: int
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     op: str | None
 
 
-class Wanted(NamedTuple):
+class NewBlock(NamedTuple):
     """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`.
 
     dtypes: the dtype that travels, and the dtype of the new block.
@@ -41,17 +41,17 @@ class Wanted(NamedTuple):
     order: tuple[int, ...]
     block: tuple[int, ...]
     dtypes: tuple[str, str]
-    parts: tuple[Taken, ...]
+    parts: tuple[SentPart, ...]
 
 
 def transfer(
-    blocks: Sequence[jax.Array], wanted: Sequence[Wanted], n_devices: int, transport: Transport
+    blocks: Sequence[jax.Array], new_blocks: Sequence[NewBlock], n_devices: int, transport: Transport
 ) -> Iterator[jax.Array]:
     """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types.
 
     Messages are between devices by number. Rows that receive nothing are zero.
     """
-    for new in wanted:
+    for new in new_blocks:
         dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
         after, out = (
             Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape),

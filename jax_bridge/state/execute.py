@@ -19,7 +19,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.reshard import reshard
-from jax_bridge.lower.transfer import AXIS, Taken, Wanted, transfer
+from jax_bridge.lower.transfer import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Mesh, Plan
@@ -55,7 +55,7 @@ def execute(
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
     sources: list[LocalBlocks] = []
-    wanted: list[Wanted] = []
+    wanted: list[NewBlock] = []
     for array in bucket:
         taken = []
         for move in array.moves:
@@ -63,7 +63,7 @@ def execute(
             sharding = move.transfer.source if before else move.src.whole
             shape = sharding.local_shape(0)
             blocks = _run_stages(x.blocks, move.plan, before, [devices[n] for n in first.src_devices])
-            taken.append(Taken(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers)))
+            taken.append(SentPart(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers)))
             sources.append(LocalBlocks(blocks, jnp.dtype(x.dtype), shape))
         wanted.append(_wanted(array, tuple(taken)))
     program = tuple(devices[n] for n in numbers), [devices[n] for n in first.src_devices]
@@ -148,7 +148,7 @@ def _run_stages(
     return run_on_mesh(blocks, replace(part, mesh=mesh), devices)
 
 
-def _wanted(array: ArrayPlan, taken: tuple[Taken, ...]) -> Wanted:
+def _wanted(array: ArrayPlan, taken: tuple[SentPart, ...]) -> NewBlock:
     move = array.moves[0]
     names, block = move.plan.src.names, array.sharding.local_shape(0)
     order = tuple(map(names.index, move.plan.dst.names))
@@ -156,7 +156,7 @@ def _wanted(array: ArrayPlan, taken: tuple[Taken, ...]) -> Wanted:
         order, block = tuple(range(len(names))), move.transfer.target.local_shape(0)
     transposed = _with_added_dim(move.dst, block)
     shape = tuple(transposed[order.index(i)] for i in range(len(order)))
-    return Wanted(shape, order, block, (move.plan.dtype, array.dtype), taken)
+    return NewBlock(shape, order, block, (move.plan.dtype, array.dtype), taken)
 
 
 def _with_added_dim(sharded: PartSharding, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _all_in_place(step: Transfer) -> Iterator[Message]:
 
 def _exchange(
     sources: Sequence[LocalBlocks],
-    wanted: tuple[Wanted, ...],
+    wanted: tuple[NewBlock, ...],
     devices: tuple[jax.Device, ...],
     senders: Sequence[jax.Device],
 ) -> list[Blocks]:
@@ -218,7 +218,7 @@ def _exchange(
 
 @lru_cache(maxsize=1024)
 def _program(
-    shapes: tuple[tuple[int, ...], ...], wanted: tuple[Wanted, ...], mesh: JaxMesh
+    shapes: tuple[tuple[int, ...], ...], wanted: tuple[NewBlock, ...], mesh: JaxMesh
 ) -> Callable[..., list[jax.Array]]:
     transport = PERMUTE if mesh.devices[0].platform == "cpu" else RAGGED
     specs: Any = {"in_specs": tuple(map(_spec, shapes)), "out_specs": [_spec(new.block) for new in wanted]}
