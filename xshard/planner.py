@@ -130,7 +130,7 @@ def plan(
         if operations is not None and not isinstance(operations, Real):
             hint = "a number of floating point operations"
             raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
-        limits = limit_of(memory_limit), operations
+        limits: tuple[Any, ...] = limit_of(memory_limit), operations
         lengths_by_name, shapes = whole_lengths(sizes, shape)
         named = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return plan_contraction(
