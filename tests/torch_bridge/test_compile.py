@@ -238,7 +238,7 @@ def test_lengths_options_exports_and_what_torch_cannot_do() -> None:
     """Two ranks do all of it: compiling the first function takes them longer than all others."""
     names = ("_specialised", "_options", "_exported", "_not_exported", "_between_graphs")
     parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "with an expression that is text"]
-    parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
+    parts += ["torch.func inside torch.compile"] * 3 + ["calls on plain tensors"]
     for found in on_ranks(2, _in_turn, names):
         for part, text in zip(parts, found, strict=True):
             assert part in text, text
