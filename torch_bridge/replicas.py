@@ -42,7 +42,7 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
     return Expect.apply(y, None, returning) if returning else y
 
 
-def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
+def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
     """What compares blocks before a plan between two meshes, and cotangents after it.
 
     All processes of the world call both.
@@ -50,15 +50,15 @@ def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Compa
     world = process_mesh(Mesh(world=dist.get_world_size()))
 
     def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
-        check = ReplicaCheck(sharding, sharding.mesh, made.dtype, text, cotangents)
+        check = ReplicaCheck(sharding, sharding.mesh, plan.dtype, text, cotangents)
         own = mesh_of_ranks(sharding.mesh, ranks) if dist.get_rank() in ranks else None
         return Comparison(check, ranks, own, world) if check.axes else None
 
-    entering = comparison(made.source, made.src_devices, False)
-    if not made.dst.is_linear:
+    entering = comparison(plan.source, plan.src_devices, False)
+    if not plan.dst.is_linear:
         return entering, None
-    dual = made.target.with_layout(made.target.layout.dual)
-    return entering, comparison(dual, tuple(made.dst_devices), True)
+    dual = plan.target.with_layout(plan.target.layout.dual)
+    return entering, comparison(dual, tuple(plan.dst_devices), True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +82,10 @@ class Comparison:
 
     def __call__(self, block: Tensor) -> None:
         shape = len(self.ranks), len(self.check.axes), 2
-        found = torch.zeros(shape, dtype=torch.float64, device=block.device)
+        differences = torch.zeros(shape, dtype=torch.float64, device=block.device)
         if self.processes is not None:
-            found[self.processes.device] = self._own(block, self.processes)
-        everywhere = _largest(found, self.callers, self.callers.mesh.axes)
+            differences[self.processes.device] = self._own(block, self.processes)
+        everywhere = _largest(differences, self.callers, self.callers.mesh.axes)
         fault = self.check.fault(everywhere.cpu().numpy(), self.ranks)
         if fault is not None:
             raise fault
@@ -94,7 +94,7 @@ class Comparison:
         """`[axes, 2]`: by how much this process's block differs from others', and how large it is."""
         values = _comparable(block.detach())
         flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
-        found = values.new_zeros((len(self.check.axes), 2), dtype=torch.float64)
+        differences = values.new_zeros((len(self.check.axes), 2), dtype=torch.float64)
         for i, axis in enumerate(self.check.axes):
             both = _largest(torch.stack([values, flipped]), processes, (axis,))
             most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
@@ -103,8 +103,8 @@ class Comparison:
             size = torch.maximum(most.double().abs(), least.double().abs())
             size = torch.where(size.isfinite(), size, torch.zeros_like(size))
             if values.numel():
-                found[i] = torch.stack([apart.max(), size.max()])
-        return found
+                differences[i] = torch.stack([apart.max(), size.max()])
+        return differences
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:

@@ -52,14 +52,14 @@ def to_placements(
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
-            found[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
+            placements[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
     for kind, tagged in layout.tags:
         if kind != "copy":
-            found.update((axis, Partial(_REDUCTIONS[kind])) for axis in tagged)
-    return tuple(found.get(axis, Replicate()) for axis in axes.axes)
+            placements.update((axis, Partial(_REDUCTIONS[kind])) for axis in tagged)
+    return tuple(placements.get(axis, Replicate()) for axis in axes.axes)
 
 
 def from_placements(
@@ -92,8 +92,8 @@ def from_placements(
                 hint=f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it",
             )
     dims = []
-    for d, found in enumerate(factors):
-        cuts = cuts_of(found, axes, None if shape is None else shape[d])
+    for d, by_axis in enumerate(factors):
+        cuts = cuts_of(by_axis, axes, None if shape is None else shape[d])
         if cuts is None:
             raise PlanError(
                 f"the split factors of {tuple(placements)} are not a nesting of cuts",
@@ -115,8 +115,8 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     """
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
-    found = from_placements(x.placements, mesh, x.ndim, shape)
-    have = Sharding(found.named(want.layout.names), mesh, shape)
+    layout_of_x = from_placements(x.placements, mesh, x.ndim, shape)
+    have = Sharding(layout_of_x.named(want.layout.names), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
         raise NotationError(
@@ -169,9 +169,9 @@ def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | No
     dim = normal = layout.dims[d]
     if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
         normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
-    found = factors_of(normal, mesh, None if shape is None else shape[d])
-    if found is not None:
-        return found
+    factors = factors_of(normal, mesh, None if shape is None else shape[d])
+    if factors is not None:
+        return factors
     text = str(layout)
     span = next((span for name, span in text_spans(text).dims if name == dim.name), None)
     hint = "its placements cut into contiguous parts, or deal out rows in turn"

@@ -52,7 +52,7 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     plain = all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
     if dim.overlap is not None or (length is None and not plain):
         return None
-    found: dict[str, int] = {}
+    factors: dict[str, int] = {}
     left = length
     for cut in dim.shards:
         pieces = 1
@@ -63,27 +63,27 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
             pieces = len(interval_pairs(cut.numbers[0]))
         for axis in cut.axes:
             # Axes that cut the dim before this one does, though they come later in the mesh.
-            earlier = (a for a in found if mesh.position(a) > mesh.position(axis))
-            found[axis] = pieces * mesh.size(*earlier)
+            earlier = (a for a in factors if mesh.position(a) > mesh.position(axis))
+            factors[axis] = pieces * mesh.size(*earlier)
         left = None if left is None else -(-left // mesh.size(*cut.axes))
-    if length is None or (plain and not any(factor > 1 for factor in found.values())):
-        return found
-    made = cuts_of({axis: found[axis] for axis in sorted(found, key=mesh.position)}, mesh, length)
+    if length is None or (plain and not any(factor > 1 for factor in factors.values())):
+        return factors
+    cuts = cuts_of({axis: factors[axis] for axis in sorted(factors, key=mesh.position)}, mesh, length)
 
     def sharding(cuts: tuple[Cut, ...]) -> Sharding:
         return Sharding(Layout((Dim(dim.name, cuts),)), mesh, (length,))
 
-    return found if made is not None and sharding(made).means_the_same_as(sharding(dim.shards)) else None
+    return factors if cuts is not None and sharding(cuts).means_the_same_as(sharding(dim.shards)) else None
 
 
 def _nesting(factors: Factors, mesh: Mesh) -> list[str] | None:
     """The order of the axes if each factor is the number of parts that later axes of the mesh make first."""
     order: list[str] = []
     for axis, factor in reversed([*factors.items()]):
-        ends = [i for i in range(len(order) + 1) if mesh.size(*order[:i]) == factor]
-        if not ends:
+        positions = [i for i in range(len(order) + 1) if mesh.size(*order[:i]) == factor]
+        if not positions:
             return None
-        order.insert(ends[0], axis)
+        order.insert(positions[0], axis)
     return order
 
 
@@ -92,8 +92,10 @@ def _uneven(factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | No
     part = Mesh({axis: mesh.size(axis) for axis in factors})
     held = [_rows(length, factors, part, device) for device in range(part.n_devices)]
     if order is None:
-        ends = [tuple(end for run in runs for end in (run.start, run.start + run.length)) for runs in held]
-        return (Cut(part.axes, INTERVALS, tuple(found or (0, 0) for found in ends)),)
+        intervals = [
+            tuple(end for run in runs for end in (run.start, run.start + run.length)) for runs in held
+        ]
+        return (Cut(part.axes, INTERVALS, tuple(numbers or (0, 0) for numbers in intervals)),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = Sharding(Layout((Dim("_", nested),)), part, (length,))
     return nested if held == [blocks.owned(0, device) for device in range(part.n_devices)] else None
@@ -102,15 +104,17 @@ def _uneven(factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | No
 def _rows(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
     """The rows of one device, cut as `_StridedShard` cuts: chunks of chunks, as `torch.chunk` makes them."""
     runs = interval(0, length)
-    for (axis, factor), at in zip(factors.items(), mesh.coords(device), strict=True):
-        shares = [*_shares(n_rows(runs), mesh.size(axis), factor, at)]
+    for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
+        shares = [*_shares(n_rows(runs), mesh.size(axis), factor, coordinate)]
         runs = tuple(itertools.chain.from_iterable(select(runs, share) for share in shares))
     return merge_adjacent(runs)
 
 
-def _shares(length: int, n: int, factor: int, at: int) -> Iterator[Run]:
+def _shares(length: int, n: int, factor: int, coordinate: int) -> Iterator[Run]:
     piece = max(-(-length // factor), 1)
     for start in range(0, length, piece):
         stop = min(start + piece, length)
         share = -(-(stop - start) // n)
-        yield from interval(min(start + at * share, stop), min(start + (at + 1) * share, stop))
+        yield from interval(
+            min(start + coordinate * share, stop), min(start + (coordinate + 1) * share, stop)
+        )

@@ -208,8 +208,8 @@ class Collective:
         """Every rank, what is sent there, and where what it sends arrives; from this rank on."""
         n, me = len(self.received), self.group.process_group.rank()
         sent = _in_turn([*self.sent]) if self.kind != "all_gather" else [slice(0, sum(self.sent))] * n
-        found = list(zip(range(n), sent, _in_turn(self.received), strict=True))
-        return found[me:] + found[:me]
+        peers = list(zip(range(n), sent, _in_turn(self.received), strict=True))
+        return peers[me:] + peers[:me]
 
     @cached_property
     def _options(self) -> tuple[Any, Any]:

@@ -73,9 +73,9 @@ def dense(block: Tensor) -> Tensor:
     return block.resolve_conj().resolve_neg()
 
 
-def place_of(plan: Plan, at: int) -> str:
+def place_of(plan: Plan, step: int) -> str:
     """A step of a plan, as errors have it."""
-    return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
+    return f"step {step + 1} of {len(plan.steps)}, '{plan.steps[step]}', of '{plan.src} -> {plan.dst}'"
 
 
 @dataclass(frozen=True, eq=False)

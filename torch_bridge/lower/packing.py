@@ -49,13 +49,13 @@ class Packing:
     @cached_property
     def is_flat(self) -> bool:
         """Whether the messages, one after the other, are the block as it lies in memory."""
-        at = 0
+        offset = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
             start = _flat_start(m, self.shape)
-            if n and (m.sign < 0 or start is None or not _always_equal(start, at)):
+            if n and (m.sign < 0 or start is None or not _always_equal(start, offset)):
                 return False
-            at += n
-        return at == math.prod(self.shape)
+            offset += n
+        return offset == math.prod(self.shape)
 
     def pack(self, block: Tensor) -> Tensor:
         """The block -> its messages in one flat buffer; the block itself where `is_flat`."""
@@ -172,9 +172,9 @@ class Packing:
             return None
         (d, _) = places[0][0]
         rows = self.messages[0].shape[d]
-        ends = [_intervals(index, self.shape)[d] for index in places]
+        intervals = [_intervals(index, self.shape)[d] for index in places]
         in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
-        return (len(places), d) if rows and ends == in_turn and in_turn[-1][1] == self.shape[d] else None
+        return (len(places), d) if rows and intervals == in_turn and in_turn[-1][1] == self.shape[d] else None
 
     @cached_property
     def _line(self) -> int | None:
@@ -187,18 +187,18 @@ class Packing:
     @cached_property
     def _joined(self) -> tuple[int, list[int]] | None:
         """The dim, and the order of boxes and then fills that, concatenated, are the block; None if none."""
-        found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
-        spans = [_intervals(index, self.shape) for index in found]
+        boxes = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
+        spans = [_intervals(index, self.shape) for index in boxes]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
         if not spans or not self.shape or len(cut) > 1:
             return None
-        (dim,), at, order = cut, 0, []
+        (dim,), offset, order = cut, 0, []
         for start, stop, i in sorted((*span[dim], i) for i, span in enumerate(spans)):
-            if start != at:
+            if start != offset:
                 return None
-            at = stop
+            offset = stop
             order.append(i)
-        return (dim, order) if at == self.shape[dim] else None
+        return (dim, order) if offset == self.shape[dim] else None
 
     @cached_property
     def _met(self) -> list[bool]:
@@ -239,13 +239,13 @@ def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
 
 def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the rows along every dim; (-1, -1) where they are not one run."""
-    ends = [(0, n) for n in shape]
+    intervals = [(0, n) for n in shape]
     for d, rows in index:
         if isinstance(rows, Tensor) or rows.step is not None:
-            ends[d] = (-1, -1)
+            intervals[d] = (-1, -1)
         else:
-            ends[d] = (rows.start, rows.stop)
-    return ends
+            intervals[d] = (rows.start, rows.stop)
+    return intervals
 
 
 def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:

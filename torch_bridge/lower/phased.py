@@ -25,29 +25,29 @@ from xshard.steps.phases import Phases
 def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
     """The slowest link first, while blocks are small. parts: rows of `dim`, one per device of the group."""
     *slow, last = _groups(phases, site)[::-1]
-    found, n = list[Move](), 1
+    moves, n = list[Move](), 1
     for group in slow:
-        sent = _rows(site, 1, n, site.shapes[0]) if found else site.whole(0)
+        sent = _rows(site, 1, n, site.shapes[0]) if moves else site.whole(0)
         received = _rows(site, len(group.devices), n, site.shapes[0])
         collective = Collective("all_gather", group, sent.sizes, received.sizes)
-        found.append(packed(collective, sent, received))
+        moves.append(packed(collective, sent, received))
         n *= len(group.devices)
     sent, received = _rows(site, 1, n, site.shapes[0]), _parts(phases, site, site.shapes[1], dim, parts, last)
     collective = Collective("all_gather", last, sent.sizes, received.sizes_by_rank)
-    return [*found, packed(collective, sent, received)]
+    return [*moves, packed(collective, sent, received)]
 
 
 def reduce_scatter(phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str) -> list[Move]:
     """The slowest link last, when pieces are small. parts: rows of `dim`, one per device of the group."""
     first, *slow = _groups(phases, site)
     have, want = site.shapes
-    found, n = list[Move](), len(parts)
+    moves, n = list[Move](), len(parts)
     for group in (first, *slow):
         m, n = len(group.devices), n // len(group.devices)
-        sent = _rows(site, m, n, want) if found else _parts(phases, site, have, dim, parts, first)
+        sent = _rows(site, m, n, want) if moves else _parts(phases, site, have, dim, parts, first)
         part = _rows(site, 1, n, want) if n > 1 else site.whole(1)
-        found.append(reduce_scattered(group, sent, part, op, site.tensor_device))
-    return found
+        moves.append(reduce_scattered(group, sent, part, op, site.tensor_device))
+    return moves
 
 
 def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:

@@ -135,10 +135,10 @@ def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
 def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
     before, (have, want) = site.before, site.shapes
     group = site.group(axes_of(step.src_shards))
-    ends = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
+    sides = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
     sent, received = (
         site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
-        for shape, dim, shards in ends
+        for shape, dim, shards in sides
     )
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
     return packed(collective, sent, received)
@@ -171,8 +171,8 @@ def _permute(step: steps.Permute, site: Site) -> Move:
 
 
 def _exchange(step: steps.Exchange, site: Site) -> Move:
-    ends = site.before, site.after, site.device, step.node_devices
-    outgoing, incoming = messages_from(*ends), messages_to(*ends)
+    shardings = site.before, site.after, site.device, step.node_devices
+    outgoing, incoming = messages_from(*shardings), messages_to(*shardings)
 
     def rows(box: Any, end: int) -> dict[int, Runs]:
         return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
@@ -209,11 +209,11 @@ def _messages(
         return sorted(((group.devices.index(d), m) for d, m in messages), key=lambda found: found[0])
 
     def packing(shape: tuple[int, ...], messages: Sequence[tuple[int, Subarray]]) -> Packing:
-        theirs = [(at, m) for at, m in by_rank(messages) if at != rank]
-        counts = [sum(at == r for at, _ in theirs) for r in range(len(group.devices))]
+        theirs = [(peer, m) for peer, m in by_rank(messages) if peer != rank]
+        counts = [sum(peer == r for peer, _ in theirs) for r in range(len(group.devices))]
         return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
 
-    own = [m for at, m in by_rank(outgoing) if at == rank]
+    own = [m for peer, m in by_rank(outgoing) if peer == rank]
     # In the order of the ranks, so that replicas and copies add in one order; own rows first where none are.
     order, layout = by_rank(incoming), site.after.layout
     if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
@@ -227,7 +227,7 @@ def _messages(
 
     def put_together(block: Tensor, messages: Sequence[Tensor]) -> Tensor:
         theirs, mine = iter(messages), (m.read(block) for m in own)
-        return whole.place(block, [next(mine if at == rank else theirs) for at, _ in order])
+        return whole.place(block, [next(mine if peer == rank else theirs) for peer, _ in order])
 
     def unpack(block: Tensor, arrived: Tensor) -> Tensor:
         if not own and not fills:

@@ -118,7 +118,7 @@ def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch
 
 
 def _index(rows: Iterable[slice | Tensor | None]) -> Index:
-    return tuple((d, found) for d, found in enumerate(rows) if found is not None)
+    return tuple((d, selected) for d, selected in enumerate(rows) if selected is not None)
 
 
 def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, slice | Tensor | None]]:
@@ -159,15 +159,15 @@ def take(block: Tensor, index: Index) -> Tensor:
 
 def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
     """Write a value to some rows of a block, or combine it with them -> the block."""
-    found = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
+    target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
-        found.copy_(value) if combine is None else combine(found, value, out=found)
+        target.copy_(value) if combine is None else combine(target, value, out=target)
     elif combine is None and len(lists) == 1:
-        found.index_copy_(*lists[0], value)
+        target.index_copy_(*lists[0], value)
     else:
         (d, rows), *left = lists
-        found.index_copy_(d, rows, put(found.index_select(d, rows), tuple(left), value, combine))
+        target.index_copy_(d, rows, put(target.index_select(d, rows), tuple(left), value, combine))
     return out
 
 

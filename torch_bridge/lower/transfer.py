@@ -166,8 +166,8 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
 
 def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of a buffer of `packed`, one per part; parts may be on `meta`."""
-    ends = _ends(parts)
-    starts = (0, *ends[:-1])
+    stops = _ends(parts)
+    starts = (0, *stops[:-1])
     return [
         buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
         for start, part in zip(starts, parts, strict=True)
@@ -184,44 +184,44 @@ def _ends(parts: Sequence[Tensor]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
+def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
     for ranks that are threads.
     """
-    rank, transfer = rank_in(group), made.transfer
-    if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
+    rank, transfer = rank_in(group), plan.transfer
+    if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise DtypeError(
-            f"torch has no {transfer.op} of {made.dtype}",
+            f"torch has no {transfer.op} of {plan.dtype}",
             hint="this dtype only moves: cast before the reduction",
         )
-    at = made.steps.index(transfer) if transfer else len(made.steps)
-    before = _at_end(made, made.stages[:at], made.src_devices, tensor_device, group)
-    after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device, group)
-    if transfer is None or not _sends(made):
-        return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
+    sending = plan.steps.index(transfer) if transfer else len(plan.steps)
+    before = _at_end(plan, plan.stages[:sending], plan.src_devices, tensor_device, group)
+    after = _at_end(plan, plan.stages[sending + 1 :], plan.dst_devices, tensor_device, group)
+    if transfer is None or not _sends(plan):
+        return TransferExecutable(plan, tensor_device, group, before, (), (), None, after)
     if "threaded" in dist.get_backend_config(group):
         raise MeshError(
             "ranks that are threads cannot send messages to each other, which a move between meshes needs",
             hint="run them as processes: torch_bridge.run_ranks, or torchrun",
         )
     if tensor_device.type != "meta":
-        ranks = sorted({*made.src_devices, *made.dst_devices})
-        during(lambda: _place(made), call_backend, "an exchange", ranks, _connect, tensor_device, group)
+        ranks = sorted({*plan.src_devices, *plan.dst_devices})
+        during(lambda: _place(plan), call_backend, "an exchange", ranks, _connect, tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
     for box in transfer.messages:
-        giver, taker = made.src_devices[box.src], made.dst_devices[box.dst]
+        giver, taker = plan.src_devices[box.src], plan.dst_devices[box.dst]
         if giver == rank:
             sent.append((taker, _part(box, 0, transfer.source.local_shape(box.src), tensor_device)))
         if taker == rank:
             received.append((giver, _part(box, 1, transfer.target.local_shape(box.dst), tensor_device)))
     whole = None
-    if rank in made.dst_devices:
-        shape = transfer.target.local_shape(made.dst_devices.index(rank))
+    if rank in plan.dst_devices:
+        shape = transfer.target.local_shape(plan.dst_devices.index(rank))
         whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
-    return TransferExecutable(made, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
+    return TransferExecutable(plan, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
 
 
 def _place(plan: Plan) -> str:
@@ -233,7 +233,7 @@ def _sends(plan: Plan) -> bool:
 
 
 def _at_end(
-    made: Plan,
+    plan: Plan,
     stages: tuple[Stage, ...],
     ranks: tuple[int, ...],
     tensor_device: torch.device,
@@ -242,7 +242,7 @@ def _at_end(
     """The steps on one mesh as this process executes them; None where it has none."""
     if not stages or rank_in(group) not in ranks:
         return None
-    part = made.part(stages)
+    part = plan.part(stages)
     return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 

@@ -97,8 +97,8 @@ def _spread(
     is_optional: leaves may be None, without a block.
     """
     expressions, shapes = (
-        spread(prefix_branches(given, tree, is_value, ("tensors", what)), _named_leaves)
-        for given, is_value, what in ((layouts, _is_expression, "layouts"), (shape, _is_shape, "shapes"))
+        spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
+        for values, is_value, what in ((layouts, _is_expression, "layouts"), (shape, _is_shape, "shapes"))
     )
     for leaf, whole in zip(expressions, shapes, strict=True):
         x = leaf.x
@@ -134,11 +134,11 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
             if is_dtensor(leaf.x):
                 from torch_bridge.dtensor.redistribution import local_part
 
-                found = local_part(leaf.x, call)
+                prepared = local_part(leaf.x, call)
             else:
-                found = leaf.x, call.executable_for(leaf.x), lambda y: y
-        if found is not None and found[1].is_linear:
-            parts[i] = _Part(*found)
+                prepared = leaf.x, call.executable_for(leaf.x), lambda y: y
+        if prepared is not None and prepared[1].is_linear:
+            parts[i] = _Part(*prepared)
     results: dict[int, Any] = {}
     for records in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
