@@ -151,7 +151,7 @@ print(*sorted(found.metadata.get_all("Provides-Extra")))
 print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.entry_points))
 """
     extras, points = run(environment / "bin/python", "-c", code, cwd=environment).splitlines()
-    assert set(extras.split()) == {*EXTRAS, "ray", "dev", "dev-jax", "docs"} - {""}
+    assert set(extras.split()) == {*EXTRAS, "demo", "ray", "dev", "dev-jax", "docs"} - {""}
     plugin = "pytest11:xshard.testing.plugin=xshard.testing.plugin"
     assert points == f"console_scripts:xshard=xshard.cli.main:main {plugin}"
 
