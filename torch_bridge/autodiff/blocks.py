@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.pending import PendingTensor
 from xshard.arguments import shown
 from xshard.errors import XshardError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def as_tensor(
@@ -35,7 +38,7 @@ def as_tensor(
     raise XshardError(f"{name} is {shown(x)}, not a tensor", hint=hint)
 
 
-def is_dtensor(x: object) -> bool:
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

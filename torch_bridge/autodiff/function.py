@@ -46,11 +46,12 @@ class Redistribute(torch.autograd.Function):
     """
 
     @classmethod
-    def apply(cls, executable: Map, *blocks: Tensor) -> Any:
+    def apply(cls, executable: Any, *blocks: Tensor) -> Any:
         """As `Function.apply`, without binding arguments, which takes longer than the rest of it."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(executable, *blocks)
-        return super(torch.autograd.Function, cls).apply(executable, *map(_unwrap, blocks))
+        plain: Any = super(torch.autograd.Function, cls)
+        return plain.apply(executable, *map(_unwrap, blocks))
 
     @staticmethod
     def forward(executable: Map, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]:

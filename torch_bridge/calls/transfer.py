@@ -64,6 +64,7 @@ class TransferCall(NamedTuple):
                 f"the global {missing} is missing",
                 hint="shape= and dtype= of the global array: processes without a block know neither",
             )
+        assert not isinstance(self.expression, Plan)
         return find_plan(
             self.expression,
             src_mesh=mesh_of(self.src_mesh),

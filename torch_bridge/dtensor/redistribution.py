@@ -277,8 +277,9 @@ def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable
         return _permuted(dtensor_of(y, x.device_mesh, move.dst.placements, x.shape), call)
 
     (executable,) = parts
-    is_one = isinstance(executable, Executable)
-    return (block, executable.casting(x.dtype, move.op_dtype), finish) if is_one else None
+    if not isinstance(executable, Executable):
+        return None
+    return block, executable.casting(x.dtype, move.op_dtype), finish
 
 
 def _permuted(y: DTensor, call: MoveCall) -> Tensor:

@@ -19,6 +19,7 @@ from torch_bridge.mesh.desync import compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of
 from torch_bridge.replicas import Expect, comparisons_between
 from xshard import Profile
+from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError
 from xshard.plans.expression import Expression, sides
@@ -106,7 +107,8 @@ def _call_of(
         x = local_of(x, both.src, f"{both.src} -> {both.dst}") if dist.get_rank() in callers(mesh) else None
     dtype = dtype if x is None else x.dtype
     name = None if dtype is None else name_of(dtype)
-    return x, TransferCall(layouts, src_mesh, dst_mesh, shape, name, relabel, profile)
+    lengths = None if shape is None else lengths_of(shape)
+    return x, TransferCall(layouts, src_mesh, dst_mesh, lengths, name, relabel, profile)
 
 
 def tensor_device_of(

@@ -38,7 +38,7 @@ def redistribute(
 ) -> Tensor | PendingTensor: ...
 
 
-def redistribute(
+def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     x: Any,
     layouts: Any,
     mesh: MeshLike | None = None,
