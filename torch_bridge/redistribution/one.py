@@ -44,7 +44,7 @@ def redistribute_one(
     x: Tensor, call: MoveCall, async_op: bool = False, check_replicated: bool | None = None, name: str = ""
 ) -> Tensor | PendingTensor:
     """The result of a call. name: the tensor's, for errors about its replicas."""
-    compares = (replicas.ALWAYS if check_replicated is None else check_replicated) and not x.is_meta
+    compares = replicas.are_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN and is_dtensor(x):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
