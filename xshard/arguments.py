@@ -37,14 +37,7 @@ def whole_numbers(values: Any) -> tuple[Any, ...] | None:
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """A shape -> a tuple with whole numbers of any kind as ints; other values stay and are refused later.
-
-    Raises ShapeError unless it is a sequence.
-
-    >>> import numpy as np
-    >>> lengths_of(np.array([8, 4]))
-    (8, 4)
-    """
+    """A shape -> a tuple, whole numbers in it as ints. Raises ShapeError unless it is a sequence."""
     lengths = whole_numbers(shape)
     if lengths is None:
         one = whole_number(shape)
@@ -56,7 +49,7 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
 
 
 def parse_number(text: str) -> int | None:
-    """Text of a whole number >= 0 -> the number; None for other text, or more digits than any length has.
+    """Text of a whole number >= 0 of at most 18 digits -> the number; None for other text.
 
     >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
     (64, None, None)
@@ -87,13 +80,7 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
 
 
 def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
-    """The known word closest to another one, as the beginning of a hint; "" if none is close.
-
-    others: names in other systems -> names here.
-
-    >>> did_you_mean("psum", ["sum", "mean"], {"psum": "sum"}) + "tags are: sum, mean"
-    "did you mean 'sum'? tags are: sum, mean"
-    """
+    """The known word closest to another, or its name in `others`, to begin a hint; "" if none is close."""
     close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else ()
     meant = (others or {}).get(word.lower()) or next(iter(close), None)
     return f"did you mean {meant!r}? " if meant else ""

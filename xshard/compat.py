@@ -1,7 +1,4 @@
-"""Functions of other systems as expressions, for the drop-ins of both bridges.
-
-An expression follows from shapes and the number of devices. The bridges read the arguments of each system.
-"""
+"""Functions of other systems as expressions, from shapes and the number of devices, for the drop-ins."""
 
 from __future__ import annotations
 
@@ -69,31 +66,17 @@ def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint
 
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array.
-
-    >>> zigzag_split((8, 2), 0, "cp")
-    'd0 d1 | copy(cp) -> d0/zigzag(cp) d1'
-    """
+    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array."""
     return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order.
-
-    >>> zigzag_gather((4, 2), 0, "cp")
-    'd0/zigzag(cp) d1 -> d0 d1 | copy(cp)'
-    """
+    """nvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order."""
     return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """credit's `shard_tensor`: each of `n` devices keeps its part of a copied array.
-
-    uneven: True if the length need not divide. Raises ShapeError if it must and does not.
-
-    >>> shard_whole((1, 8, 4), -2, 2, "domain", uneven=False)
-    'd0 d1 d2 | copy(domain) -> d0 d1/domain d2'
-    """
+    """credit's `shard_tensor`: each of `n` devices keeps its part of a copied array; or ShapeError."""
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
@@ -133,11 +116,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
 
 
 def spmd_cut(kind: str) -> int | None:
-    """The dim that a type of spmd_types cuts: 0 for V, None for R, I and P. Raises XshardError for no type.
-
-    >>> spmd_cut("S(-1)")
-    -1
-    """
+    """The dim that a type of spmd_types cuts: 0 for V, None for R, I, P. Raises XshardError for others."""
     if kind in ("R", "I", "P"):
         return None
     match = re.fullmatch(r"V|S\((-?\d+)\)", kind)
@@ -147,23 +126,12 @@ def spmd_cut(kind: str) -> int | None:
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
-    """ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order.
-
-    >>> sampler_gather((4, 2), "dp")
-    'd0/cyclic(dp) d1 -> d0 d1'
-    """
+    """ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order."""
     return f"{dims(shape, {0: sharded(axis, 'cyclic')})} -> {dims(shape)}"
 
 
 def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
-    """The shape of a block with its leading dim split into `n` equal parts: `(1, n, rows, ...)`.
-
-    The leading 1 is the dim of devices, so that an all-to-all can exchange parts and devices.
-    Raises ShapeError for scalars, and for rows that do not divide.
-
-    >>> equal_parts((6, 2), 3)
-    (1, 3, 2, 2)
-    """
+    """The shape of a block with its leading dim split: `(1, n, rows, ...)`; the 1 is the dim of devices."""
     if not shape or shape[0] % n:
         rows = f"{shape[0]} rows" if shape else "a scalar"
         raise ShapeError(

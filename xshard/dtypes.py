@@ -124,11 +124,7 @@ def n_bytes(shape: Sequence[int], name: str) -> int:
 
 
 def carrier(name: str) -> np.dtype[Any]:
-    """Name -> the dtype under which numpy alone has the same bytes: unsigned integers where it knows none.
-
-    >>> carrier("bfloat16"), carrier("float32")
-    (dtype('uint16'), dtype('float32'))
-    """
+    """Name -> the dtype under which numpy alone has the same bytes: unsigned integers where it knows none."""
     return np.dtype(f"u{itemsize(name)}" if name in _EXTENDED else name)
 
 

@@ -34,10 +34,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 class Pictured:
-    """A value that a notebook and rich show as a picture, while `print` shows its text.
-
-    Pictures know all that they show; so their modules are imported here by name, when one is asked for.
-    """
+    """A value that notebooks and rich show as a picture, by modules imported when one is asked for."""
 
     def _repr_html_(self) -> str:
         return str(import_module("xshard.pictures.html").html(self))

@@ -1,9 +1,4 @@
-"""Whole models: the sums of gradients that follow from layouts of activations and parameters.
-
-Activations vary along the axes that shard, copy or sum in the layout under which they arrive. By the table
-of `contractions.types`, a parameter that such an axis does not shard is used as a copy along it, and its
-gradient is summed over it.
-"""
+"""Whole models: the sums of gradients that follow from layouts of activations and parameters."""
 
 from __future__ import annotations
 
@@ -46,13 +41,7 @@ def rule_of(text: str, mesh: Mesh) -> ActivationRule:
 
 
 def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozenset[str]:
-    """The axes along which activations differ inside a module, by the rules for its inputs.
-
-    outside: the axes along which they differ in the enclosing module; rules decide about axes that they name.
-
-    >>> sorted(varying(["dp"], [rule_of("b s/tp c -> b s c | copy(tp)", Mesh(dp=2, tp=2))]))
-    ['dp', 'tp']
-    """
+    """The axes along which activations differ inside a module: outside's, where no input's rule decides."""
     rules = list(rules)
     named = {axis for rule in rules for axis in rule.axes}
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
@@ -70,11 +59,7 @@ class KnownDim(NamedTuple):
 def arriving_shape(
     rule: ActivationRule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[KnownDim]
 ) -> tuple[int, ...]:
-    """The global shape of an array along the axes of its rule, from the block that arrives.
-
-    known: dims of the enclosing module. Blocks are equally long along other dims.
-    Raises ShapeError if the block is not this device's part of such an array.
-    """
+    """The global shape of an array, along its rule's axes, from the block that arrives; or ShapeError."""
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
     lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
@@ -126,10 +111,7 @@ class ParameterUse(NamedTuple):
         return frozenset(self.used.axes) - self.varying
 
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
-        """The layouts in storage and in use, or None if nothing moves.
-
-        later: axes over which gradients of several parameters are summed afterwards.
-        """
+        """The layouts in storage and in use, None if equal; `later`: axes that are summed afterwards."""
         now = tuple(sorted(self.copied - later))
         used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)
         return None if used == self.stored else (self.stored, used)
@@ -163,9 +145,6 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
-    """The axes over which the gradient is summed once, after all uses, because every use sums over them.
-
-    A sum over an axis that shards the stored parameter ends in blocks, and is not made later.
-    """
+    """The axes over which the gradient is summed once: those of every use that do not shard storage."""
     common = frozenset.intersection(*(use.copied for use in uses))
     return common - set(uses[0].stored.axes)

@@ -15,11 +15,7 @@ HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before 
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
-    """The dims of a block as text, some of them sharded. Raises ShapeError for an unknown dim.
-
-    >>> dims((4, 2), {-1: "tp"})
-    'd0 d1/tp'
-    """
+    """The dims of a block as text, some of them sharded. Raises ShapeError for an unknown dim."""
     names = [f"d{d}" for d in range(len(shape))]
     for key, cut in (shards or {}).items():
         dim = whole_number(key)
@@ -37,11 +33,7 @@ def sharded(axis: Axes, order: str = "block") -> str:
 
 
 def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
-    """A shard over an axis with blocks widened by `width` rows at both ends, or by (before, after), as text.
-
-    >>> halo("sp", (1, (2, 0)), "periodic")
-    'sp:halo(1,[2,0],periodic)'
-    """
+    """A shard with blocks widened by `width` rows at both ends, or by (before, after), as text."""
     widths = whole_numbers(width) if whole_number(width) is None else (width, width)
     if widths is None or len(widths) != 2:
         raise ShapeError(f"a halo of width {shown(width)}", hint="rows at both ends, or (before, after)")

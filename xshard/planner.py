@@ -1,7 +1,4 @@
-"""The planner: `plan` finds the cheapest steps of a move or a contraction.
-
-It sees names and shapes, never data; the same input gives the same plan in every process.
-"""
+"""The planner: `plan` finds the cheapest steps of a move or a contraction."""
 
 from __future__ import annotations
 
@@ -163,10 +160,7 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction, also of one operand with all its dims, as bridges ask for it. Cached.
-
-    objective: None for what can be asked of the dtype: whole numbers have no gradients.
-    """
+    """`plan` of a contraction for the bridges, cached; without an objective, by its dtype."""
     parsed, name = contraction(text), name_of(dtype)
     objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:

@@ -1,7 +1,4 @@
-"""The reference interpreter: plans run on numpy blocks, one per device. It is the semantics.
-
-The bridges are tested against it. A block list holds one array per device, row-major over the mesh axes.
-"""
+"""The reference interpreter: plans run on numpy blocks, one per device. It is the semantics."""
 
 from __future__ import annotations
 

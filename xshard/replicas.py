@@ -1,8 +1,4 @@
-"""The check of `check_replicated=True`: replicated blocks really are equal.
-
-The bridges compare blocks along the axes and collect the differences of all devices; the verdict is computed
-here, the same on every device.
-"""
+"""The check of `check_replicated=True`: replicated blocks really are equal."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ WATCH: Watcher | None = None
 
 @contextmanager
 def watched(watcher: WatcherT) -> Iterator[WatcherT]:
-    """Call `watcher` with each check that calls make, instead of comparing blocks.
-
-    It returns a function of a device's number in the whole mesh, and of its block.
-    """
+    """Call `watcher` with each check that calls make: it returns a function of device number and block."""
     global WATCH
     WATCH = watcher
     try:
@@ -67,11 +60,7 @@ class ReplicaCheck(NamedTuple):
         return tuple(a for a in mesh.axes if a not in apart and mesh.size(a) > 1)
 
     def fault(self, differences: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
-        """The error to raise, or None if the blocks agree.
-
-        differences: `[devices, axes, 2]`: per device of `mesh` and axis, the largest difference and the
-        largest finite value. names: the names of the devices in the message; by default their numbers.
-        """
+        """The error to raise or None, by (largest difference, largest value): `[devices, axes, 2]`."""
         difference, largest = np.moveaxis(np.asarray(differences, np.float64), -1, 0)
         wrong = difference > tolerances.replicas(self.dtype) * largest
         if not wrong.any():

@@ -133,24 +133,13 @@ def stars_in(pattern: str) -> list[str]:
 
 
 def match_stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    """The text that each star of a pattern stands for in a name; None if the pattern does not fit it.
-
-    pattern: one spelling, without braces and bars. If several texts are possible, stars on the left get the
-    shortest.
-
-    >>> match_stars("**.w_*", "a.b.w_1"), match_stars("**.w_*", "w_1"), match_stars("**.w_*", "b")
-    (('a.b', '1'), ('', '1'), None)
-    """
+    """The text of each star of a pattern (one spelling) in a name; None if the pattern does not fit it."""
     match = _compiled(pattern).fullmatch(name)
     return None if match is None else match.groups(default="")
 
 
 def fill_stars(pattern: str, texts: Sequence[str]) -> str:
-    """The name that a pattern fits with these texts in the place of its stars: the inverse of `match_stars`.
-
-    >>> fill_stars("x.**.*_w", ["a.b", "q"]), fill_stars("x.**.*_w", ["", "q"])
-    ('x.a.b.q_w', 'x.q_w')
-    """
+    """The name that a pattern fits with these texts in place of its stars: the inverse of `match_stars`."""
     left = iter(texts)
     filled = ((part, re.sub(r"\*\*?", lambda _: next(left), part)) for part in pattern.split("."))
     return ".".join(text for part, text in filled if text or part != ALL)
@@ -169,11 +158,7 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
 
 
 def spellings(pattern: str) -> list[str]:
-    """A pattern with its braces and bars written out. Raises NotationError.
-
-    >>> spellings("{q,k}_proj|out")
-    ['q_proj', 'k_proj', 'out']
-    """
+    """A pattern with its braces and bars written out. Raises NotationError."""
     tokens = iter(re.finditer(r"[{}|,]|[^{}|,]+", pattern))
     return _spellings(tokens, pattern, None)
 

@@ -23,9 +23,5 @@ def rounding(dtypes: Iterable[str]) -> float:
 
 
 def replicas(dtype: str) -> float:
-    """Replicas of one value, added up in different orders by kernels; 0 for whole numbers.
-
-    It is the square root of the dtype's precision: last bits may differ, which is no fault. Gradients of
-    different work differ by as much as they are large.
-    """
+    """Replicas added up in different orders by kernels: the root of the precision; 0 for whole numbers."""
     return math.sqrt(precision(dtype))

@@ -1,8 +1,4 @@
-"""Trees of arrays: the names of their leaves, a value for each leaf, and leaves in groups of limited size.
-
-A value is given once for all leaves, by `Rules` over their names, or in a tree with fewer branches. The
-bridges pass functions that flatten the trees of their frameworks.
-"""
+"""Trees of arrays: the names of their leaves, a value for each leaf, and leaves in groups of limited size."""
 
 from __future__ import annotations
 
@@ -55,17 +51,7 @@ def spread(
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
     takes_value: Test = lambda _: True,
 ) -> list[Leaf]:
-    """Every leaf of a tree with the value given for it.
-
-    branches: name, value or `Rules`, and tree of each branch, as `prefix_branches` returns them. Rules apply
-    to the names inside their branch. named_leaves: flattens a tree. takes_value: False for leaves
-    without a value.
-    Raises XshardError as `Rules.match` does.
-
-    >>> flatten = dict.items
-    >>> [leaf.given for leaf in spread([("", Rules({"*": "n"}), {"w": 1, "b": 2})], flatten)]
-    ['n', 'n']
-    """
+    """Every leaf of a tree with its value, by `prefix_branches`; None for leaves that take no value."""
     leaves = []
     for branch, value, tree in branches:
         named = list(named_leaves(tree))
@@ -96,16 +82,7 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The branches of `tree` for which `given`, a tree too, has one value or `Rules`.
-
-    is_value: True for one value, also if it is a dict, a list or a tuple. what: the words for `tree` and
-    `given` in errors, as `("tensors", "expressions")`. children: the branches of a tree in order; None for a
-    leaf.
-    Raises `error` if `given` has other branches than `tree`.
-
-    >>> list(prefix_branches(["x", "y"], [1, {"w": 2}], lambda x: isinstance(x, str), ("", "")))
-    [('0', 'x', 1), ('1', 'y', {'w': 2})]
-    """
+    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`."""
     parts = children(tree)
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
@@ -134,14 +111,7 @@ def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
 def groups(
     sizes: Sequence[int | Counter[int]], limit: int | None, keys: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Indices of items in groups: items in order, together while their sizes add up to at most `limit`.
-
-    An item above the limit is alone. sizes: bytes, or bytes by device; the largest sum over devices counts.
-    keys: only items of one key are together. limit: None puts all items of a key in one group.
-
-    >>> groups([1, 2, 9, 3], limit=3), groups([1, 1, 1], limit=None, keys="aba")
-    ([[0, 1], [2], [3]], [[0, 2], [1]])
-    """
+    """Indices of items of one key, in order, in groups of at most `limit` bytes per device, or alone."""
     by_key: dict[Hashable, list[list[int]]] = {}
     filled: dict[Hashable, Counter[int]] = {}
     for i, size in enumerate(sizes):

@@ -59,18 +59,12 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
 
 
 def reduction_messages(elements: int, addends: int, copies: int) -> int:
-    """Fewest elements that devices must receive in total where sums of `addends` end in `copies` copies.
-
-    An element takes addends - 1 messages until a device has its sum, and one more for every other copy.
-    """
+    """Fewest elements received in total where sums of `addends` end in `copies`, element by element."""
     return elements * (addends + copies - 2)
 
 
 def least_received(elements: int, n_devices: int, addends: int, copies: int, kept: int = 1) -> int:
-    """`reduction_messages` of the mean device, as a bound for the busiest one.
-
-    kept: the number of sums that stay and are moved.
-    """
+    """`reduction_messages` of the mean device, a bound for the busiest; kept: sums that stay and move."""
     return -(-reduction_messages(elements, addends, copies) * kept // n_devices)
 
 
@@ -86,10 +80,7 @@ def _overlap(*ends: Sharding) -> bool:
 
 
 def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
-    """`received_elements` with every element counted once, however often a block repeats its row.
-
-    Rows from beyond a pole and elements of a new sum, which may stay anywhere, are not counted.
-    """
+    """`received_elements` with every element counted once, however often a block repeats its row."""
     mesh = dst.mesh
     if begun_axes(src.layout, dst.layout):
         return 0
@@ -156,10 +147,7 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
 
 
 def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int] | None = None) -> bool:
-    """Whether every device holds the same rows, and is the same addend, under both; meshes may differ.
-
-    places: for every device of `b`, in its order, its place in the mesh of `a`.
-    """
+    """Whether devices hold the same rows and addends under both; places: of `b`'s devices, in `a`'s mesh."""
     if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices or _reduced(a) != _reduced(b):
         return False
     places = range(b.mesh.n_devices) if places is None else places
@@ -169,13 +157,7 @@ def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int] | None = No
 def received_elements_between(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> int:
-    """Fewest elements that the busiest device must receive, whatever the plan. Normal forms.
-
-    The elements of a device's new block that its old one lacks; along a new sum, to which any device may
-    contribute, their mean. With n > 1 addends, no device has the total before it receives: an element that
-    ends in m blocks takes n-1 + m-1 messages, one more if the devices are disjoint. The busiest device
-    receives at least the mean.
-    """
+    """Fewest elements that the busiest device must receive between meshes, whatever the plan."""
     addends, sums = source.mesh.size(*source.layout.tagged(*REDUCERS)), target.layout.tagged(*REDUCERS)
     disjoint = not {*src_devices} & {*dst_devices}
     if addends > 1 and sums and not disjoint:
@@ -195,11 +177,7 @@ def received_elements_between(
 def lacking_elements(
     source: Sharding, target: Sharding, src_devices: tuple[int, ...], dst_devices: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """Elements that every device of the target needs and does not have; along a new sum, that all of them do.
-
-    Normal forms. With several addends, no device has the total. Only the first device along a new sum needs
-    elements.
-    """
+    """Elements that every device of the target lacks; only the first along a new sum needs any."""
     positions = {device: i for i, device in enumerate(src_devices)}
     shared = shared_elements(source, target)
     needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)

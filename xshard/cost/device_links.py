@@ -18,10 +18,7 @@ def link_between(profile: Profile, a: int, b: int) -> Link:
 
 
 def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
-    """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
-
-    Returns the profile itself if it says so already, and nodes end where it assumes.
-    """
+    """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes."""
     if profile.across is None or profile.node_devices is None or isinstance(devices, range):
         return profile
     links = dict.fromkeys(mesh.axes, profile.default)

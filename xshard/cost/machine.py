@@ -58,15 +58,7 @@ def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
 
 
 def node_processes(n: int) -> int | None:
-    """How many of a job's `n` processes share a node, by the launcher; a divisor for unequal nodes.
-
-    None without such variables, or if they are for another number of processes (a program's parent).
-
-    >>> from unittest import mock
-    >>> with mock.patch.dict("os.environ", {"SLURM_STEP_TASKS_PER_NODE": "4(x2),6"}, clear=True):
-    ...     node_processes(14), node_processes(4)
-    (2, None)
-    """
+    """How many of `n` processes share a node, by the launcher; a divisor if unequal, None if unknown."""
     own = next(filter(str.isdecimal, (os.environ.get(name, "") for name in LAUNCHERS)), None)
     if own is not None:
         return math.gcd(int(own), n)
@@ -79,14 +71,7 @@ def node_processes(n: int) -> int | None:
 
 
 def machine_of(kind: str, node_devices: int | None) -> Profile:
-    """The profile for devices of a kind, such as `NVIDIA H100 80GB HBM3` or `TPU v5 lite`.
-
-    node_devices: how many of them a node has, if known; a profile with one kind of link has no nodes.
-    XSHARD_PROFILE overrides it. An unknown kind is planned for as DEFAULT, with one warning.
-
-    >>> machine_of("NVIDIA A100-SXM4-80GB", 4).name
-    'a100:4'
-    """
+    """The profile for a kind as `TPU v5 lite`, XSHARD_PROFILE first; DEFAULT, with a warning, for others."""
     named = os.environ.get(VARIABLE)
     return load_profile(named) if named else _machine_of(kind, node_devices)
 

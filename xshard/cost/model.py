@@ -1,8 +1,4 @@
-"""The cost of a step: elements -> bytes -> seconds, under an alpha-beta model of the machine.
-
-A step pays a launch, one latency per message, its received bytes at the speed of the slowest axis it crosses,
-and memory bandwidth for local packing. The constants are data (`profiles/*.json`, each with its source).
-"""
+"""The cost of a step: elements -> bytes -> seconds, under an alpha-beta model of the machine."""
 
 from __future__ import annotations
 
@@ -131,10 +127,7 @@ class Profile:
         return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
 
     def _inside(self, axis: str, mesh: Mesh) -> int:
-        """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are.
-
-        Nodes divide the axis where they are whole runs of the positions of the axes after it.
-        """
+        """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are."""
         position, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
         n, after = mesh.sizes[position], mesh.sizes[position + 1 :]
         if whole in dict(self.inside):
@@ -176,10 +169,7 @@ class Profile:
         return known.get(dtype, known.get("float32", math.inf))
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
-        """Seconds of operations, or of the elements read and written meanwhile, if these take longer.
-
-        A copy reads and writes, so that memory moves twice the bytes that are copied.
-        """
+        """Seconds of operations, or of the elements read and written meanwhile, if these take longer."""
         memory = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
         return max(flops / self.flops(dtype), memory)
 
@@ -203,10 +193,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A profile on one mesh: which links there are and what they connect.
-
-    links: one link per level, the slowest first. spans: their spans along the axes, in the same order.
-    """
+    """A profile on one mesh: its links, one per level, slowest first, and their spans along the axes."""
 
     profile: Profile
     mesh: Mesh
@@ -235,11 +222,7 @@ class Fabric:
         return sum(hop.received for hop in traffic.hops if self.link(hop) == self.profile.across)
 
     def has_phases(self, axes: Sequence[str]) -> bool:
-        """Whether a gather over axes is faster as a collective per kind of link than as one ring of all.
-
-        A ring sends all blocks but one over each of its links at once; the devices of a node share those that
-        leave it. Phases follow each other: over a slow link few blocks, over the faster ones those that came.
-        """
+        """Whether a gather over axes is faster as a collective per kind of link than as one ring of all."""
         spans = [span for span in self.spans if span.axis in axes and span.size > 1]
         n = math.prod(span.size for span in spans)
         ring, phases, gathered, inside = 0.0, 0.0, 1, n

@@ -17,10 +17,7 @@ Sizes = tuple[int, ...]
 
 
 class RowSpan(NamedTuple):
-    """Rows of a block with one origin.
-
-    own: the device owns them. near: another device owns them. before, after: beyond that end of the array.
-    """
+    """Rows of a block: its `own`, from `near` another device, or `before` or `after` the array."""
 
     run: Run
     origin: str
@@ -87,17 +84,7 @@ def window_outputs(
 
 
 def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
-    """A dim under a window -> (the sharded dim of the outputs, the number of outputs).
-
-    length: length of the input dim. sizes: sizes of the mesh axes that shard it, in order.
-    Raises ShapeError if the dim lacks a window, or no layout can express the outputs' sharding.
-
-    >>> from xshard import Layout
-    >>> from xshard.layout.block_rows import output_dim
-    >>> dim, n = output_dim(Layout.parse("h/sp:window(k=3,s=2,p=1,out=aligned)").dims[0], 14, (2,))
-    >>> str(dim), n
-    ('h/sp', 7)
-    """
+    """A dim under a window -> the sharded dim of its outputs, their number; ShapeError if none fits."""
     window = unfolded(dim.overlap) if dim.overlap is not None else None
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")

@@ -210,11 +210,7 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
 
 
 def parse_signature(text: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """`"layout, layout -> layout"` -> the layouts of arguments and of results. Raises NotationError.
-
-    >>> [[str(layout) for layout in side] for side in parse_signature("n d, d f/tp -> n f/tp, ()")]
-    [['n d', 'd f/tp'], ['n f/tp', '()']]
-    """
+    """`"layout, layout -> layout"` -> the layouts of arguments and of results. Raises NotationError."""
     arguments, results = parser.parse_signature(text)
     for parsed, span in zip((*arguments, *results), parser.text_spans(text).layouts, strict=True):
         check_form(*parsed, text, slice(*span))
@@ -222,10 +218,7 @@ def parse_signature(text: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
 
 
 def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
-    """Raise NotationError if an axis or a dim is used twice, or max or min meets another reduction.
-
-    text: the text that the error marks. side: the part of it with these dims and tags.
-    """
+    """Raise NotationError for an axis or a dim used twice, or max or min beside another reduction."""
     axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
     if len(set(axes)) != len(axes):
         axis = Counter(axes).most_common(1)[0][0]
@@ -252,10 +245,7 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
 def check_axes(
     layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
 ) -> None:
-    """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`.
-
-    where: name of the mesh in the error. at: index of the axis among its occurrences in the text.
-    """
+    """Raise NotationError for an axis that the mesh lacks; it marks the axis' occurrence `at` in the text."""
     for axis in layout.axes:
         if axis not in mesh.axes:
             text = str(layout) if text is None else text

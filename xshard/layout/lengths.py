@@ -25,18 +25,7 @@ def global_shape(
     known: Lengths | None = None,
     hint: str = "pass shape= (the global shape)",
 ) -> tuple[int, ...]:
-    """Shape of a block -> global shape.
-
-    The length of a dim is the known one; among several, the one that makes a largest block of this many rows.
-    Without a known length, the numbers of the shards give it, as in `sizes(cp,2,3)`, or all blocks are equal.
-    text: the user's expression. Raises ShapeError, which marks the dim, if its length remains unknown.
-
-    >>> layout = Layout("b/dp s/sizes(cp,2,3) h/sp:halo(1,1)")
-    >>> global_shape(layout, Mesh(dp=2, cp=2, sp=4), (4, 2, 6), str(layout))
-    (8, 5, 16)
-    >>> global_shape(layout, Mesh(dp=2, cp=2, sp=4), (4, 2, 6), str(layout), {"b": 7, "h": (15, 30)})
-    (7, 5, 15)
-    """
+    """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
     with mark_errors(text):
         dims = layout.resolved(len(block)).dims
         known = known or {}
@@ -68,10 +57,7 @@ def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None
 
 
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The length from the numbers of the sharding, else from equal blocks of `rows` rows; None if unknown.
-
-    sizes: the sizes of the mesh axes over which the dim is sharded, in order.
-    """
+    """The length from the numbers of the shards, else from equal blocks of `rows` rows; None if unknown."""
     outer = 1
     for shard in dim.shards:
         if (total := rows_in_numbers(shard)) is not None:

@@ -113,11 +113,7 @@ class Mesh(Pictured):
         return _all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
-        """The coordinates of a device as text.
-
-        >>> Mesh(dp=2, cp=2).place(1)
-        'dp=0,cp=1'
-        """
+        """The coordinates of a device as text."""
         return ",".join(f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True))
 
     def device(self, coords: Sequence[int]) -> int:

@@ -12,11 +12,7 @@ from xshard.notation.parser import INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
-    """Positions of `range(length)` in part `index` of `n`, in local order.
-
-    >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
-    (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
-    """
+    """Positions of `range(length)` in part `index` of `n`, in local order."""
     order, numbers = shard.order, shard.numbers
     if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
         return interval(0, length)
@@ -43,10 +39,7 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
 
 
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Positions of `range(length)` that one device keeps after all shards in turn.
-
-    sizes, coords: one number per axis, in the order of the shards.
-    """
+    """Positions of `range(length)` that one device keeps after all shards; a size and a coord per axis."""
     runs = interval(0, length)
     first = 0
     for shard in shards:
@@ -92,32 +85,19 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
 
 
 def rotated(axes: tuple[str, ...], n: int, rows: int, by: int = 1) -> Shard:
-    """How `n * rows` rows are sharded after every part has sent its rows to the part `by` further on.
-
-    >>> rotated(("cp",), 3, 2)
-    Shard(axes=('cp',), order='intervals', numbers=((4, 6), (0, 2), (2, 4)))
-    """
+    """How `n * rows` rows are sharded after every part has sent its rows to the part `by` further on."""
     starts = ((part - by) % n * rows for part in range(n))
     return Shard(axes, INTERVALS, tuple((start, start + rows) for start in starts))
 
 
 def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Global rows of a dim of `length` that the device at `coords` owns, in local order.
-
-    sizes, coords: one number per axis of `dim.axes`.
-    """
+    """Global rows that the device at `coords` owns, in local order; sizes, coords: per axis of `dim.axes`."""
     return cut_nested(length, dim.shards, sizes, coords)
 
 
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
-    """The most rows that any device owns, and whether all devices own equally many.
-
-    Computed without listing devices if the shards allow.
-
-    >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
-    (4, True)
-    """
+    """The most rows that any device owns, and whether all own equally many; lists devices only if needed."""
     left, first = length, 0
     even: bool | None = True  # None: the blocks of all devices must be compared
     for shard in dim.shards:

@@ -1,8 +1,4 @@
-"""Which device provides a row that several devices hold, and which rows each device wants.
-
-The owner provides a row if it holds it; a device keeps the rows it has; every contribution to a fold is
-sent. Lists of rows are runs, in which FILL replaces rows that are left out, so that local positions stay.
-"""
+"""Which device provides a row that several hold, and the rows each wants; FILL is in place of others."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ STRAIGHT = "straight"
 def wanted_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[Runs, ...]:
-    """For every index, the rows that it must receive; FILL elsewhere.
-
-    In a fold, only the provider of a row receives it; on other devices the row contributes nothing.
-    side: STRAIGHT, or the end (`before`, `after`) with the pole. shift: added to rows, modulo `length`.
-    """
+    """For every index, the rows it must receive from one side of a pole; in a fold, those it provides."""
     if isinstance(dim.overlap, Fold):
         blocks = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
     else:
@@ -46,11 +38,7 @@ def wanted_rows(
 def offered_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[tuple[Runs, ...], ...]:
-    """For every index, the rows that it offers to other devices, as lists of distinct rows.
-
-    Each row is offered once, by its provider; a fold offers every contribution, the second one to a row in a
-    second list.
-    """
+    """For every index, lists of distinct rows it offers: each row once, in a fold every contribution."""
     if not isinstance(dim.overlap, Fold):
         once = shifted(provided_rows(dim, length, sizes), shift, length)
         return tuple((runs,) if side == STRAIGHT else () for runs in once)

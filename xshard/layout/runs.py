@@ -16,12 +16,7 @@ FILL = -1  # start of a run of rows outside the array, which the boundary rule f
 
 
 class Run(NamedTuple):
-    """`length` consecutive rows, `repeats` times, with starts `stride` apart.
-
-    A plain interval has repeats 1, a mirrored boundary stride -1, a repeated edge row stride 0. A
-    cyclic shard is one run and at most one shorter interval, however long the dim is. A start of FILL
-    marks rows outside the array.
-    """
+    """`length` consecutive rows, `repeats` times, `stride` apart; a start of FILL is outside the array."""
 
     start: int
     length: int
@@ -97,10 +92,7 @@ def extents(blocks: tuple[Runs, ...]) -> Intervals:
 
 @lru_cache(maxsize=65536)
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
-    """The rows that `src` and `dst` share: segments in the order of `dst`, merged where adjacent.
-
-    Rows of `src` must be distinct; rows of `dst` may repeat (a wrapped halo).
-    """
+    """The rows that `src` and `dst` share, in the order of `dst`, which may repeat rows; merged."""
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
         start = max(src[0].start, dst[0].start)
         stop = min(src[0].start + src[0].length, dst[0].start + dst[0].length)
@@ -160,11 +152,7 @@ def interval_pairs(part: Width) -> list[tuple[int, int]]:
 
 
 def merge_adjacent(runs: Iterable[Run]) -> Runs:
-    """Merge plain runs that follow one another; repeated runs and fill stay as they are.
-
-    >>> merge_adjacent((Run(0, 2), Run(2, 3), Run(FILL, 1)))
-    (Run(start=0, length=5, repeats=1, stride=0), Run(start=-1, length=1, repeats=1, stride=0))
-    """
+    """Merge plain runs that follow one another; repeated runs and fill stay as they are."""
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else Run(FILL, 0)

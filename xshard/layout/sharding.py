@@ -1,7 +1,4 @@
-"""A sharding: one layout applied to one array shape on one mesh.
-
-Steps, the planner and the bridges take all indices from here.
-"""
+"""A sharding: one layout applied to one array shape on one mesh."""
 
 from __future__ import annotations
 
@@ -185,11 +182,7 @@ class Sharding(Pictured):
         return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
 
     def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
-        """How `shards`, as the innermost shards of a dim, divide the device's block.
-
-        Returns local positions for every index along the axes of `shards`, row-major. If the dim has
-        these innermost shards already, they divide the block that it would have without them.
-        """
+        """Per index, local positions in the block (without these innermost shards) that `shards` give."""
         d = self.layout.dims[dim]
         if shards and d.shards[-len(shards) :] == tuple(shards):
             d = replace(d, shards=d.shards[: -len(shards)])

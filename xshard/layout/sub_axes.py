@@ -18,17 +18,7 @@ Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its s
 
 @dataclass(frozen=True, init=False)
 class SubAxisMesh(Mesh):
-    """`base` with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`.
-
-    Raises MeshError for an axis that `base` does not have, or sizes that do not multiply to its size.
-
-    >>> from xshard import Layout
-    >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> fine.axes, fine.origin("x_1"), fine.coords(5)
-    (('x_0', 'x_1', 'y'), 'x', (1, 0, 1))
-    >>> str(fine.factored(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
-    'n/(x_0,x_1)/y'
-    """
+    """`base` with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`."""
 
     base: Mesh
     split: Split
@@ -69,14 +59,7 @@ class SubAxisMesh(Mesh):
 
 
 def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
-    """Axes of a mesh -> the base mesh and its axes if the sub-axes of each are complete and in order.
-
-    Else the mesh and the axes as given.
-
-    >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> [unfactored(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
-    [('y', 'x'), ('x_1', 'y')]
-    """
+    """The base mesh and its axes if the sub-axes of each are complete and in order, else both as given."""
     if not isinstance(mesh, SubAxisMesh):
         return mesh, tuple(axes)
     whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
@@ -118,16 +101,7 @@ class Refinement:
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """The coarsest mesh that splits the axes of both: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
-
-    A factor has the names of the axes that contain it, or their common name. None if the axes do not
-    divide each other (3x2 and 2x3), or the meshes differ in size.
-
-    >>> refine(Mesh(dp=4, tp=2), Mesh(dp=2, tp=4)).mesh
-    Mesh(dp=2, dp_tp=2, tp=2)
-    >>> refine(Mesh(x=3, y=2), Mesh(x=2, y=3)) is None
-    True
-    """
+    """The coarsest mesh that splits the axes of both (`dp=8`, `dp=2,tp=4` -> `dp=2,dp_tp=4`), or None."""
     if src_mesh == dst_mesh:
         same = tuple((axis, (axis,)) for axis in src_mesh.axes)
         return Refinement(src_mesh, same, same)

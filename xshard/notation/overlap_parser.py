@@ -99,11 +99,7 @@ def _window(scanner: Scanner) -> Window:
 
 
 def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
-    """Text of one boundary for both ends of the array, or of two -> (before, after). Raises NotationError.
-
-    >>> parse_boundaries("edge,zero")[0].kind
-    'edge'
-    """
+    """Text of one boundary for both ends of the array, or of two -> (before, after). Raises NotationError."""
     scanner = Scanner(text)
     both = _boundaries(scanner)
     scanner.expect("end")

@@ -98,10 +98,7 @@ def parse_sides(text: str) -> tuple[Parsed, Parsed]:
 
 
 def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
-    """Text of `layout, layout -> layout` -> the operands and the result; nothing on the right is `()`.
-
-    Raises NotationError.
-    """
+    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`."""
     parser = _Parser(text)
     operands = parser.operands()
     parser.expect(ARROW, hint="a contraction reads: layout, layout -> layout")
@@ -131,16 +128,7 @@ def text_spans(text: str) -> TextSpans:
 
 @contextmanager
 def mark_errors(text: str | None) -> Iterator[None]:
-    """Attach the user's expression to errors raised inside, and mark the dim at fault.
-
-    >>> expression = "n d/sizes(a,1,2) -> n d"
-    >>> try:
-    ...     with mark_errors(expression):
-    ...         raise XshardError("3 rows, not 4", text="d/sizes(a,1,2)")
-    ... except XshardError as error:
-    ...     print(error.text[slice(*error.span)])
-    d/sizes(a,1,2)
-    """
+    """Attach the user's expression to errors raised inside, and mark the dim at fault."""
     try:
         yield
     except XshardError as error:

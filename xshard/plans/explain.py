@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One alternative to a plan. plan: None if it is not possible, for the reason in `why_not`."""
+    """One alternative to a plan; without a plan it is not possible, for the reason in `why_not`."""
 
     name: str
     plan: Plan | None
@@ -41,14 +41,7 @@ class Alternative:
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """The plan itself, then alternatives to it, for the same machine.
-
-    Raises PlanError for a plan between two meshes.
-
-    >>> from xshard import Mesh, plan
-    >>> [a.name for a in alternatives(plan("n/dp d -> n d", Mesh(dp=2), shape=(8, 4)))]
-    ['the plan', 'direct exchange', 'collectives alone', 'all-gather and slice']
-    """
+    """The plan, then its alternatives for the same machine. Raises PlanError between two meshes."""
     if plan.transfer:
         raise PlanError(
             f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}", hint="they are ways on one mesh"
@@ -71,10 +64,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 def _alternative_steps(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
 ) -> dict[str, Callable[[], Sequence[Step]]]:
-    """Every alternative by name, as a function that makes its steps, or raises PlanError. Normal forms.
-
-    split: the axes that the plan splits.
-    """
+    """Every alternative by name, as a function that makes its steps, or raises PlanError."""
     if overlaps(start) or overlaps(goal):
         made = overlap_paths.ways(start, goal, dtype, profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}

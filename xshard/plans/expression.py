@@ -38,11 +38,7 @@ def as_expression(expression: Any) -> Any:
 
 
 def sides(expression: Expression) -> Sides:
-    """Parse an expression; a parsed one is returned as it is.
-
-    Raises NotationError unless both sides name the same dims, in any order, PlanError for a plan between two
-    meshes.
-    """
+    """Parse an expression, if it is not yet. Raises NotationError, and PlanError for two meshes."""
     if isinstance(expression, Sides):
         return expression
     if isinstance(expression, str):
@@ -75,11 +71,7 @@ def check_block(
     inferred: bool,
     start: int = 0,
 ) -> None:
-    """Raise ShapeError, marking the first wrong dim, if a block does not have the shape its layout gives it.
-
-    what: name of the block in the error. names: names of its dims. inferred: the array's shape was inferred
-    from the block. start: position of the block's layout in the text.
-    """
+    """Raise ShapeError, marking the first wrong dim after `start`, for a block of another shape."""
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]

@@ -1,9 +1,4 @@
-"""The derivatives of a `max` or `min`: they go to the winners, in equal shares.
-
-A maximum is not linear, but its derivatives are made of redistributions that are: bring the
-result back to every addend, compare, count the winners, then bring the cotangent back or add up the
-tangents.
-"""
+"""The derivatives of a `max` or `min`: they go to the winners, in equal shares, by linear redistributions."""
 
 from __future__ import annotations
 
@@ -35,10 +30,7 @@ class MaxMinPlans:
 
 @lru_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
-    """The plans for the gradient of a plan with a `max` or `min` as its source.
-
-    Raises LinearityError if the destination is a max or min too: its addends have no common value.
-    """
+    """The plans for the gradient of a max or min. Raises LinearityError if the destination is one too."""
     if not plan.dst.is_linear:
         raise LinearityError(
             f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined",

@@ -20,11 +20,7 @@ from xshard.notation.parser import Shard
 
 
 def to_plain(value: Any) -> Any:
-    """A field of a frozen value -> text, numbers, lists and dicts.
-
-    >>> to_plain((Layout("n/dp d"), (Fraction(1, 2), None)))
-    ['n/dp d', ['1/2', None]]
-    """
+    """A field of a frozen value -> text, numbers, lists and dicts."""
     if isinstance(value, tuple):
         return [to_plain(v) for v in value]
     if isinstance(value, Mesh):
@@ -35,11 +31,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """The inverse: `kind` is the declared type. Raises XshardError for a value of another type.
-
-    >>> from_plain(tuple[Fraction | None, ...], ["1/2", None])
-    (Fraction(1, 2), None)
-    """
+    """The inverse: `kind` is the declared type. Raises XshardError for a value of another type."""
     parts = typing.get_args(kind)
     if isinstance(kind, types.UnionType):
         return None if value is None else from_plain(parts[0], value)

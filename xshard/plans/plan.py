@@ -309,11 +309,7 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
 
 @lru_cache(maxsize=4096)
 def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """The cheapest plan for a request, by value; with `by_transfer`, of those that have a `Transfer`.
-
-    Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
-    dtype cannot be reduced.
-    """
+    """The cheapest plan for a request, or of those with a `Transfer`. Raises PlanError, DtypeError."""
 
     def aimed(plan: Plan) -> Plan:
         return plan if objective == FORWARD else replace(plan, objective=objective)

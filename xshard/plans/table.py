@@ -60,10 +60,7 @@ def rows(plan: Plan) -> tuple[Row, ...]:
 
 
 def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
-    """One row for each kind of link, in the order of the phases, if a step runs one collective for each.
-
-    An all-reduce scatters over the fast links before the slowest one, and gathers over them afterwards.
-    """
+    """A row per kind of link, in the order of phases, if there are some; gathers begin with the slowest."""
     step, before, _ = stage
     if not isinstance(step, AllGather | AllReduce | ReduceScatter):
         return []

@@ -1,8 +1,4 @@
-"""Transfer: devices of one mesh send the devices of another the boxes that these lack.
-
-A device keeps the boxes that it holds; among replicas the sender is the one that is done first. It is a step,
-but not in `steps`: who is done first depends on the machine.
-"""
+"""Transfer: devices of one mesh send the devices of another the boxes that these lack."""
 
 from __future__ import annotations
 
@@ -114,11 +110,7 @@ class Transfer(Step):
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Every box and who sends it to whom, as positions on the two meshes; receivers in order.
-
-        A device takes from itself too, unless all is in place. Each device receives addend by addend, so
-        that replicas add in the same order.
-        """
+        """Every box with its sender and receiver, in order of receivers and, for each, of addends."""
         senders = self.senders or balanced([self])[0]
         return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, self.pieces, strict=True))
 
@@ -258,11 +250,7 @@ class Transfer(Step):
 
 
 def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """For every transfer the senders of its pieces: the receiver itself, else who would be done first.
-
-    The largest pieces of all transfers come first, and the small ones fill up. itemsizes: bytes of an
-    element, by default 1: for one transfer only the order matters.
-    """
+    """For every transfer the senders of its pieces, largest first: the receiver, else who is done first."""
     sizes = itemsizes or (1,) * len(transfers)
     senders_of = [[-1] * len(transfer.pieces) for transfer in transfers]
     positions = [{device: index for index, device in enumerate(t.src_devices)} for t in transfers]

@@ -1,9 +1,4 @@
-"""The paths from one mesh to another by a transfer, and the choice among them.
-
-Addends are reduced before they are sent, or where they arrive. Devices that will hold the same rows receive
-all of them, or a part each that they then gather. Seconds decide; among about equal plans, the traffic
-between nodes, over links that devices may share, then the plainest steps.
-"""
+"""The paths from one mesh to another by a transfer, and the choice: seconds, traffic of nodes, steps."""
 
 from __future__ import annotations
 
@@ -34,11 +29,7 @@ _ABOUT = 1.05  # predictions that differ by less count as equal
 
 
 def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple[tuple[Step, ...], Split]]:
-    """The steps of every path, one of them a transfer, and the axes of the source's mesh that they split.
-
-    relabel: devices change places in the destination's mesh, so that less moves.
-    Raises PlanError, DtypeError if there is no path at all.
-    """
+    """Every path with a transfer: steps, and the source's axes they split. Raises PlanError, DtypeError."""
     _check(request)
     source, target, factor = request.source, request.target, request.factor
     for leaving, landing in itertools.product(departures(source), landings(target)):
@@ -117,10 +108,7 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
 def cheapest(
     request: Request, made: Callable[[Request, tuple[Step, ...], Split], Plan], *, relabel: bool
 ) -> Plan | None:
-    """The best plan with a transfer, within the memory limit; None if there is none.
-
-    made: makes the plan of a request and the steps and split of a path.
-    """
+    """The best plan with a transfer within the memory limit, made by `made`; None if none fits."""
     limit, free = request.memory_limit, replace(request, memory_limit=None)
     plans: list[Plan] = []
     best_s = math.inf

@@ -1,7 +1,4 @@
-"""A* search for the cheapest path of moves from one layout to another.
-
-The best path takes the fewest seconds; among equals, it holds the least memory, then it is the plainest.
-"""
+"""A* search for the cheapest path of moves: fewest seconds, then least memory, then the plainest."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """Cheapest-first search over a space.
-
-    memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
-    scaled: elements held by the step that multiplies by the plan's constant, which no path shows.
-    """
+    """Cheapest-first search over a space; scaled: elements held by the step that multiplies by the scale."""
 
     space: Space
     memory_limit: int | None
@@ -85,10 +78,7 @@ class Search:
 
     @cached_property
     def _least_held(self) -> float:
-        """Elements that a path may hold at no cost: both blocks, which a caller has anyway.
-
-        Unlimited if a sum ends: a path that holds less makes devices other than the busiest receive more.
-        """
+        """Elements that a path may hold at no cost: both blocks; any number if a sum ends."""
         space = self.space
         ended = set(space.start_state.sums) - set(space.goal_state.sums)
         return math.inf if ended else space.start.max_local_size + space.goal.max_local_size
@@ -114,11 +104,7 @@ class Search:
         return self._explored(moves, near)
 
     def _explored(self, moves: Moves, best: Path | None, *, nearest: bool = False) -> Path | None:
-        """The best path, `best` or better.
-
-        nearest: use collectives only, and settle first the state with the least left to change; the path
-        found need not be the best.
-        """
+        """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""
         space = self.space
         start, goal = space.start_state, moves.goal
         settled: set[State] = set()

@@ -1,7 +1,4 @@
-"""An estimate of the best path between two layouts: the cheapest of a few fixed paths.
-
-It is not a bound, and does not lead to a plan: it tells which paths are worth a search.
-"""
+"""An estimate, not a bound, of the best path: the cheapest of a few fixed paths. It tells what to search."""
 
 from __future__ import annotations
 
@@ -79,10 +76,7 @@ def _scattered(space: Space, state: State, goal: State, ended: Cut) -> Iterator[
 
 
 def _in_turn(space: Space, state: State, goal: State, near: Axes) -> float:
-    """Seconds of slices, then of sums that end, shards that change places, and gathers: one step for each.
-
-    near: axes that hold replicas on both sides, and take shares in between.
-    """
+    """Seconds of a slice, reduction, move and gather; `near` replicas take shares in between."""
     old, new = space.roles(state), space.roles(goal)
     ended = [a for a in state.sums if a not in goal.sums]
     cut = [a for a in ended if a in new]

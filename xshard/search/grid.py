@@ -1,7 +1,4 @@
-"""Links and exchanges between even shards, shared by all searches for one shape on one mesh.
-
-Axes are numbered as in the mesh, without axes of size 1.
-"""
+"""Links and exchanges between even shards, shared by all searches for one shape on one mesh."""
 
 from __future__ import annotations
 

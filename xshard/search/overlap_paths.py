@@ -1,9 +1,4 @@
-"""Paths between layouts with overlaps, around the path that `Search` finds without them.
-
-A dim with the same overlap on both sides stays as it is. Other overlaps are dropped first and rebuilt last,
-one dim at a time: neighbours exchange two messages per axis, and corners travel via the sides. One direct
-exchange is the alternative.
-"""
+"""Paths between layouts with overlaps: other overlaps go first and are rebuilt last, one dim at a time."""
 
 from __future__ import annotations
 
@@ -141,10 +136,7 @@ def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
 
 
 def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
-    """The path of `Search`, to which a dim that still overlaps is an unsharded dim as long as its block.
-
-    The search does not see the axes that shard these dims: along them every device keeps its rows.
-    """
+    """The path of `Search`, to which a dim that still overlaps is an unsharded dim as long as its block."""
     if bare.layout == aim.layout:
         return ()
     mesh = bare.mesh

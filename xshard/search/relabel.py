@@ -1,7 +1,4 @@
-"""The permutation of the destination's devices that moves the fewest elements.
-
-The idea is COSTA's (arXiv 2106.06601).
-"""
+"""The permutation of the destination's devices that moves the fewest elements: COSTA, arXiv 2106.06601."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from xshard.layout import Sharding
 def relabelled(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> tuple[int, ...]:
-    """The devices of the destination in the order in which the fewest elements move. Normal forms.
-
-    Raises PlanError without scipy.
-    """
+    """The destination's devices in the order in which the fewest elements move; PlanError without scipy."""
     n = len(dst_devices)
     needed = np.array([math.prod(target.local_shape(j)) for j in range(n)], np.int64)
     position = {device: i for i, device in enumerate(src_devices)}
@@ -33,21 +27,14 @@ def relabelled(
 
 
 def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What every device lacks at every place -> for every place its device.
-
-    First, the fewest elements in all; then, the fewest for the busiest device, which never lacks more
-    than if all stayed (device i at place i); then, the fewest devices that change places.
-    Raises PlanError without scipy.
-
-    >>> best_places(np.array([[4, 0], [2, 4]])).tolist()
-    [1, 0]
-    """
+    """What devices lack at each place -> for each place its device. Raises PlanError without scipy."""
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
         raise PlanError(
             "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
         ) from None
+    # The fewest elements in all; then for the busiest device, never more than if all stay; then fewest moves.
     places = np.arange(len(lacking))
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
     # In one number: fewer elements first, then fewer devices that change places.

@@ -133,10 +133,7 @@ def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
 
 
 def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:
-    """The number of every device of a mesh; None stands for 0, 1, 2, ..., which is a range on any mesh.
-
-    Raises MeshError unless there is one number, of its own, for every device.
-    """
+    """One number of its own for every device of a mesh; None stands for 0, 1, 2, ... Raises MeshError."""
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole

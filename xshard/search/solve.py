@@ -23,11 +23,7 @@ from xshard.steps.base import axes_of, with_tag, without_tags
 
 @lru_cache(maxsize=4096)
 def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
-    """The cheapest steps for a request on one mesh, and the axes that they split into sub-axes.
-
-    Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
-    dtype cannot be reduced.
-    """
+    """The cheapest steps on one mesh, and the axes that they split. Raises PlanError, DtypeError."""
     source, target, dtype, profile = request.source, request.target, request.dtype, request.machine
     factor, memory_limit = request.factor, request.memory_limit
     check_moves(source, target, dtype)
@@ -90,11 +86,7 @@ def without_copies(sharding: Sharding) -> Sharding:
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """The steps with copies marked; the search treats them as replicas.
-
-    A step that leaves values replicated for the last time makes copies if the goal has them; a final retag,
-    which moves no data, does the rest.
-    """
+    """The steps with copies marked, by the last steps that leave replicas and by a final retag."""
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)

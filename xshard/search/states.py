@@ -39,11 +39,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """The states between two shardings in normal form and without copy tags, and the price of moves.
-
-    Axes are numbered as in the mesh, without axes of size 1. The first shards are the axes themselves, each
-    contiguous; then come the other shards of the two layouts.
-    """
+    """The states between two shardings in normal form without copies. The first shards are the axes."""
 
     start: Sharding
     goal: Sharding

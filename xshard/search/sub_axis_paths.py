@@ -49,10 +49,7 @@ class SubAxisPath:
 
 
 def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> SubAxisPath | None:
-    """The cheapest path of slice, permutation and gathers over sub-axes, if it is cheaper than `path`.
-
-    path: the best on whole axes. Only for even contiguous shards, and sums that stay.
-    """
+    """The cheapest slice, permutation and gathers over sub-axes, if cheaper than `path` on whole axes."""
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
@@ -240,10 +237,7 @@ def _cheapest(
 
 
 def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """How free axes may shard every dim into `needs` times as many parts.
-
-    Among sub-axes of one axis on equal links, the innermost are taken.
-    """
+    """How free axes may shard every dim into `needs` times as many parts; of equal sub-axes the innermost."""
     if not needs:
         yield ()
         return

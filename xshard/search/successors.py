@@ -1,13 +1,4 @@
-"""The moves worth trying from one state on the way to another.
-
-A plan uses the axes that change their role between the two layouts. The others are pinned, so that devices
-along them do not wait for each other. Idle replicas may take shares of a reduction, and of transfers over a
-link slower than theirs.
-
-On small meshes the set is complete: every collective over every group of these axes, every slice, permutation
-and exchange between any two states. On large ones it is directed: an axis moves only to where the goal wants
-it or out of the way. Every state has the exchange straight to the goal.
-"""
+"""The moves worth trying from a state: all on small meshes, on large ones towards the goal."""
 
 from __future__ import annotations
 

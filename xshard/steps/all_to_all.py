@@ -79,10 +79,7 @@ class AllToAll(Step):
 
 
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-to-all of blocks of `block` elements; group: slowest first.
-
-    The slowest span along which two devices differ carries what they exchange.
-    """
+    """Traffic of an all-to-all of blocks of `block` elements; each span carries what differs along it."""
     left = math.prod(span.size for span in group)
     piece, hops = block // left, []
     for span in group:

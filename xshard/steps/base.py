@@ -1,7 +1,4 @@
-"""Step: frozen data with an effect on a sharding, a traffic and a numpy rule.
-
-A step is one collective or one local move between two shardings in normal form (`Sharding.normal`).
-"""
+"""Step: frozen data with an effect on a sharding in normal form, a traffic and a numpy rule."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class Step(ABC):
         """The sharding that the step leads to. Raises PlanError if the step does not apply."""
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        """The traffic of the step in elements: by default, of a local step that copies its result.
-
-        spans: the links along every axis, the slowest first; without them all links are equal.
-        """
+        """The traffic in elements, by default of a local copy; without spans all links are equal."""
         return Traffic(copied=self.after(before).max_local_size)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
@@ -112,10 +106,7 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
-    """Raise PlanError if parts of a dim under `shards` differ in size on any device.
-
-    Collectives move equal pieces; `Exchange` moves uneven ones.
-    """
+    """Raise PlanError if parts of a dim under `shards` differ in size on any device."""
     index = sharding.dim_index(dim)
     d = sharding.layout.dims[index]
     outer = d.shards[: -len(shards)] if d.shards[-len(shards) :] == shards else d.shards

@@ -1,8 +1,4 @@
-"""Embed and Mask: values become addends of a sum, without communication.
-
-Exactly one device contributes each element, so nothing is divided. The adjoint of Embed is a slice
-of copies, which are equal by contract; the adjoint of Mask moves nothing.
-"""
+"""Embed and Mask: values become addends of a sum, without communication."""
 
 from __future__ import annotations
 

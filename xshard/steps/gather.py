@@ -71,10 +71,7 @@ class AllGather(Step):
 
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of an all-gather of blocks of `block` elements; group: slowest first.
-
-    The slowest link is used first, while blocks are small.
-    """
+    """Traffic of an all-gather of `block` elements: the slowest link first, while blocks are small."""
     whole, hops = block, []
     for span in rings(group):
         n = span.size

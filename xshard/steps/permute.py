@@ -50,10 +50,7 @@ class Permute(Step):
 
 
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Traffic of a permutation of blocks of `block` elements. moved: the axes with another role afterwards.
-
-    If the nearer axes determine the distance of the sender, blocks come from all distances equally often.
-    """
+    """Traffic of a permutation over `moved`, the axes with another role afterwards."""
     if not moved:
         return Traffic()
     axis, level = moved[0].axis, moved[0].level
@@ -63,10 +60,7 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
 
 @lru_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """For every device, the sender of its block: both differ only along axes that change their role.
-
-    Raises PlanError unless the two shardings have the same blocks, one for one.
-    """
+    """For every device, the sender of its block along axes that change roles; PlanError if blocks differ."""
     mesh = before.mesh
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)

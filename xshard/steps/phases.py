@@ -1,8 +1,4 @@
-"""Collectives over links of several speeds, as phases: one collective for every kind of link.
-
-A slow link carries every byte once: it gathers first, while blocks are small, and reduces last, when pieces
-are small. Backends make one ring of all devices: its links to other nodes carry nearly everything.
-"""
+"""Collectives over links of several speeds, as phases: one collective for every kind of link."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ from xshard.steps.traffic import LinkSpans
 
 @dataclass(frozen=True)
 class Phases:
-    """The groups of a collective along some axes of a mesh.
-
-    levels: the spans of each kind of link along the axes, the fastest first.
-    numbers: device numbers, by which groups are sorted.
-    """
+    """The groups of a collective along axes; levels: the spans of each kind of link, the fastest first."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -46,10 +38,7 @@ class Phases:
         return tuple(sorted(alike, key=self.numbers.__getitem__))
 
     def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
-        """The devices that a device reaches by the links of a level and slower ones, by levels.
-
-        Blocks are concatenated in this order.
-        """
+        """The devices reached by the links of a level and slower ones, in the order of their blocks."""
         if level == len(self.levels):
             return (device,)
         return tuple(d for near in self.members(device, level) for d in self.reached(near, level + 1))

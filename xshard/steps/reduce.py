@@ -1,8 +1,4 @@
-"""AllReduce and ReduceScatter: partial values become values.
-
-The adjoint of a sum is a copy: the adjoint of an all-reduce moves nothing, the adjoint of a
-reduce-scatter is an all-gather. The planner finds both from the dual layouts.
-"""
+"""AllReduce and ReduceScatter: partial values become values."""
 
 from __future__ import annotations
 
@@ -107,11 +103,7 @@ class ReduceScatter(Step):
 
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-reduce of blocks of `block` elements; group: slowest first.
-
-    A reduce-scatter over the fastest link first, so that the slow one carries a small piece, and an
-    all-gather back: the bytes of both, with the latencies of a tree.
-    """
+    """Traffic of an all-reduce: reduce-scatter, fastest link first, and all-gather back, by a tree."""
     hops, n = [], 1
     for span in reversed(group):
         size = span.size
@@ -122,10 +114,7 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of a reduce-scatter of blocks of `block` elements; group: slowest first.
-
-    The fastest link is used first, so that the slowest carries the smallest pieces.
-    """
+    """Traffic of a reduce-scatter: the fastest link first, so that the slowest carries small pieces."""
     piece, hops = block, []
     for span in reversed(rings(group)):
         n = span.size

@@ -1,8 +1,4 @@
-"""The traffic of an exchange between even contiguous shards, in closed form.
-
-A block is the set of rows whose digits equal the device's coordinates, so the intersection of two blocks is a
-product over digits, and the work does not grow with the number of devices.
-"""
+"""The traffic of an exchange between even contiguous shards, in closed form, by digits of coordinates."""
 
 from __future__ import annotations
 
@@ -49,10 +45,7 @@ class Digit(NamedTuple):
 
 
 def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """The digits of the row numbers of all dims; None if shards do not divide each other (4 and 6).
-
-    Two digits of one span are equal or disjoint, so that each is a coordinate of its own.
-    """
+    """The digits of the row numbers of all dims, equal or disjoint on a span; None if shards do not fit."""
     row_digits: list[Digit] = []
     split: set[LinkSpan] = set()
     for cuts in zip(src, dst, strict=True):
@@ -145,10 +138,7 @@ class _Equal:
 def digit_traffic(
     shape: Sequence[int], src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
 ) -> Traffic | None:
-    """Traffic of an exchange between even contiguous shards, by level.
-
-    addends: the spans along which a sum ends. None if the shards do not divide each other.
-    """
+    """Traffic of an exchange between even contiguous shards, by level; None if shards do not divide."""
     row_digits = digits(src, dst)
     if row_digits is None:
         return None
@@ -196,10 +186,7 @@ def digit_traffic(
 
 
 def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
-    """The fewest elements that must enter some node under any plan; level-0 spans connect nodes.
-
-    0 if the shards do not divide each other, because the number is then unknown.
-    """
+    """The fewest elements that must enter some node (level-0 spans connect nodes); 0 if unknown."""
     row_digits = digits(src, dst)
     if row_digits is None:
         return 0

@@ -1,9 +1,4 @@
-"""Exchange: every device sends every other device exactly the boxes that it lacks. The general step.
-
-It leads between any two layouts in one round with the fewest bytes received, and adds where a sum
-ends. Structured collectives are cheaper where latency or hardware support matters. Its adjoint is the
-exchange between the dual layouts.
-"""
+"""Exchange: every device sends every other device exactly the boxes that it lacks. The general step."""
 
 from __future__ import annotations
 

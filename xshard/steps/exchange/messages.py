@@ -20,10 +20,7 @@ from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes
 
 
 class Message(NamedTuple):
-    """One box that device `dst` takes from device `src`: per dim, matching rows of both blocks.
-
-    A box is the outer product of the segments of its dims, so a message is one dense sub-array.
-    """
+    """The box that `dst` takes from `src`: per dim, matching rows of both blocks. It is a dense sub-array."""
 
     src: int
     dst: int
@@ -50,12 +47,7 @@ class Message(NamedTuple):
 def messages_to(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> tuple[Message, ...]:
-    """The messages that a device receives (from itself too), ordered by sender.
-
-    A sender differs from the receiver only along axes that shard the source or end a sum, so replicas share
-    the work, and a device takes rows that it has from itself. With `node_devices` a replica in the
-    receiver's node replaces a sender outside it.
-    """
+    """The messages that a device receives (from itself too), by sender; from its node if one there can."""
     plain = _messages_to(before, after, device)
     if node_devices is None:
         return plain

@@ -1,9 +1,4 @@
-"""Node-local senders of an exchange: among several replicas, one in the receiver's node sends.
-
-This matters if nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node). A replica that
-differs from the receiver only along the sharding axes may then be in another node, while a replica that
-differs along more axes is in the receiver's node.
-"""
+"""Node-local senders: of replicas, one in the receiver's node sends, if nodes end inside of groups."""
 
 from __future__ import annotations
 
@@ -98,10 +93,7 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
 
 @lru_cache(maxsize=1024)
 def node_local_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
-    """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one.
-
-    Messages that must cross nodes keep the plain choice, which is balanced.
-    """
+    """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one."""
     elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     at_home: dict[tuple[int, int], list[int]] = {}
     for device, block in enumerate(have.block_of.tolist()):

@@ -1,8 +1,4 @@
-"""Views: the parts of a block inside the array and beyond its poles.
-
-A pole ties a dim to the dim that it rolls by half its length. Within a view the rows of each dim are
-independent of the other dims, so that boxes are products again.
-"""
+"""Views: the parts of a block inside the array and beyond its poles, in which dims are independent."""
 
 from __future__ import annotations
 
@@ -18,11 +14,7 @@ from xshard.notation.overlap import unfolded
 
 
 class View(NamedTuple):
-    """One part of a block.
-
-    sides: per dim, the side of its rows (`providers.STRAIGHT` or an end). shifts: per dim, the number
-    added to its rows. sign: the factor of the values there.
-    """
+    """A part of a block: per dim its side and the number added to its rows; and the factor of its values."""
 
     sides: tuple[str, ...]
     shifts: tuple[int, ...]
@@ -31,10 +23,7 @@ class View(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """All views of a block; one if no dim has a pole.
-
-    carried: dims that are not split into sides.
-    """
+    """All views of a block, one if no dim has a pole; `carried` dims are not split into sides."""
     dims, shape = sharding.layout.dims, sharding.shape
     poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
     for d, dim in enumerate(dims):

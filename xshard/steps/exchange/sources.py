@@ -1,8 +1,4 @@
-"""The sources of the rows of one dim: which device sends them to which, between two shardings.
-
-The sender is the receiver itself if it has the row, else the device that provides it. Contributions to a
-fold come from every device that has one.
-"""
+"""The sources of the rows of one dim: which device sends them to which, between two shardings."""
 
 from __future__ import annotations
 
@@ -56,11 +52,7 @@ def sources(
     at: int,
     once: bool = False,
 ) -> tuple[Source, ...]:
-    """The rows that one device takes, by sender; me, at: its index in the source and the destination.
-
-    once: every row comes from its provider, even if the receiver has it too (for a new sum, to which
-    each row is contributed once).
-    """
+    """The rows that one device takes, by sender; once: each from its provider, even if the device has it."""
     if dst.side == CARRIED:
         n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
         return (Source(me, (Segment(0, 0, n),)),) if n else ()

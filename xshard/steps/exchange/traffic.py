@@ -132,10 +132,7 @@ class Received(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """What every device takes from senders that share its coordinates along the axes `agree`.
-
-    Without axes: from all senders, itself included. With all axes: from itself.
-    """
+    """What every device takes from senders that share its coordinates along the axes `agree`."""
     mesh, src, dst = before.mesh, before.layout, after.layout
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
