@@ -1,8 +1,5 @@
 """A planned contraction of blocks: its moves, and `jnp.einsum` on every device.
-
-It runs inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)`. The moves and `jnp.einsum` bring their
-derivatives. Padding is zero after a move, so it adds nothing to a sum.
-"""
+Padding is zero after a move, so it adds nothing to a sum."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ def einsum_blocks(
     overlap: str,
     product: Product,
 ) -> jax.Array:
-    """This device's blocks of the operands -> its block of the result. Raises as `einsum` does.
-
-    shapes: global, of the operands; None to infer them from the blocks.
-    """
+    """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
     call, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
         plan = expression
@@ -125,10 +119,7 @@ def _in_rounds(
     moved: Callable[[jax.Array, Plan], jax.Array],
     product: Product,
 ) -> jax.Array:
-    """The blocks of a part's operands -> the block of its result.
-
-    No product waits for the message that is sent in its round.
-    """
+    """A part's blocks -> its result. No product waits for the message that is sent in its round."""
 
     def starts(rows: int) -> list[jax.Array]:
         """The row at which each piece begins, in the order in which this device contracts them."""

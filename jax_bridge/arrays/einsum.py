@@ -1,7 +1,4 @@
-"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays outside of it or under `jit`.
-
-A contraction of global arrays is one jitted program, cached for the next call like it.
-"""
+"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays by one cached program."""
 
 from __future__ import annotations
 

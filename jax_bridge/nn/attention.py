@@ -1,8 +1,4 @@
-"""Attention over a sharded sequence, equal to attention on one device, inside `jax.shard_map`.
-
-`jax.nn.dot_product_attention` computes a device's part (plain products do in float64); `ring` computes it in
-rounds.
-"""
+"""Attention over a sharded sequence, equal to attention on one device, inside `jax.shard_map`."""
 
 from __future__ import annotations
 

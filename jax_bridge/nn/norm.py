@@ -1,8 +1,4 @@
-"""Normalisation over sharded dims, with the statistics of the global array.
-
-A mean sums blocks without their padding, then over the axes that shard the dims. Every device uses the mean,
-so the gradients of these uses are summed too.
-"""
+"""Normalisation over sharded dims, with the statistics of the global array."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ def layer_norm(
 ) -> Sharded:
     """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
-    scale, bias: arrays with the global lengths of `dims`, in their order; this device's copies, like all
-    parameters (see `conv_general_dilated`).
+    scale, bias: with the global lengths of `dims`; this device's copies (see `conv_general_dilated`).
     """
     x, dims = x.owned(), [d % x.block.ndim for d in dims]
     return _affine(x, _normalised(x, dims, epsilon), dims, scale, bias)
@@ -106,10 +101,7 @@ def _normalised(x: Sharded, dims: Sequence[int], epsilon: float, groups: Groups 
 
 
 def _centred(x: Sharded, dims: Sequence[int], groups: Groups | None = None) -> tuple[jax.Array, jax.Array]:
-    """The mean, and the block minus the mean, zero in the padding.
-
-    The variance is the mean of the squared difference; E[x^2] - E[x]^2 would need one sum less, but cancels.
-    """
+    """The mean, and the block minus it, zero in the padding: E[x^2] - E[x]^2 would cancel."""
     mean = _mean(x, x.block, dims, groups)
     return mean, Sharded(x.block - mean, x.sharding).owned().block
 

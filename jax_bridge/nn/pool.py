@@ -77,8 +77,7 @@ def max_pool(
 ) -> Sharded:
     """The largest value of every window; rows beyond the array do not count.
 
-    ceil_mode: keep a last window that begins inside the array and ends beyond it.
-    Other arguments as in `reduce_window`.
+    ceil_mode: keep a last window that begins inside the array. Else as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
     lengths = x.sharding.shape
@@ -98,10 +97,9 @@ def avg_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """The mean of every window.
+    """The mean of every window, as in `max_pool`.
 
-    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Other arguments as in
-    `max_pool`.
+    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count.
     """
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, None, padding)
@@ -140,8 +138,7 @@ def _by_phases(
 ) -> jax.Array:
     """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum.
 
-    Rows r, r + d, r + 2d, ... become a dim of their own. Windows begin at every row; the ones that a stride
-    skips are dropped at the end.
+    Rows r, r + d, ... become a dim. Windows begin at every row; what a stride skips is dropped at the end.
     """
     x = lax.pad(x, init_value, [(*pair, b - 1) for pair, b in zip(padding, base, strict=True)])
     starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]

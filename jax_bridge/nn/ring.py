@@ -1,8 +1,5 @@
 """Ring attention: in every round a device uses the keys and values of another, while the next ones are sent.
-
-The forward pass keeps the device's own block only. The backward pass sends the blocks again, and their
-gradients with them, in the end to their owners: a rule for reverse mode.
-"""
+The backward pass sends the blocks again, and their gradients with them: a rule for reverse mode."""
 
 from __future__ import annotations
 

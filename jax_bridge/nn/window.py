@@ -1,8 +1,5 @@
 """Ops over windows of sharded dims: fetch the rows, run the local op, and keep the device's outputs.
-
-One program runs on all devices, so what differs between them is a table with a row per part. Rows are fetched
-for dims that are sharded, or have a boundary other than the op's own fill; the op pads the other dims itself.
-"""
+One program runs on all devices, so what differs between them is a table with a row per part."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ Boundaries = str | Mapping[str, str] | None
 class Local(NamedTuple):
     """The arguments of the local op along one dim.
 
-    rows: positions of its rows in the fetched block (None: all, in order). outputs: positions of the device's
-    outputs in the op's result (None: the first ones).
+    rows, outputs: positions of its rows in the block and of outputs in the result; None: all, the first ones.
     """
 
     rows: Table | None
@@ -48,13 +44,10 @@ def apply_windows(
     order: Sequence[int] | None = None,
     features: Mapping[int, int] | None = None,
 ) -> Sharded:
-    """Apply a window op to a block: windows over some dims of the array.
+    """Apply a window op to a block. windows: by dim of the array, without boundary and output rule.
 
-    windows: window by dim, without boundary and output rule. op: computes the outputs of a block, with the
-    strides and paddings of these dims. fill: the value that the op assumes beyond the ends. boundary: the
-    user's rule there, for all dims or by name. outputs: how the outputs are sharded: like the dim (""),
-    `balanced` or `aligned`. base: dilation of the rows by dim. order: for every dim of the output its dim in
-    the input. features: new lengths of dims without a window.
+    fill: the value that the op assumes beyond the ends. boundary: the user's rule there. base: dilation of
+    the rows. order: for every dim of the output its dim in the input. features: new lengths of other dims.
     """
     if outputs not in ("", *OUTPUT_RULES):
         raise PlanError(f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty")

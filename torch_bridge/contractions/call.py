@@ -1,8 +1,5 @@
 """A contraction as a value: its plan, its executable, and the facts that ranks compare.
-
-It checks first the values that all processes have in common (expression, mesh, dtypes, given shapes), so that
-all of them raise or none; then the local blocks. Only their own process knows the shapes of local blocks.
-"""
+It checks first the values that all processes have in common, so that all raise or none; then local blocks."""
 
 from __future__ import annotations
 

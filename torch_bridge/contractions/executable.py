@@ -1,8 +1,4 @@
-"""The plan of a contraction as this process executes it.
-
-Autograd records redistributions and `torch.einsum`, so there is no gradient rule but one: `MoveAgain`, which
-keeps operands as they were given.
-"""
+"""The plan of a contraction as this process executes it; autograd records its moves and `torch.einsum`."""
 
 from __future__ import annotations
 
@@ -57,12 +53,7 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class PartExecutable:
-    """The blocks of operands -> the block of the result of one part.
-
-    takes: indices of the operands among the blocks that are left.
-    plain: moves and contraction one after the other. stages: the same, or in rounds.
-    receives: whether operands come from other processes.
-    """
+    """The blocks of operands -> the block of one part. stages: as `plain`, or in rounds."""
 
     takes: tuple[int, ...]
     plain: Stages
@@ -137,9 +128,7 @@ class ContractionExecutable:
 class Lowering:
     """How plans become executables, on which processes and for which blocks.
 
-    travels: the dtypes in which blocks travel, forward and back.
     differentiated: plan gradients now, when all processes are here to make their groups.
-    lower: the plan of a move, the processes and the device of tensors -> the move's executable.
     """
 
     processes: ProcessMesh

@@ -19,11 +19,7 @@ _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 @dataclass(frozen=True)
 class LocalContraction:
-    """`torch.einsum` of blocks with named dims; dims that the result lacks are summed.
-
-    lengths: the length of every dim of the blocks. A dim that only the result has is repeated, as in the
-    gradient of a sum.
-    """
+    """`torch.einsum` of blocks with named dims. A dim that only the result has is repeated."""
 
     operands: tuple[Names, ...]
     result: Names

@@ -1,8 +1,5 @@
 """A local contraction in rounds: while one part is contracted, the next one travels.
-
-Each part that travels is a redistribution in flight, so autograd runs the rounds backwards: the gradient of a
-gather ring is the ring in front of a reduce-scatter, and the reverse.
-"""
+Each part that travels is a redistribution in flight, so autograd runs the rounds backwards."""
 
 from __future__ import annotations
 
@@ -21,13 +18,7 @@ from xshard.contractions.ring import ContractionRing
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The blocks of operands -> the local result.
-
-    local: the contraction of a piece.
-    operand, dim, pieces: the same as in `ContractionRing`.
-    rotation: gets a piece of the next device.
-    order: the pieces of the dim, in the order in which this device contracts them.
-    """
+    """The blocks of operands -> the local result. order: the pieces in the order of the products."""
 
     local: LocalContraction
     operand: int | None

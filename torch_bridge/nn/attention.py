@@ -1,8 +1,4 @@
-"""Attention over a sharded sequence, equal to attention on one device, by torch's fused kernels.
-
-`scaled_dot_product_attention` computes a device's part if it has all of its keys; `ring` computes it in
-rounds.
-"""
+"""Attention over a sharded sequence, equal to attention on one device, by torch's fused kernels."""
 
 from __future__ import annotations
 

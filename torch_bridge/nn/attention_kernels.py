@@ -1,9 +1,5 @@
 """Attention of a block of queries and a block of keys, and the log-sum-exp by which such blocks are merged.
-
-Uses torch's fused kernels; dtypes and devices without one get plain products, which hold the scores of the
-block. The gradient takes the result and the log-sum-exp over all blocks, so that every block gives its own
-addend. All tensors are `[batch, heads, rows, width]`; log-sum-exps have no width.
-"""
+All tensors are `[batch, heads, rows, width]`; masks are `[batch or 1, 1, rows, keys]`."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The result of a block, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf.
 
-    visible: the scores that count, `[batch or 1, 1, rows, keys]`. is_causal: True if each query sees its own
-    key and earlier ones only; there are as many queries as keys.
+    is_causal: each query sees its own key and earlier ones only; there are as many queries as keys.
     """
     width = v.shape[-1]
     if q.device.type == "cpu":
@@ -56,10 +51,7 @@ def pull(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangent of the result -> what this block adds to the gradients of q, k and v.
-
-    cotangent, result, log_sum: over all blocks.
-    """
+    """What this block adds to the gradients of q, k and v; cotangent, result, log_sum are over all blocks."""
     widths = q.shape[-1], k.shape[-1], v.shape[-1]
     if q.device.type == "cpu":
         q, k, v, cotangent, result = _one_width(q, k, v, cotangent, result)

@@ -28,10 +28,7 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution without its weights: one number, or one pair of paddings, per spatial dim.
-
-    outputs: how the outputs are sharded: like the input (empty), `balanced` or `aligned`.
-    """
+    """A convolution without its weights: one number, or one pair of paddings, per spatial dim."""
 
     kernel: Ints
     stride: Ints
@@ -45,11 +42,9 @@ class Convolution:
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
-    """A block `(..., c, *spatial)` -> the block of the convolution's outputs, and its placement.
+    """A block `(..., c, *spatial)` -> the block of the outputs, and its placement; unsharded weight, bias.
 
-    weight, bias: unsharded, as in the ordinary layer; their gradients are summed over the axes that shard the
-    array. All processes raise, before anything is sent, NotationError for sharded channels, ShapeError for
-    channels or outputs that do not fit.
+    All processes raise, before anything is sent, NotationError for sharded channels, or ShapeError.
     """
     rank = len(convolution.kernel)
     # The exchange brings the padding of sharded dims; torch pads the others.

@@ -26,10 +26,7 @@ Windows = tuple[Window, ...]
 
 @dataclass(frozen=True)
 class Pool:
-    """The windows of a pool: one number per spatial dim, the last ones of the array.
-
-    outputs: how the outputs are sharded, as in `Convolution`.
-    """
+    """The windows of a pool, one number per spatial dim; `outputs` as in `Convolution`."""
 
     kernel: Ints
     stride: Ints
@@ -53,10 +50,7 @@ def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Place
 def avg_pool(
     x: Tensor, placement: Placement, pool: Pool, *, count_include_pad: bool = True, divisor: int | None = None
 ) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> the block of the averages, and its placement. Raises ShapeError.
-
-    divisor: divides the sums, instead of the number of rows.
-    """
+    """A block `(..., *spatial)` -> the block of the averages; divisor: instead of the number of rows."""
     pooled, windows, padding = _geometry(placement, pool, Boundary())
     lengths, options = placement.shape[-len(windows) :], (pool.padding, count_include_pad)
 

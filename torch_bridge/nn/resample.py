@@ -36,10 +36,9 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> tuple[Tensor, Placement]:
-    """A block `(b, c, *spatial)` -> the block of the interpolated array, and its placement.
+    """A block `(b, c, *spatial)` -> the block of the interpolated array of global `size`, and its placement.
 
-    size: global. Takes the other arguments of `torch.nn.functional.interpolate` too.
-    Raises XshardError, ShapeError for arguments that torch refuses too.
+    Takes the arguments of `torch.nn.functional.interpolate`. Raises XshardError, ShapeError where torch does.
     """
     rank = len(placement.shape) - 2
     mode_rank, dim_mode = MODES.get(mode, (0, ""))

@@ -1,9 +1,5 @@
 """Ring attention: in every round a device uses the keys and values of another, while the next ones are sent.
-
-The forward pass keeps the device's own block only. The backward pass sends the blocks again, and their
-gradients with them, in the end to their owners. Every device sends all blocks on, even those that it sees
-nothing of, so that no device waits.
-"""
+The backward pass sends the blocks again with their gradients. All send all blocks, so that none waits."""
 
 from __future__ import annotations
 

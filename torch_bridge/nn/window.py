@@ -1,7 +1,4 @@
-"""Ops over windows of the last dims of a block: fetch the rows, run torch's op, and place its outputs.
-
-The dims and their windows come from `xshard.nn.windows`; here a process takes its own part of each frame.
-"""
+"""Ops over windows of the last dims of a block: fetch the rows, run torch's op, and place its outputs."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Geometry:
-    """An op over windows of the last dims of an array, as one process computes it.
+    """An op over windows of the last dims, as one process computes it.
 
-    source: the layout that holds the rows of the outputs. result: the placement of the outputs. runs: this
-    process's runs of outputs along each of the last dims.
+    source: holds the rows. result: placement of the outputs. runs: the process's own, along each dim.
     """
 
     source: Layout
@@ -34,10 +30,7 @@ class Geometry:
 
 
 def geometry_of(placement: Placement, frames: Sequence[Frame], channels: int | None = None) -> Geometry:
-    """The geometry of an op with these frames, for the last dims of the array.
-
-    channels: the number of output channels, if the op changes the dim before the last ones.
-    """
+    """The geometry of an op over the last dims; channels: output channels, if the op changes their number."""
     sharding, device = placement.sharding, placement.processes.device
     sources, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
     first, runs = len(shape) - len(frames), []
@@ -52,10 +45,7 @@ def geometry_of(placement: Placement, frames: Sequence[Frame], channels: int | N
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
-    """The frames of windows over the last dims; the op itself pads dims that are not sharded.
-
-    Raises ShapeError if there are no outputs.
-    """
+    """The frames of windows over the last dims, or ShapeError without outputs; the op pads unsharded dims."""
     frames = []
     for d, window in enumerate(windows, len(placement.shape) - len(windows)):
         dim = placement.layout.dims[d]
@@ -75,9 +65,8 @@ def apply_windows(
 ) -> tuple[Tensor, Placement]:
     """A block -> the block of the outputs of a window op, and its placement.
 
-    op: computes the outputs of one run per dim, from their rows, the runs and the parameters.
-    parameters: unsharded, as in the ordinary layer; their gradients are summed over the axes that shard the
-    array.
+    op: computes the outputs of one run per dim, from their rows, the runs and the parameters, which are
+    unsharded; their gradients are summed over the axes that shard the array.
     """
     copies = placement.copied(*parameters)
     block = placement.moved(x, geometry.source)
@@ -101,9 +90,5 @@ def _run_by_run(block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable
 
 
 def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:
-    """A tensor without elements that depends on the inputs, with zero gradients.
-
-    A device without outputs takes part in every exchange of the backward pass, in the order of all others.
-    So its output must depend on the same inputs.
-    """
+    """An empty tensor that depends on the inputs: all devices take part in the backward pass."""
     return torch.cat([x.reshape(-1)[:0] for x in inputs if x is not None]).reshape(shape)

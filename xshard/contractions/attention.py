@@ -1,8 +1,4 @@
-"""The fastest method of attention over a sharded sequence.
-
-Moves are priced by their plans, forward and backward, and the products of the busiest device by the machine's
-rate. A ring passes blocks on while it multiplies, so each round takes the longer of both.
-"""
+"""The fastest method of attention over a sharded sequence, by its moves and the busiest device's products."""
 
 from __future__ import annotations
 
@@ -20,14 +16,7 @@ BACKWARD = 2.5  # operations of the backward pass for each of the forward pass: 
 
 @lru_cache(maxsize=4096)
 def chosen(attn: Attention, dtype: str, profile: Profile, methods: tuple[str, ...] = METHODS) -> Attention:
-    """The attention with its own method, or with the fastest of `methods`.
-
-    >>> from xshard import Layout, Mesh, Sharding, load_profile
-    >>> from xshard.nn.attention import attention
-    >>> q, k = (Sharding(Layout.parse("b h s/zigzag(cp) k"), Mesh(cp=8), (1, h, 32768, 128)) for h in (32, 8))
-    >>> [chosen(attention(q, x, x, causal=True), "bfloat16", load_profile("h100")).how for x in (q, k)]
-    ['ulysses', 'ring']
-    """
+    """The attention with its own method, or with the fastest of `methods`."""
     if attn.how != AUTO:
         return attn
     return min((replace(attn, how=how) for how in methods), key=lambda each: seconds(each, dtype, profile))

@@ -1,8 +1,4 @@
-"""Why a contraction is computed where it is: the role of every mesh axis, and the costs of other placements.
-
-The other placements are those that an operand, or the result, already has, and the one in which every device
-computes all. The names of the schemes take the second operand for the weight.
-"""
+"""Why a contraction is computed where it is: the role of every mesh axis, the costs of other placements."""
 
 from __future__ import annotations
 
@@ -27,14 +23,7 @@ def explain(plan: ContractionPlan) -> str:
 
 
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
-    """The plan and, for one or two operands, plans in other placements that differ, each with its name.
-
-    >>> from xshard import Mesh, plan
-    >>> sizes = {"b": 8, "s": 512, "d": 256, "f": 1024}
-    >>> layer = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
-    >>> [name for name, _ in alternatives(layer)]
-    ['the plan', 'all of it on every device', "where 'b s/tp d' is"]
-    """
+    """The plan and, for one or two operands, plans in other placements that differ, each with its name."""
     plans = [("the plan", plan)]
     if len(plan.parts) > 1:
         return plans

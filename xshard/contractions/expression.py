@@ -40,14 +40,7 @@ def _is_contraction(text: str) -> bool:
 
 
 def contraction(text: str) -> Contraction:
-    """Parse a contraction. Raises NotationError, marking the place.
-
-    The result has its dims in any order; `()` or an empty right side is a scalar.
-
-    >>> both = contraction("b s/tp d, d f/tp -> s/tp b f")
-    >>> [str(layout) for layout in (*both.operands, both.result)]
-    ['b s/tp d', 'd f/tp', 's/tp b f']
-    """
+    """Parse a contraction; `()` or an empty right side is a scalar. NotationError marks the place."""
     check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
     return _parsed(text)
 

@@ -1,9 +1,5 @@
 """The placements of a contraction: the role of every mesh axis while devices contract their blocks.
-
-An axis shards a dim, inside or outside of the axes that shard it already; or it holds the partial sums of an
-operand; or copies, if the result is to hold them; or it is idle: the devices along it hold replicas and
-repeat each other's work.
-"""
+An axis shards a dim, holds partial sums of an operand or copies, or is idle: replicas repeat the work."""
 
 from __future__ import annotations
 
@@ -23,10 +19,9 @@ Axes = frozenset[str]
 
 @dataclass(frozen=True, eq=False)
 class DimSharding:
-    """How a dim is sharded, outermost first.
+    """How a dim is sharded, outermost first, the rows of its longest block, and whether the dim can be so.
 
-    rows: the length of the longest block. fits: whether the dim can be sharded so.
-    Equal shardings of a dim are one object, so that placements are compared and looked up by identity.
+    Equal shardings of a dim are one object: placements are compared by identity.
     """
 
     shards: tuple[Shard, ...]
@@ -36,13 +31,7 @@ class DimSharding:
 
 
 class Placement(NamedTuple):
-    """The roles of all mesh axes.
-
-    dims: how each dim is sharded, in the order of `EinsumShardings.lengths`.
-    sums: pairs of an axis and the operand that has partial sums along it.
-    copies: axes along which all operands are copies.
-    busy: all axes that are not idle.
-    """
+    """The roles of all axes: shards, axes with their operands of partial sums, copies; busy: not idle."""
 
     dims: tuple[DimSharding, ...]
     sums: tuple[tuple[str, int], ...]
@@ -86,10 +75,7 @@ def dim_lengths(operands: Sequence[Sharding]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class EinsumShardings:
-    """The operands as they are given and the result as it is wanted; enumerates placements.
-
-    Methods that take the index of an array count the operands; -1 is the result.
-    """
+    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result."""
 
     operands: tuple[Sharding, ...]
     result: Sharding

@@ -1,9 +1,4 @@
-"""A plan of a contraction: the moves of its operands, the local contractions, the move of its result.
-
-A plan is right if the devices get what the type of their local contraction says, and the moves lead from the
-operands' layouts to the result's. Every gradient of a local contraction is a contraction again, of the
-cotangent and the other operands, under the layouts of the forward pass.
-"""
+"""A plan of a contraction: the moves of its operands, the local contractions, the move of its result."""
 
 from __future__ import annotations
 
@@ -31,10 +26,9 @@ from xshard.search.request import BOTH
 
 @dataclass(frozen=True)
 class Part:
-    """One local contraction, with the moves before it and after it.
+    """One local contraction, with the moves before and after it, one after the other or in a `ring`.
 
     takes: indices of its operands among those that are left; the result goes behind the others.
-    ring: how a move and the contraction run at the same time, in rounds; None: one after the other.
     """
 
     takes: tuple[int, ...]
@@ -208,10 +202,7 @@ class ContractionPlan(Pictured):
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Bytes that the busiest device holds at the worst moment of the forward pass.
-
-        The operands are held to the end, as they are given and as they are contracted.
-        """
+        """Bytes that the busiest device holds at the worst moment of the forward pass."""
         held = sum(_bytes(move.source, self.itemsize) for move in self.moves)
         peak = held
         for part in self.parts:

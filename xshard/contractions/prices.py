@@ -1,7 +1,4 @@
-"""The cost of moves, as cheaply as the question allows: a bound from numbers alone, an estimate, or a price.
-
-A move is between two layouts of one array on one mesh. Its price is the cost of its plan.
-"""
+"""The cost of moves, as cheaply as the question allows: a bound, an estimate, or the cost of the plan."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Contractions in rounds: while one part is contracted, the next one travels.
-
-With n devices along an axis there are n rounds. Each contracts one of n parts of a gathered operand, while a
-permutation brings the part of the next round. If the result keeps the gathered dim, the results of the parts
-lie side by side; if the dim is summed, they are added. In front of a reduce-scatter the sums travel: a device
-adds its own part to the sum that it receives and passes it on. Between few devices a part travels in pieces,
-each contracted as it comes, since two parts hide half a move at most.
-"""
+"""Contractions in rounds: while one part is contracted, the next one travels along an axis of n devices.
+In front of a reduce-scatter the sums travel: a device adds its part to the sum that it passes on.
+Between few devices a part travels in pieces, since two parts hide half a move at most."""
 
 from __future__ import annotations
 
@@ -32,13 +27,10 @@ MAX_PRODUCTS = 8
 
 @dataclass(frozen=True)
 class ContractionRing:
-    """Parts that travel along one mesh axis while devices contract.
+    """Parts of `dim` that travel along one mesh axis, in pieces, while devices contract.
 
-    operand: index of the operand that travels; None: the sums of the result do.
-    dim: the dim that is divided into parts.
-    pieces: the number of pieces that a part travels in.
-    rotation: the plan by which every device gets a piece of the part of the axis' next device.
-    rest: the rest of the move: before the rounds for an operand, after them for the result.
+    operand: the operand that travels; None: the sums of the result do. rotation: brings a piece of the part
+    of the axis' next device. rest: the rest of the move, before the rounds of an operand, after a result's.
     """
 
     operand: int | None
@@ -68,7 +60,7 @@ class ContractionRing:
         return f"in {self.rounds} rounds{pieces} along {self.axis}"
 
     def order(self, device: Any) -> list[Any]:
-        """The piece that a device contracts in each of its products; if sums travel, its own pieces are last.
+        """The pieces in the order in which a device contracts them, its own last if sums travel.
 
         device: its position along the axis, a number or a scalar of JAX, which the pieces are then too.
         """
@@ -76,10 +68,7 @@ class ContractionRing:
         return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
 
     def seconds(self, part: Part) -> float:
-        """Predicted seconds of the part: one product, then the other products or the messages.
-
-        The longer of both counts.
-        """
+        """Predicted seconds: one product, then the longer of the other products and the messages."""
         others = [*part.moves, part.result]
         del others[-1 if self.operand is None else self.operand]
         product_s, moved_s = part.work / self.products, (self.products - self.pieces) * self.rotation.cost
@@ -87,7 +76,7 @@ class ContractionRing:
 
 
 def rings(part: Part) -> Iterator[ContractionRing]:
-    """The rings that a part may be computed in: for moves of one step, between even contiguous blocks.
+    """The rings of a part: for moves of one step, between even contiguous blocks.
 
     The gathered operand has to be copies: each replica would give the whole gradient.
     """

@@ -1,8 +1,5 @@
 """The best placements of a contraction: fewest seconds of moves and work, then fewest operations.
-
-Each candidate begins with bounds of its moves. A bound is refined only while its candidate would win, and
-prices are computed for a few finalists only, so that few moves are planned. Candidates share their moves.
-"""
+Each candidate begins with bounds of its moves, refined only while it would win; few moves are planned."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
 class Candidate(NamedTuple):
-    """A placement with its cost.
+    """A placement with its cost: elements touched, seconds of work, the moves, with gradients' if counted.
 
-    touched: elements that memory reads and writes for the local contraction.
-    work: seconds of the contraction, and of its gradients if those count.
-    estimates: the moves of operands and result, and of their gradients if those count.
     stays: whether the result stays where it is contracted.
     """
 
@@ -85,10 +79,9 @@ def best_candidates(
     below: float = math.inf,
     level: int = PRICE,
 ) -> Iterator[Candidate]:
-    """Candidates, the best first.
+    """Candidates of fewer seconds than `below`, the best first, with moves known to `level`.
 
     stays: the result may stay where it is contracted. flops_limit: operations that no device may exceed.
-    below: only candidates of fewer seconds. level: how much has to be known of their moves.
     """
     search = _Search(shardings, prices, objective, stays, below)
     placements = list(itertools.islice(shardings.placements(), MAX_PLACEMENTS + 1))

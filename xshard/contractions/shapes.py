@@ -16,10 +16,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def whole_lengths(sizes: Any, shape: Any) -> tuple[dict[str, int] | None, tuple[tuple[int, ...], ...] | None]:
-    """Lengths by name, and shapes, as users write them -> the same in ints.
-
-    A flat shape belongs to the only operand. Raises ShapeError for anything that is not a length.
-    """
+    """Lengths by name, and shapes, as users write them -> the same in ints, or ShapeError."""
     if sizes is not None:
         if not isinstance(sizes, Mapping):
             raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
@@ -41,10 +38,7 @@ def _length(what: str, value: Any) -> int:
 def shapes_of(
     contraction: Contraction, sizes: Mapping[str, int] | None, shapes: Sequence[tuple[int, ...]] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The global shape of every operand, from the lengths of dims by name, or from all shapes.
-
-    Raises ShapeError, marking the dim, for lengths that disagree, are missing or belong to no dim.
-    """
+    """The global shape of every operand, from lengths by name or from all shapes, or ShapeError."""
     text, operands = contraction.text, contraction.operands
     if (sizes is None) == (shapes is None):
         what = "no shapes" if sizes is None else "sizes and shapes"
@@ -106,10 +100,6 @@ def whole_shapes(contraction: Contraction, mesh: Mesh, blocks: Shapes) -> tuple[
     """The shape of every block -> the global shape of every operand. Raises ShapeError.
 
     A dim is as long as in an operand that holds it unsharded, else its blocks are taken to be equal.
-
-    >>> from xshard.contractions.expression import contraction
-    >>> whole_shapes(contraction("n d/tp, d f/tp -> n f"), Mesh(tp=4), [(3, 2), (6, 5)])
-    ((3, 6), (6, 20))
     """
     operands = list(zip(contraction.operands, blocks, strict=True))
     dims = [pair for layout, block in operands for pair in zip(layout.dims, block, strict=True)]

@@ -1,7 +1,4 @@
-"""The cheapest plan of a contraction: its placement and, of three and more operands, the order of its pairs.
-
-All orders are weighed up to four operands; beyond, the one that numpy finds for unsharded arrays.
-"""
+"""The cheapest plan of a contraction: its placement and, of three or more operands, the order of pairs."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class _PathStep(NamedTuple):
 
 
 class ContractionPath(NamedTuple):
-    """Contractions one after the other, with their seconds and operations.
-
-    left: the operands that are not contracted yet, results of earlier contractions included.
-    """
+    """Contractions one after the other, their seconds and operations, and the operands left at the end."""
 
     seconds: float
     flops: int
@@ -229,10 +223,7 @@ class _Solver:
 def restrict_to_pair(
     shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
 ) -> Placement:
-    """A placement of all operands as two of them see it: axes that do not shard their dims hold copies.
-
-    numbers: the indices of the two operands; -1 for the result of an earlier pair.
-    """
+    """A placement of all as two operands, `numbers`, see it; -1 is the result of an earlier pair."""
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding = Axes().union(*(dim.axes for dim in dims))

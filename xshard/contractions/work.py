@@ -14,19 +14,12 @@ from itertools import groupby
 
 
 def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int:
-    """Floating point operations: the products of several operands, and the additions where dims are summed.
-
-    lengths: the length of every dim of the block.
-    """
+    """Floating point operations on a block: the products of several operands, and the additions of sums."""
     return ((n_operands > 1) + has_sum) * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """The dims of operands and result -> how often each array is read or written; a copy is one of both.
-
-    >>> accesses(["bhst", "bthk", "bshk"])
-    (1, 3, 3)
-    """
+    """The dims of operands and result -> how often each array is read or written; a copy is one of both."""
 
     def owners(name: str) -> tuple[bool, ...]:
         return tuple(name in dims for dims in arrays)

@@ -1,9 +1,5 @@
 """Attention over a sharded sequence: the moves around it, and the scores that every device computes.
-
-Three methods: `gather` brings all keys and values to a device's own queries; `ulysses` shards heads instead
-of the sequence; `ring` passes blocks of keys and values from device to device. Masks follow from the rows'
-positions, whatever their order. Dims are in the order (*batch, heads, sequence, width).
-"""
+Dims are in the order (*batch, heads, sequence, width); masks follow from the rows' positions."""
 
 from __future__ import annotations
 
@@ -34,10 +30,7 @@ Rows = NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """Local rows of queries and of keys, and which scores between them count.
-
-    kind: `all`; `causal`: the last query sees all keys, and each query before it one key less; `some`.
-    """
+    """Local rows of queries and of keys, and which scores between them count: one of the kinds of tiles."""
 
     q: slice
     k: slice
@@ -46,20 +39,9 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of sharded arrays, by one method.
+    """An attention of sharded arrays by one of `METHODS`. Queries see only keys less than `window` rows away.
 
-    q: sharding of the queries. kv: sharding of the keys with the values beside them, as wide as both.
-    value_width: width of the values. how: one of `METHODS`. causal: a query sees no later key. window: a
-    query sees only keys less than `window` rows away.
-
-    >>> from xshard import Mesh
-    >>> layout = Layout.parse("b h s/zigzag(cp) k")
-    >>> q, kv = (Sharding(layout, Mesh(cp=4), shape) for shape in [(1, 6, 64, 8), (1, 2, 64, 16)])
-    >>> ulysses = Attention(q, kv, 8, "ulysses", causal=True)
-    >>> str(ulysses.queries.layout), str(ulysses.keys.layout)
-    ('b h/balanced(cp) s k', 'b h/balanced(cp):halo([0,1,1,1],[0,0,0,0],none) s k')
-    >>> str(replace(ulysses, how="gather").keys.layout)
-    'b h s k | copy(cp)'
+    kv: sharding of the keys with the values, `value_width` wide, beside them.
     """
 
     q: Sharding
@@ -167,10 +149,7 @@ class Attention:
     def rotation(
         self, block_shape: Sequence[int], by: int = 1
     ) -> tuple[tuple[Layout, Layout], Sequence[int]]:
-        """The layouts and the global shape of a move of every device's block to the device `by` further on.
-
-        Blocks have dims (batch, heads, `block_rows`, width); batch and heads are the device's own.
-        """
+        """The layouts and the global shape of a move of each device's block to the device `by` further on."""
         n, (batch, heads, rows, width) = len(self.devices), block_shape
         shards = Shard(self.axes), rotated(self.axes, n, self.block_rows, by)
         before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
@@ -189,10 +168,7 @@ class Attention:
 
 
 def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
-    """The names of the dims in the order (*batch, heads, sequence, width). The width is the last dim.
-
-    Raises NotationError if one of them is missing or the width is sharded.
-    """
+    """The names of the dims in order; the width is the last. Raises NotationError unless they are there."""
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
             why = "the last dim is the width of a head" if name in layout.names else f"no dim {name!r}"
@@ -236,8 +212,7 @@ def attention(
 def document_move(attn: Attention, layout: Layout, ndim: int) -> tuple[tuple[Layout, Layout], list[int], int]:
     """The move that unshards the sequence of document numbers: its layouts, the global shape, and that dim.
 
-    layout: layout of the queries' blocks, which orders the dims. ndim: 1 for one sequence that all batches
-    share; else there is one for each batch.
+    layout: orders the dims. ndim: 1 for one sequence that all batches share; else each has its own.
     """
     names = attn.q.layout.names
     kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
@@ -249,17 +224,7 @@ def document_move(attn: Attention, layout: Layout, ndim: int) -> tuple[tuple[Lay
 
 @lru_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
-    """The tiles of a device's scores that count, in the order of its queries; masked rows are not computed.
-
-    >>> from xshard import Mesh
-    >>> q = Sharding(Layout.parse("h s/cp k"), Mesh(cp=2), (1, 8, 8))
-    >>> [(t.q, t.k, t.kind) for t in tiles(attention(q, q, q, how="gather", causal=True), 1)]
-    [(slice(0, 4, None), slice(0, 8, None), 'causal')]
-    >>> tiles(
-    ...     attention(q, q, q, how="ring", causal=True), 0, turn=1
-    ... )  # keys of device 1, all after its queries
-    ()
-    """
+    """The tiles of a device's scores that count, in the order of its queries; masked rows are left out."""
     q, k = attn.query_rows(device), attn.key_rows(device, turn)
     candidates = (_tile(attn, q, k, a, b) for a in _runs(q) for b in _runs(k))
     return tuple(tile for tile in candidates if tile is not None)

@@ -1,8 +1,4 @@
-"""Interpolation of one dim: every output is a weighted sum of a few inputs, its taps.
-
-The formulas of nearest, linear and cubic interpolation equal torch's `interpolate`, with its half-pixel
-centres and its cubic constant.
-"""
+"""Interpolation of one dim, by torch's formulas: every output is a weighted sum of a few inputs, its taps."""
 
 from __future__ import annotations
 
@@ -30,13 +26,7 @@ class Taps(NamedTuple):
 def taps(
     mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
 ) -> Taps:
-    """Taps of `outputs` rows interpolated from `length` rows.
-
-    scale: outputs per input, if it is not `outputs / length`. Raises XshardError for an unknown mode.
-
-    >>> taps("linear", 2, 4).weights.tolist()
-    [[1.0, 0.0], [0.75, 0.25], [0.25, 0.75], [0.75, 0.25]]
-    """
+    """Taps of `outputs` rows of `length` rows; scale: outputs per input. XshardError for other modes."""
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
     output = np.arange(outputs, dtype=np.float64)

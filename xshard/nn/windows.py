@@ -1,8 +1,5 @@
-"""Ops over windows of sharded dims: the rows that every part reads, and the outputs that it computes.
-
-A `Frame` describes one dim of a convolution, of its transpose, of a pool or of an interpolation. A bridge
-fetches the rows as a redistribution and runs its framework's op on them.
-"""
+"""Windows over one sharded dim: the rows that every part reads, and the outputs that it computes.
+A `Frame` describes a convolution, its transpose, a pool or an interpolation; bridges run the op."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ NO_ROWS = Boundary("none")
 
 
 class OutputRun(NamedTuple):
-    """Consecutive outputs of one part, and the rows that they read.
-
-    first: global number of the first row; numbers outside the array are rows of the boundary. rows: how many
-    rows. start, outputs: global number of the first output, and how many outputs.
-    """
+    """Consecutive outputs of one part, and the rows that they read: numbers of the first, and counts."""
 
     first: int
     rows: int
@@ -43,11 +36,9 @@ class OutputRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """One dim of an op over windows.
+    """One dim of an op: input dim with its overlap, output dim, global length, and the runs of every part.
 
-    source: the input dim with the overlap that blocks must hold. result, length: the output dim and its
-    global length. runs: the runs of outputs of every part, row-major; the part's block holds the rows of each
-    run in turn.
+    A part's block holds the rows of each of its runs in turn.
     """
 
     source: Dim
@@ -58,18 +49,10 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
-    """The frame of a convolution or a pool.
+    """The frame of a convolution or a pool. base: dilation of the rows, with the boundary's value in between.
 
-    sizes: sizes of the mesh axes that shard the dim. base: dilation of the rows, with the boundary's value
-    between them. Dilated rows and negative padding need a constant boundary.
     Raises ShapeError if no layout can express how the outputs are sharded, or if rows are dilated or cropped
     and the parts of the dim are not intervals.
-
-    >>> frame = window_frame(Dim("h", (Shard(("sp",)),)), 14, (2,), Window(k=3, s=2, p=1))
-    >>> str(frame.source), str(frame.result), frame.length
-    ('h/sp:window(k=3,s=2,p=1)', 'h/sp', 7)
-    >>> frame.runs[1]
-    (OutputRun(first=7, rows=7, start=4, outputs=3),)
     """
     before, after = window.padding
     span = window.d * (window.k - 1) + 1
@@ -99,11 +82,7 @@ def transposed_frame(
 ) -> Frame:
     """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`.
 
-    extra: rows added at the end of the output (torch's output_padding). Raises as `interval_frame` does.
-
-    >>> frame = transposed_frame(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, s=2, p=1, extra=1)
-    >>> str(frame.source), frame.runs[1]
-    ('h/sp:halo([0,0],[1,0],none)', (OutputRun(first=4, rows=4, start=8, outputs=8),))
+    extra: rows added at the end of the output (torch's output_padding).
     """
     span = d * (k - 1) + 1
     outputs = max(0, (length - 1) * s - 2 * p + span + extra) if length else 0
@@ -122,10 +101,9 @@ def interval_frame(
 ) -> Frame:
     """The frame of an op in which the outputs of every part read one interval of rows.
 
-    outputs: the number of outputs. rule: how outputs are sharded: like the rows, or aligned if the rows have
-    given sizes (empty); `balanced`; or `aligned`: a part has the same share of the outputs as of the rows.
-    beyond: the boundary at both ends of the array; without rows there, intervals end with the array.
-    Raises ShapeError if the parts of the dim are not intervals.
+    rule: how outputs are sharded: like the rows, or aligned if the rows have given sizes (empty); `balanced`;
+    or `aligned`: a part has the same share of the outputs as of the rows. Without rows `beyond` the ends,
+    intervals end with the array. Raises ShapeError if the parts of the dim are not intervals.
     """
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
@@ -175,11 +153,7 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
-    """The window of a pool; with `ceil`, padded at its end by what the outputs of torch's `ceil_mode` read.
-
-    >>> pool_window(6, Window(k=3, s=2), ceil=True).padding
-    (0, 1)
-    """
+    """The window of a pool; with `ceil`, padded at its end by what torch's `ceil_mode` reads there."""
     before, after = window.padding
     span, padded = window.d * (window.k - 1) + 1, length + before + after
     last = -(-(padded - span) // window.s) * window.s
@@ -192,13 +166,9 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
 def pool_counts(
     length: int, window: Window, outputs: Sequence[int], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
-    """The number of rows by which each output of an average pool is divided, counted as torch does.
+    """The number of rows by which each output of an average pool is divided, as in torch.
 
-    outputs: global numbers of the outputs. padding: rows after the array that count as padding; rows that
-    `ceil_mode` reads beyond them never count.
-
-    >>> pool_counts(5, Window(k=3, s=2, p=1), range(3), padding=1, include_pad=False).tolist()
-    [2, 3, 2]
+    padding: rows after the array that count as padding; rows that `ceil_mode` reads beyond them never do.
     """
     first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
