@@ -21,7 +21,7 @@ from tests.cases import CASES
 from tests.strategies import layouts, moves
 from xshard import Layout
 from xshard.errors import LinearityError, NotationError, PlanError, ProfileError, ShapeError
-from xshard.plans.explain import alternatives
+from xshard.plans.table import alternatives
 from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space

@@ -5,7 +5,7 @@ import pytest
 
 import xshard as xs
 from xshard import replicas, tolerances
-from xshard.environment import is_on
+from xshard.arguments import is_on
 from xshard.replicas import ReplicaCheck, are_checked
 
 MESH = xs.Mesh(dp=2, tp=2, one=1)

@@ -9,9 +9,8 @@ Rooms beside the names below:
 from xshard import errors as errors
 from xshard import reference
 from xshard.contractions.plan import ContractionPlan
-from xshard.cost.machine import use_profile
+from xshard.cost.machine import load_profile, use_profile
 from xshard.cost.model import Link, Profile
-from xshard.cost.profile_files import load_profile
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.pictures.show import show

@@ -1,9 +1,10 @@
-"""Arguments as users write them -> plain values: whole numbers, shapes, bytes, and names."""
+"""Arguments and variables as users write them -> plain values: numbers, shapes, bytes, names, switches."""
 
 from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -93,3 +94,8 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes no number of more than 4,300 digits
         text = "\n"
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def is_on(variable: str) -> bool:
+    """True if an environment variable is set and neither empty nor "0". Callers read it once, at import."""
+    return os.environ.get(variable, "0") not in ("", "0")

@@ -14,9 +14,8 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import shapes_of, whole_lengths
 from xshard.contractions.solve import ContractionRequest, find_contraction
-from xshard.cost.machine import without_devices
+from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import name_of, precision
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout import Mesh

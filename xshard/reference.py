@@ -20,8 +20,8 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange.messages import fill_boxes
-from xshard.steps.exchange.pole_views import View, views
-from xshard.steps.retag import Scale
+from xshard.steps.exchange.sources import View, views
+from xshard.steps.local import Scale
 
 
 def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xshard import tolerances
-from xshard.environment import is_on
+from xshard.arguments import is_on
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
 from xshard.notation.parser import ARROW

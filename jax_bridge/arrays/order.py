@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from xshard import Layout, Sharding
-from xshard.environment import is_on
+from xshard.arguments import is_on
 from xshard.errors import MeshError, ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard

@@ -33,7 +33,7 @@ from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 from xshard.steps.base import axes_of, even_parts, own_part
 from xshard.steps.permute import senders
-from xshard.steps.phases import Phases
+from xshard.steps.traffic import Phases
 
 ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 ALONG = {"max": jnp.max, "min": jnp.min}

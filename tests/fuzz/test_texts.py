@@ -11,7 +11,7 @@ import xshard as xs
 from tests.fuzz.texts import EXTREMES, check, readers, texts
 from xshard.arguments import parse_bytes
 from xshard.cli.options import parse_devices, parse_shape, parse_sizes
-from xshard.cost.profile_files import profile_of
+from xshard.cost.machine import profile_of
 from xshard.errors import ProfileError
 
 READERS = readers()

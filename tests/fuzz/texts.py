@@ -20,7 +20,7 @@ from xshard import dtypes
 from xshard.arguments import parse_bytes
 from xshard.cli.options import parse_shape, parse_sizes
 from xshard.contractions.expression import contraction
-from xshard.cost.profile_files import profile_of
+from xshard.cost.machine import profile_of
 from xshard.layout.layout import parse_expression, parse_signature
 from xshard.notation.overlap_parser import parse_boundaries
 from xshard.rules import match_stars

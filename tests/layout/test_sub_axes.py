@@ -9,7 +9,7 @@ import xshard as xs
 from tests import oracle
 from tests.strategies import layouts, meshes, shapes
 from tests.two_meshes import crossing
-from xshard.cost.device_links import refined
+from xshard.cost.machine import refined
 from xshard.layout.sub_axes import refine
 
 

@@ -10,7 +10,7 @@ import pytest
 import xshard as xs
 from tests import oracle
 from xshard.notation.parser import Dim, Shard
-from xshard.plans.explain import alternatives
+from xshard.plans.table import alternatives
 
 DATA = Path(__file__).parents[1] / "data" / "reshard.json"
 PUBLIC_CASES = [case for case in json.loads(DATA.read_text()) if math.prod(case["mesh"].values()) <= 64]

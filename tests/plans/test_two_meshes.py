@@ -13,7 +13,7 @@ import pytest
 
 import xshard as xs
 from tests.two_meshes import crossing
-from xshard.cost.device_links import located
+from xshard.cost.machine import located
 from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
 from xshard.plans.expression import sides
 from xshard.plans.plan import find_plan

@@ -12,7 +12,7 @@ from tests.plans.test_properties import profiles, seeds
 from tests.two_meshes import assert_right, crossing, crossings, planned
 from xshard import Layout
 from xshard.plans.transfer import Transfer
-from xshard.search.relabel import best_places, relabelled
+from xshard.plans.transfer_search import best_places, relabelled
 
 
 @pytest.mark.parametrize("unit", [1, 3, 2**33])

@@ -19,8 +19,8 @@ import pytest
 
 import xshard as xs
 from tests.documents.test_documents import python_blocks
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Link
-from xshard.cost.profile_files import load_profile
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
 BITS_PER_S = 40_000_000

@@ -31,10 +31,8 @@ from torch_bridge.mesh.process_mesh import (
     world,
 )
 from xshard.arguments import lengths_of
-from xshard.cost.device_links import located
-from xshard.cost.machine import AUTO, asked_for
+from xshard.cost.machine import AUTO, asked_for, load_profile, located
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
 from xshard.layout.layout import check_axes

@@ -21,7 +21,7 @@ from torch_bridge.state.execute import execute
 from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
 from torch_bridge.state.processes import all_or_none
 from xshard import Mesh
-from xshard.cost.profile_files import profile_of
+from xshard.cost.machine import profile_of
 from xshard.errors import MeshError
 from xshard.state import Names, TreePlan
 from xshard.state.progress import Progress

@@ -19,7 +19,7 @@ from torch_bridge.lower.site import Site
 from torch_bridge.lower.subarray import subarray
 from torch_bridge.mesh.process_mesh import Group
 from xshard.layout.runs import Run, Runs
-from xshard.steps.phases import Phases
+from xshard.steps.traffic import Phases
 
 
 def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:

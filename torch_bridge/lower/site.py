@@ -18,7 +18,7 @@ from xshard import Sharding
 from xshard.cost.model import Fabric
 from xshard.layout.runs import Runs
 from xshard.steps.base import DimCut, own_part
-from xshard.steps.phases import Phases
+from xshard.steps.traffic import Phases
 
 
 class Site(NamedTuple):

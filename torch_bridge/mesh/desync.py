@@ -20,7 +20,7 @@ from torch_bridge.errors import DesyncError
 from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
 from torch_bridge.mesh.waiting import timeout_of, within
-from xshard.environment import is_on
+from xshard.arguments import is_on
 
 # Whether every call is compared, as with `debug=True`.
 ALWAYS = is_on("XSHARD_DEBUG")

@@ -13,8 +13,8 @@ from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.ring import ContractionRing, rings
 from xshard.contractions.types import local_type
 from xshard.contractions.work import accesses, operations
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import itemsize
 from xshard.errors import PlanError
 from xshard.formatting import Pictured

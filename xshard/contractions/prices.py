@@ -15,7 +15,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.plan import Plan, find_plan
-from xshard.search.estimate import estimate
+from xshard.search.move_costs import estimate
 from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space, State

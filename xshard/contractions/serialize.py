@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xshard.contractions.expression import contraction
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import name_of
 from xshard.layout import Mesh
-from xshard.plans.plain import from_plain as value_from_plain
-from xshard.plans.plain import to_plain as value_to_plain
 from xshard.plans.plan import Plan
+from xshard.plans.serialize import from_plain as value_from_plain
 from xshard.plans.serialize import plan_to_plain
+from xshard.plans.serialize import to_plain as value_to_plain
 
 if TYPE_CHECKING:
     from xshard.contractions.plan import ContractionPlan  # which reads and writes itself by this

@@ -1,19 +1,85 @@
-"""The machine for `profile="auto"`: what overrides what, and the profile of a kind of device."""
+"""Profiles by name and file, the machine for `profile="auto"`, and links between devices by number."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
+from xshard.arguments import did_you_mean, parse_number, shown
+from xshard.cost.model import Link, Profile
+from xshard.errors import ProfileError
+from xshard.layout import Mesh
+from xshard.layout.sub_axes import Refinement
+
+
+def load_profile(profile: str | Path | Profile) -> Profile:
+    """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError."""
+    return profile if isinstance(profile, Profile) else _load(str(profile))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Profile:
+    shipped = resources.files("xshard.cost") / "profiles"
+    known = sorted(p.name[: -len(".json")] for p in shipped.iterdir() if p.name.endswith(".json"))
+    base, colon, nodes = name.rpartition(":")
+    if colon and base in known:
+        machine = _load(base)
+        if machine.across is None or not parse_number(nodes):
+            own = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
+            hint = f"'h100:4' has nodes of 4; {base} has {own}"
+            raise ProfileError(f"no profile {name!r}", hint=hint)
+        return replace(machine, name=name, node_devices=int(nodes))
+    if name in known:
+        return profile_of(name, (shipped / f"{name}.json").read_text())
+    try:
+        text = Path(name).read_text() if Path(name).is_file() else None
+    except (OSError, ValueError):  # a name that no file can have, or no text
+        text = None
+    if text is None:
+        hint = f"{did_you_mean(name, known)}shipped are: {', '.join(known)}; or give a file"
+        raise ProfileError(f"no profile {shown(name)}", hint=hint)
+    return profile_of(name, text)
+
+
+def profile_of(name: str, text: str) -> Profile:
+    """Text of `Profile.to_json` -> the profile; name: its name in errors. Raises ProfileError."""
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if not data.get("default"):
+            raise ProfileError(
+                f"profile {name!r} lacks a link for axes that it does not name",
+                hint='give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}',
+            )
+        return Profile(
+            name=data["name"],
+            source=data["source"],
+            default=Link(**data["default"]),
+            across=Link(**data["across"]) if data.get("across") else None,
+            node_devices=data.get("node_devices"),
+            axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
+            launch_s=tuple(sorted(data["launch_s"].items())),
+            copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
+            inside=tuple(sorted(data.get("inside", {}).items())),
+            rounds=data.get("rounds", False),
+            flops_per_s=tuple(sorted(data.get("flops_per_s", {}).items())),
+            disk=Link(**data["disk"]) if data.get("disk") else None,
+        )
+    except ProfileError:
+        raise
+    except Exception as error:  # a file may have any value in any place
+        raise ProfileError(f"profile {name!r} is malformed: {error}") from None
+
 
 AUTO, DEFAULT = "auto", "h100"
 VARIABLE = "XSHARD_PROFILE"
@@ -95,3 +161,37 @@ def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
     """The profile itself; for "auto", without a known device, the overriding one, else DEFAULT."""
     asked = asked_for(profile)
     return os.environ.get(VARIABLE) or DEFAULT if asked == AUTO else asked
+
+
+def link_between(profile: Profile, a: int, b: int) -> Link:
+    """The link between two devices: inside a node, or across nodes."""
+    if profile.across is None or profile.node_devices is None:
+        return profile.default
+    return profile.default if a // profile.node_devices == b // profile.node_devices else profile.across
+
+
+def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
+    """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes."""
+    if profile.across is None or profile.node_devices is None or isinstance(devices, range):
+        return profile
+    links = dict.fromkeys(mesh.axes, profile.default)
+    for axis in mesh.axes:
+        for first, *others in mesh.groups((axis,)):
+            for other in others:
+                if link_between(profile, devices[first], devices[other]) == profile.across:
+                    links[axis] = profile.across
+    links |= dict(profile.axes)
+    nodes = profile.node_devices or 1
+    in_step = all(device // nodes - devices[0] // nodes == i // nodes for i, device in enumerate(devices))
+    if in_step and all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes):
+        return profile
+    return replace(profile, axes=tuple(sorted(links.items())))
+
+
+def refined(profile: Profile, refinement: Refinement) -> Profile:
+    """The profile with the link of every axis given to its factors; of two links the slower counts."""
+    links: dict[str, Link] = {}
+    for axis, link in profile.axes:
+        for factor in (*dict(refinement.src).get(axis, ()), *dict(refinement.dst).get(axis, ())):
+            links[factor] = min(links.get(factor, link), link, key=lambda x: x.bytes_per_s)
+    return replace(profile, axes=tuple(sorted(links.items())), inside=()) if links else profile

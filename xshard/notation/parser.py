@@ -11,8 +11,7 @@ from typing import NamedTuple
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, Span, XshardError
 from xshard.notation.overlap import Overlap, Width, bracketed
-from xshard.notation.overlap_parser import parse_overlap, parse_width
-from xshard.notation.scanner import Scanner
+from xshard.notation.overlap_parser import Scanner, parse_overlap, parse_width
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")

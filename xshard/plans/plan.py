@@ -14,9 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from xshard.cost import bounds
-from xshard.cost.device_links import located
+from xshard.cost.machine import load_profile, located
 from xshard.cost.model import Price, Profile, price
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, format_bytes
@@ -24,7 +23,6 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
-from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
@@ -274,7 +272,7 @@ class Plan(Pictured):
 
         Raises PlanError for a plan between two meshes.
         """
-        return explain(self)
+        return table.explain(self)
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""

@@ -1,22 +1,118 @@
-"""A plan as plain data for JSON, and back. Only the name of its profile is written."""
+"""Plans and frozen values as plain data for JSON, and back: fields are read by their declared types."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from xshard.arguments import shown
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, XshardError
-from xshard.layout import Layout, Mesh
-from xshard.plans.plain import fields_from_plain, fields_to_plain, from_plain, mesh_to_plain, split_from_plain
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.notation.parser import Shard
 from xshard.steps import Step
 
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which reads and writes itself by this
+
+
+def to_plain(value: Any) -> Any:
+    """A field of a frozen value -> text, numbers, lists and dicts."""
+    if isinstance(value, tuple):
+        return [to_plain(v) for v in value]
+    if isinstance(value, Mesh):
+        return dict(zip(value.axes, value.sizes, strict=True))
+    if isinstance(value, Sharding):
+        return {"layout": str(value.layout), "shape": list(value.shape), **mesh_to_plain(value.mesh)}
+    return str(value) if isinstance(value, Layout | Shard | Fraction) else value
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """The inverse: `kind` is the declared type. Raises XshardError for a value of another type."""
+    parts = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return None if value is None else from_plain(parts[0], value)
+    if parts:  # a tuple
+        if type(value) is not list or (parts[-1] is not ... and len(value) != len(parts)):
+            raise XshardError(f"{shown(value)} is not a list of the right length")
+        kinds = parts[:1] * len(value) if parts[-1] is ... else parts
+        return tuple(map(from_plain, kinds, value))
+    if kind in _READERS:
+        return _READERS[kind](value)
+    if type(value) is not kind:
+        raise XshardError(f"{shown(value)} is not {_NAMES.get(kind, kind.__name__)}")
+    return value
+
+
+def fields_to_plain(value: Any) -> dict[str, Any]:
+    """The fields of a frozen value, without its profile."""
+    cls: Any = type(value)
+    return {name: to_plain(getattr(value, name)) for name in _field_types(cls)}
+
+
+def fields_from_plain(cls: type, data: Any) -> dict[str, Any]:
+    """The inverse: arguments of the class. Raises XshardError for unknown fields and wrong types."""
+    kinds = _field_types(cls)
+    if type(data) is not dict or set(data) - set(kinds):
+        odd = sorted(set(data) - set(kinds)) if type(data) is dict else shown(data)
+        raise XshardError(f"{cls.__name__} does not have the fields {odd}")
+    return {name: from_plain(kinds[name], value) for name, value in data.items()}
+
+
+def mesh_to_plain(mesh: Mesh) -> dict[str, Any]:
+    """A mesh, and the axes that are split into sub-axes."""
+    base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
+    return {"mesh": to_plain(base), "split": dict(split)}
+
+
+def split_from_plain(data: dict[str, list[int]]) -> Split:
+    """The axes that are split, of `mesh_to_plain`."""
+    return tuple((axis, from_plain(tuple[int, ...], sizes)) for axis, sizes in data.items())
+
+
+@lru_cache(maxsize=256)
+def _field_types(cls: type) -> dict[str, Any]:
+    kinds = typing.get_type_hints(cls)
+    return {f.name: kinds[f.name] for f in fields(cls) if kinds[f.name] is not Profile}
+
+
+def _fraction(text: str) -> Fraction:
+    if not re.fullmatch(r"\d{1,9}(/\d{1,9})?", text):
+        raise XshardError(f"{text!r} is not a fraction of small numbers")
+    return Fraction(text)
+
+
+def _shard(text: str) -> Shard:
+    shards = Layout.parse(f"d/{text}").dims[0].shards
+    if [str(shard) for shard in shards] != [text]:
+        raise XshardError(f"{text!r} does not shard a dim")
+    return shards[0]
+
+
+def _sharding(data: dict[str, Any]) -> Sharding:
+    mesh, split = Mesh(data["mesh"]), split_from_plain(data["split"])
+    shape = from_plain(tuple[int, ...], data["shape"])
+    return Sharding(Layout.parse(data["layout"]), SubAxisMesh(mesh, split) if split else mesh, shape)
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    Layout: Layout.parse,
+    Mesh: Mesh,
+    Shard: _shard,
+    Sharding: _sharding,
+    Fraction: _fraction,
+}
+_NAMES = {int: "a whole number", str: "text"}
 
 
 @contextmanager

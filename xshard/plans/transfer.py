@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.cost.bounds import have_same_blocks
-from xshard.cost.device_links import link_between
+from xshard.cost.machine import link_between
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
 from xshard.layout import Sharding

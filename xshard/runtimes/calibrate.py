@@ -15,9 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from xshard.contractions.plan import ContractionPlan
-from xshard.cost.machine import node_processes
+from xshard.cost.machine import load_profile, node_processes
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.plans.plan import Plan

@@ -12,7 +12,7 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Mesh
 from xshard.steps import Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
-from xshard.steps.exchange.node_senders import MAX_PAIRED
+from xshard.steps.exchange.messages import MAX_PAIRED
 from xshard.steps.exchange.traffic import spans_by_axis
 from xshard.steps.traffic import LinkSpans
 

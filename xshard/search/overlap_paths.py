@@ -23,7 +23,7 @@ from xshard.search.a_star import Search
 from xshard.search.states import Space
 from xshard.steps import Exchange, Step
 from xshard.steps.exchange.exchange import negates_addends
-from xshard.steps.exchange.pole_views import views
+from xshard.steps.exchange.sources import views
 
 Steps = tuple[Step, ...]
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from xshard.arguments import shown, whole_numbers
-from xshard.cost.device_links import located, refined
+from xshard.cost.machine import located, refined
 from xshard.cost.model import Profile
 from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.layout import parse_expression
-from xshard.plans.plain import fields_from_plain, fields_to_plain
+from xshard.plans.serialize import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, spellings, stars_in
 from xshard.state.relations import Relation, TargetArray, applications, make_targets
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from xshard.arguments import lengths_of, limit_of
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.cost.profile_files import load_profile
 from xshard.dtypes import itemsize
 from xshard.errors import NotationError, located
 from xshard.layout import Layout, Mesh, Sharding

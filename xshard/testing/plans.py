@@ -17,7 +17,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
 from xshard.steps.base import Block, Blocks
-from xshard.steps.retag import Scale
+from xshard.steps.local import Scale
 from xshard.testing.diagnosis.evidence import largest_error, settle
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT

@@ -23,8 +23,7 @@ from benchmarks.cases import Case
 from benchmarks.planner.peers.base import NODE_DEVICES, NotConvertibleError
 from xshard import dtypes
 from xshard.steps import Traffic
-from xshard.steps.all_to_all import all_to_all_traffic
-from xshard.steps.gather import gather_traffic
+from xshard.steps.collectives import all_to_all_traffic, gather_traffic
 from xshard.steps.permute import permute_traffic
 from xshard.steps.traffic import LinkSpans, slowest_first
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard import dtypes
+from xshard.cost.machine import load_profile
 from xshard.cost.model import Link, Profile
-from xshard.cost.profile_files import load_profile
 from xshard.errors import DtypeError, ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
@@ -104,7 +104,7 @@ def cast(array: TargetArray, dtype: str) -> TargetArray:
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """The cheapest sharding to read: the target's, or one that shards replicas too, which then share.
 
-    >>> from xshard.cost.profile_files import load_profile
+    >>> from xshard.cost.machine import load_profile
     >>> slow = replace(load_profile("h100"), disk=Link(1e-4, 2e9))
     >>> str(
     ...     source_sharding(

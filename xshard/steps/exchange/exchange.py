@@ -11,9 +11,8 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import fill_boxes, messages_to
-from xshard.steps.exchange.node_senders import node_local_traffic
-from xshard.steps.exchange.pole_views import carried_dims, views
+from xshard.steps.exchange.messages import fill_boxes, messages_to, node_local_traffic
+from xshard.steps.exchange.sources import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 

@@ -1,4 +1,4 @@
-"""The sources of the rows of one dim: which device sends them to which, between two shardings."""
+"""The sources of rows: parts of a block beyond poles, and which device sends the rows of a dim to which."""
 
 from __future__ import annotations
 
@@ -11,13 +11,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout import Mesh, Sharding
-from xshard.layout.block_rows import all_held_rows
+from xshard.layout.block_rows import all_held_rows, boundary_at
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
 from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
-from xshard.notation.overlap import Fold
+from xshard.layout.validation import rolled_dim
+from xshard.notation.overlap import Fold, unfolded
 from xshard.notation.parser import Dim
-from xshard.steps.exchange.pole_views import View, carried_dims, views
+
+
+class View(NamedTuple):
+    """A part of a block: per dim its side and the number added to its rows; and the factor of its values."""
+
+    sides: tuple[str, ...]
+    shifts: tuple[int, ...]
+    sign: int = 1
+
+
+@lru_cache(maxsize=8192)
+def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
+    """All views of a block, one if no dim has a pole; `carried` dims are not split into sides."""
+    dims, shape = sharding.layout.dims, sharding.shape
+    poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
+    for d, dim in enumerate(dims):
+        if dim.overlap is None or d in carried:
+            continue
+        for end in ("before", "after"):
+            rule = boundary_at(unfolded(dim.overlap), end)
+            if rule.kind == "pole":
+                poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
+    options = [
+        (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in range(len(dims))
+    ]
+    result = []
+    for sides in itertools.product(*options):
+        shifts, sign = [0] * len(dims), 1
+        for d, side in enumerate(sides):
+            if side != STRAIGHT:
+                rolled, factor = poles[d, side]
+                if rolled is not None:
+                    shifts[rolled] = (shifts[rolled] + shape[rolled] // 2) % max(shape[rolled], 1)
+                sign *= factor
+        result.append(View(sides, tuple(shifts), sign))
+    return tuple(result)
+
+
+def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
+    """Dims with the same overlap before and after: all their rows stay on their device."""
+    dims = zip(before.layout.dims, after.layout.dims, strict=True)
+    return tuple(d for d, (a, b) in enumerate(dims) if a.overlap is not None and a == b)
+
 
 CARRIED = "carried"  # side of a dim with rows that all stay on their device
 

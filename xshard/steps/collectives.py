@@ -1,0 +1,276 @@
+"""AllGather with its dual Slice, AllToAll, and AllReduce and ReduceScatter; the planner finds adjoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.errors import PlanError
+from xshard.layout import Layout, Sharding
+from xshard.notation.parser import Shard
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    DimCut,
+    Step,
+    axes_of,
+    check_even,
+    even_parts,
+    freed,
+    lands_in_place,
+    own_part,
+    put_rows,
+    reduce_blocks,
+    shards_text,
+    take_free,
+    take_rows,
+    with_inner,
+    without_inner,
+    without_tags,
+)
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
+
+
+@dataclass(frozen=True)
+class AllGather(Step):
+    """Every device of a group gets the group's blocks, concatenated along `dim`.
+
+    shards: the innermost shards of `dim`, which are removed; their axes form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_gather"
+    dim: str
+    shards: tuple[Shard, ...]
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        check_even(before, self.dim, self.shards)
+        layout = without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.shards), spans)
+        return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        after, at = self.after(before), before.dim_index(self.dim)
+        parts = even_parts(before, self.dim, self.shards)
+        results = []
+        for device in range(before.mesh.n_devices):
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            for part, member in zip(parts, before.mesh.group(device, axes_of(self.shards)), strict=True):
+                put_rows(out, at, part, blocks[member])
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        return f"all_gather {self.dim}/{shards_text(self.shards)}"
+
+
+def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+    """Traffic of an all-gather of `block` elements: the slowest link first, while blocks are small."""
+    whole, hops = block, []
+    for span in rings(group):
+        n = span.size
+        hops.append(Hop(span.axis, (n - 1) * whole, n - 1, span.level))
+        whole *= n
+    return Traffic(whole - block, 0 if in_place else whole, tuple(hops))
+
+
+@dataclass(frozen=True)
+class Slice(Step):
+    """Every device keeps its own part of some dims: one local copy, no communication.
+
+    cuts: (dim, its new innermost shards), over axes that hold replicas or copies before.
+    """
+
+    kind: ClassVar[str] = "slice"
+    cuts: tuple[DimCut, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = before.layout
+        for dim, shards in self.cuts:
+            layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
+        return before.with_layout(layout)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        results = []
+        for device, block in enumerate(blocks):
+            for dim, shards in self.cuts:
+                block = take_rows(block, before.dim_index(dim), own_part(before, dim, shards, device))
+            results.append(block)
+        return results
+
+    def __str__(self) -> str:
+        return "slice " + " ".join(f"{dim}/{shards_text(shards)}" for dim, shards in self.cuts)
+
+
+@dataclass(frozen=True)
+class AllToAll(Step):
+    """Every device sends each member of its group that member's part of `dst_dim`.
+
+    src_shards: the innermost shards of `src_dim`, which are removed; their axes form the group.
+    dst_shards: the new innermost shards of `dst_dim`, over the same axes, in any order.
+    """
+
+    kind: ClassVar[str] = "all_to_all"
+    src_dim: str
+    src_shards: tuple[Shard, ...]
+    dst_dim: str
+    dst_shards: tuple[Shard, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        if self.src_dim == self.dst_dim or sorted(axes_of(self.src_shards)) != sorted(
+            axes_of(self.dst_shards)
+        ):
+            raise PlanError(f"'{self}' does not move the same axes between two dims")
+        check_even(before, self.src_dim, self.src_shards)
+        check_even(before, self.dst_dim, self.dst_shards)
+        layout = without_inner(before.layout, self.src_dim, self.src_shards)
+        return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
+        return all_to_all_traffic(before.max_local_size, group)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        axes = axes_of(self.src_shards)
+        return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh, after = before.mesh, self.after(before)
+        src, dst = before.dim_index(self.src_dim), before.dim_index(self.dst_dim)
+        src_parts = even_parts(before, self.src_dim, self.src_shards)
+        dst_parts = even_parts(before, self.dst_dim, self.dst_shards)
+        results = []
+        for device in range(mesh.n_devices):
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            mine = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
+            for part, member in zip(src_parts, mesh.group(device, axes_of(self.src_shards)), strict=True):
+                put_rows(out, src, part, take_rows(blocks[member], dst, mine))
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        src, dst = shards_text(self.src_shards), shards_text(self.dst_shards)
+        return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
+
+
+def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
+    """Traffic of an all-to-all of blocks of `block` elements; each span carries what differs along it."""
+    left = math.prod(span.size for span in group)
+    piece, hops = block // left, []
+    for span in group:
+        peers = left - left // span.size
+        hops.append(Hop(span.axis, peers * piece, peers, span.level))
+        left //= span.size
+    return Traffic(block - piece, 2 * block, tuple(hops))
+
+
+@dataclass(frozen=True)
+class AllReduce(Step):
+    """Every device of a group gets the reduction of the group's blocks.
+
+    axes: axes under the tag `op`; they form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_reduce"
+    axes: tuple[str, ...]
+    op: str = "sum"
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = _reduced_layout(before.layout, self.axes, self.op)
+        return before.with_layout(freed(layout, self.axes, self.copies))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        return all_reduce_traffic(before.max_local_size, slowest_first(before.mesh, self.axes, spans))
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        share = -(-2 * before.max_local_size // before.mesh.size(*self.axes))  # scattered, then gathered
+        return pairs_in_groups(before.mesh, self.axes, share)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh = before.mesh
+        return [
+            reduce_blocks(self.op, [blocks[member] for member in mesh.group(device, self.axes)])
+            for device in range(mesh.n_devices)
+        ]
+
+    def __str__(self) -> str:
+        return f"all_reduce {self.op}({','.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Step):
+    """Every device of a group gets its part of the reduction of the group's blocks.
+
+    shards: the new innermost shards of `dim`, over axes under the tag `op`; they form the group.
+    """
+
+    kind: ClassVar[str] = "reduce_scatter"
+    dim: str
+    shards: tuple[Shard, ...]
+    op: str = "sum"
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = _reduced_layout(before.layout, axes_of(self.shards), self.op)
+        check_even(before, self.dim, self.shards)
+        return before.with_layout(with_inner(layout, self.dim, self.shards))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.shards), spans)
+        in_place = lands_in_place(before, self.dim, self.shards)
+        return reduce_scatter_traffic(before.max_local_size, group, in_place)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
+        parts = even_parts(before, self.dim, self.shards)
+        return [
+            reduce_blocks(
+                self.op,
+                [take_rows(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
+            )
+            for device in range(mesh.n_devices)
+        ]
+
+    def __str__(self) -> str:
+        return f"reduce_scatter {self.op} -> {self.dim}/{shards_text(self.shards)}"
+
+
+def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
+    """Traffic of an all-reduce: reduce-scatter, fastest link first, and all-gather back, by a tree."""
+    hops, n = [], 1
+    for span in reversed(group):
+        size = span.size
+        received = -(-2 * (size - 1) * block // (size * n))
+        hops.append(Hop(span.axis, received, 2 * math.ceil(math.log2(size)), span.level))
+        n *= size
+    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
+
+
+def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+    """Traffic of a reduce-scatter: the fastest link first, so that the slowest carries small pieces."""
+    piece, hops = block, []
+    for span in reversed(rings(group)):
+        n = span.size
+        piece //= n
+        hops.append(Hop(span.axis, (n - 1) * piece, n - 1, span.level))
+    return Traffic(block - piece, 0 if in_place else block, tuple(hops))
+
+
+def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
+    if not axes or not set(axes) <= set(layout.tagged(op)):
+        raise PlanError(f"no {op}({','.join(axes)}) to reduce in '{layout}'")
+    return without_tags(layout, axes)
