@@ -1,8 +1,5 @@
-"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
-
-Ranks first compare their blocks along every axis, then their findings, so that every rank of the mesh raises
-or none. This takes one collective of the block's size per axis, and the host waits.
-"""
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. It takes one
+collective of the block's size per axis, and every rank of the mesh raises or none."""
 
 from __future__ import annotations
 
@@ -24,12 +21,9 @@ from xshard.replicas import ReplicaCheck
 
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
-    """Run an executable on a block. Raises ReplicaError here, or in the backward pass, on all ranks.
-
-    Compares `x` along axes where the left side has replicas or copies, and the cotangents of the result along
-    those where the dual of the right side has. processes: all that call it. text: the user's expression.
-    name: the tensor's, for errors.
-    """
+    """Run an executable on a block, comparing the replicas and copies of `x`, and those of the result's
+    cotangent. Raises ReplicaError, with the user's expression `text`, on all ranks, here or in the backward
+    pass."""
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
     entering = comparison_of(check, processes)
@@ -43,10 +37,8 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
 
 
 def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
-    """What compares blocks before a plan between two meshes, and cotangents after it.
-
-    All processes of the world call both.
-    """
+    """What compares blocks before a plan between two meshes, and cotangents after it; all processes of the
+    world call it."""
     world = process_mesh(Mesh(world=dist.get_world_size()))
 
     def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
@@ -63,11 +55,8 @@ def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Compa
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Call it on a block: raises ReplicaError on all processes if replicas of the block differ.
-
-    ranks: the devices' that have blocks. processes: the same as a mesh; None on a process without a block:
-    its tensor is not read. callers: all processes that call it.
-    """
+    """Call it on a block: raises ReplicaError on all `callers` if replicas of the block differ. `ranks` have
+    blocks; `processes` is their mesh, or None on a process without a block."""
 
     check: ReplicaCheck
     ranks: tuple[int, ...]
@@ -133,11 +122,8 @@ def _comparable(block: Tensor) -> Tensor:
 
 
 class Expect(torch.autograd.Function):
-    """`Expect.apply(block, entering, returning)`: a copy of the block.
-
-    `entering` compares the block in the forward pass, `returning` its cotangent in the backward pass; in
-    every order of derivative, and under torch.func.
-    """
+    """`Expect.apply(block, entering, returning)`: a copy of the block, compared by `entering` in the forward
+    pass; `returning` compares its cotangent in the backward pass."""
 
     @staticmethod
     def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 def as_tensor(
     x: Any, name: str = "x", usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)"
 ) -> Tensor:
-    """The tensor itself, or the result of a redistribution in flight. Raises XshardError for anything else.
-
-    name: the value's name in the error. usage: the error's hint for a value that cannot become a tensor.
-    """
+    """The tensor, or the result of a redistribution in flight. Raises XshardError with `name` and a hint,
+    `usage` by default."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, PendingTensor):

@@ -1,8 +1,5 @@
-"""The one differentiable wrapper: a plan forward, the plan of its adjoint backward.
-
-It holds no gradient rule: `executable.backward` is the executable of the plan between the dual layouts, and
-runs through the same Function, so that derivatives of any order work.
-"""
+"""The one differentiable wrapper: a plan forward, the plan of its adjoint backward, through the same
+Function, so that derivatives of any order work."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ _unwrap = torch._C._functorch.unwrap_if_dead  # a tensor that outlives its trans
 
 
 class Map(Protocol):
-    """A function of blocks -> one tensor, or a tuple of them, with the maps that are its derivatives.
-
-    A map that is not linear is an `Executable`, from one tensor to one, and has `winners`.
-    """
+    """A function of blocks -> a tensor or a tuple of them, with the maps that are its derivatives; one that
+    is not linear is an `Executable` and has `winners`."""
 
     def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -39,11 +34,8 @@ class Map(Protocol):
 
 
 class Redistribute(torch.autograd.Function):
-    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable.
-
-    Works under torch.func (grad, jvp, vmap). The derivative of a max or min goes to its winners, in equal
-    shares.
-    """
+    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable, also under
+    torch.func. The derivative of a max or min goes to its winners, in equal shares."""
 
     @classmethod
     def apply(cls, executable: Any, *blocks: Tensor) -> Any:

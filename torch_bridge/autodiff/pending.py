@@ -1,8 +1,5 @@
-"""Redistributions in flight: begun now, ended when their result is first used.
-
-A plan becomes two maps for autograd, one that begins it and one that ends it. Its gradient then begins and
-ends in two places too, and overlaps with the backward pass of the work in between.
-"""
+"""Redistributions in flight: one map for autograd begins a plan and another ends it, so that its gradient
+overlaps with the backward pass of the work in between."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ class InFlight:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The first half of a plan: a block -> a tensor without elements that stands for the block in flight.
-
-    batch: the lengths of the batch dims in front of the block.
-    """
+    """The first half of a plan: a block -> a tensor of shape `(*batch, 0)` that stands for the block in
+    flight."""
 
     in_flight: InFlight
     batch: tuple[int, ...] = ()

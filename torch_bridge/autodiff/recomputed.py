@@ -35,10 +35,8 @@ def check_not_swapped() -> None:
 
 
 def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Raise XshardError if a reentrant checkpoint made outputs from inputs, under swapped parameters.
-
-    path: the module's that made them.
-    """
+    """Raise XshardError if a reentrant checkpoint made the outputs of the module `path`, under swapped
+    parameters."""
     nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
     while nodes:
         node = nodes.pop()

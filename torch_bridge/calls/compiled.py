@@ -1,8 +1,5 @@
-"""Calls as compilers record them: torch.compile, and torch.export.
-
-Dynamo does not trace the planner: it records the collectives of the plan, and `torch.einsum`, as functions of
-tensors. A redistribution is planned once for all lengths of a dim that no step shards.
-"""
+"""Calls in torch.compile and torch.export, which record the plan's collectives and `torch.einsum` as
+functions of tensors. A redistribution is planned once for all lengths of a dim that no step shards."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ def is_recorded(blocks: Sequence[Any], expression: Any, mesh: Any, profile: Any)
 def recorded(
     verb: str, blocks: Sequence[Tensor], expression: Any, mesh: Any, options: dict[str, Any], async_op: bool
 ) -> Any:
-    """A call inside torch.compile, which traces this function, or inside torch.export.
-
-    options: keywords of `TRACED[verb]`.
-    """
+    """A call inside torch.compile, which traces this function, or torch.export. options: keywords of
+    `TRACED[verb]`."""
     if torch.compiler.is_dynamo_compiling():
         # Besides tensors, Dynamo passes on text, numbers, and tuples and dicts of them.
         constants = {name: value for name, value in options.items() if value is not None}
@@ -115,12 +110,9 @@ TRACED["redistribute"] = _redistribute
 def _traced_executable(
     x: Tensor, expression: Any, mesh: Any, shape: Sequence[int] | None, options: dict[str, Any]
 ) -> Executable:
-    """The executable to record for a block; some of its lengths may be symbols.
-
-    A plan needs numbers. The length of a dim that no step shards affects only prices: it stays a symbol, and
-    the plan is made for a number near its first value that no step could divide into equal parts.
-    Any other symbol is replaced by its value, and the graph is compiled for that.
-    """
+    """The executable to record for a block; the length of a dim that no step shards, which affects only
+    prices, stays a symbol: the plan is made for a number near its first value that no step could divide
+    evenly."""
     check_no_transform()
     call = MoveCall.of(expression, mesh, None, options.get("profile", "auto"), options.get("comm_dtype"))
     backward = comm_dtype_of(call.comm_dtype, x.dtype).backward

@@ -1,8 +1,5 @@
-"""A redistribution on one mesh as a value: its plan, its executable, and the facts that ranks compare.
-
-It checks first the values that all processes have in common (expression, mesh, dtype, `shape=`), so that all
-of them raise or none; then the local block. Only its own process knows the shape of a local block.
-"""
+"""A redistribution on one mesh as a value: its plan, its executable, and the facts that ranks compare. It
+checks first the values that all processes have in common, so that all raise or none; then the local block."""
 
 from __future__ import annotations
 

@@ -23,11 +23,8 @@ from xshard.plans.plan import Plan
 
 
 class TransferCall(NamedTuple):
-    """A redistribution between two meshes, without its block.
-
-    expression: with a plan the meshes may be None: its device numbers are global ranks.
-    shape, dtype: the global array's; None: this process does not know it.
-    """
+    """A redistribution between two meshes, without its block. With a plan the meshes may be None; `shape` and
+    `dtype` are global, and None if this process does not know them."""
 
     expression: Expression
     src_mesh: MeshLike | None

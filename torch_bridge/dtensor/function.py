@@ -1,8 +1,5 @@
-"""The differentiable move of a DTensor: a plan for its block, and another for its gradient.
-
-The gradient of a DTensor is the array's, and arrives in any placements; one move takes it to the
-placements of the source's gradient.
-"""
+"""The differentiable move of a DTensor: a plan for its block, and another that takes its gradient from any
+placements to the placements of the source's gradient."""
 
 from __future__ import annotations
 
@@ -58,13 +55,9 @@ class End:
 
 @dataclass(frozen=True)
 class DTensorMove:
-    """The move of a DTensor from one end to the other.
-
-    op_dtype: the dtype that travels. out_dtype: the result's. backward_dtype: the dtype in which gradients
-    travel; None: the input's. gradient: the placements of the input's gradient; None: the input's, with
-    replicas for addends. by_block: whether the gradient is the blocks', not the array's: `DTensor.from_local`
-    made the DTensor of blocks that have a gradient.
-    """
+    """The move of a DTensor from one end to the other. backward_dtype, gradient: the input's if None.
+    by_block: the gradient is the blocks', not the array's, as `DTensor.from_local` made the input of blocks
+    with a gradient."""
 
     src: End
     dst: End
@@ -109,8 +102,8 @@ class RedistributeDTensor(torch.autograd.Function):
 
 
 class _OfCopies(torch.autograd.Function):
-    """Blocks that are copies as a DTensor of replicas. Their gradients are addends, which from torch 2.13 on
-    `from_local` would know, too."""
+    """Blocks that are copies as a DTensor of replicas; their gradients are addends (torch 2.13's `from_local`
+    knows)."""
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
@@ -144,10 +137,8 @@ def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **opt
 
 
 def local_block(x: DTensor) -> Tensor:
-    """This process's block, without its history; waits until it has arrived.
-
-    Raises PlanError if torch has cut the array in an order that placements do not say.
-    """
+    """This process's block, arrived, without its history. Raises PlanError if torch cut the array in an order
+    unlike placements."""
     check_world()
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -161,10 +152,7 @@ def local_block(x: DTensor) -> Tensor:
 
 
 def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
-    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape.
-
-    This process is in them.
-    """
+    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         raise MeshError(
             f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
@@ -184,9 +172,7 @@ def executables(
     move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
 ) -> tuple[Executable | TransferExecutable, ...]:
     """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
-
-    Raises as `redistribute` does, and MeshError where the meshes have different processes.
-    """
+    Raises as `redistribute` does, and MeshError where the meshes have different processes."""
     return _executables(move, shape, local_shape, device, world())
 
 
@@ -220,10 +206,8 @@ def _executables(
 
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
-    """The layouts that a move passes: both ends, and one between a max that ends and a sum that begins.
-
-    Equal values are their own max, so replicas may take the tag of a max.
-    """
+    """The layouts that a move passes: both ends, and one between a max that ends and a sum that begins. Equal
+    values are their own max, so replicas may take the tag of a max."""
     kept = {(kind, a) for kind, a in _tags(src) if kind in NONLINEAR} if same else set()
     kept &= set(_tags(dst))
     ended, begun = (

@@ -1,8 +1,5 @@
-"""Layouts <-> the placements of a DTensor.
-
-`Replicate` is read as replicas, and written for replicas and for copies: a DTensor keeps the difference with
-its gradient, not in its placements.
-"""
+"""Layouts <-> the placements of a DTensor; replicas and copies are both `Replicate`, and differ in the
+gradient's placements."""
 
 from __future__ import annotations
 
@@ -109,10 +106,8 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError unless a DTensor is placed as `layout` says.
-
-    text: the user's expression. span: where `layout` is in it; by default the left side.
-    """
+    """Raise NotationError unless a DTensor is placed as `layout` says; `span` is its place in `text`, by
+    default the left side."""
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
     layout_of_x = from_placements(x.placements, mesh, x.ndim, shape)

@@ -134,10 +134,8 @@ def _has_no_tag(placement: Placement) -> bool:
 
 
 def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction.
-
-    A `_MaskPartial` knows the rows of its block, so it stays only where all of them do.
-    """
+    """The axes on which a `Partial` without a layout stays: a `_MaskPartial` only if all do, as it knows the
+    rows of its block. Raises PlanError beside another reduction."""
     everything = tuple(src) == tuple(dst)
     kept = frozenset(
         i
@@ -161,10 +159,8 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError.
-
-    kept: the axes along which blocks differ in a way that no layout has.
-    """
+    """One end of the move of a DTensor; along `kept` blocks differ as no layout says. Raises PlanError,
+    ShapeError, NotationError."""
     return End(mesh, *_blocks(dtensor_axes(mesh), placements, shape, layout, kept))
 
 
@@ -264,10 +260,8 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
 
 
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
-    """The block, its executable, and the function from its result to the DTensor's.
-
-    None if autograd records the move, or if it takes another executable than one on one mesh.
-    """
+    """The block, its executable, and the function from its result to the DTensor's; None if autograd records
+    the move, or if it is not one executable on one mesh."""
     move, block = move_by_layouts(x, call), local_block(x)
     parts = executables(move, tuple(x.shape), tuple(block.shape), block.device)
     if (x.requires_grad and torch.is_grad_enabled()) or len(parts) != 1:

@@ -1,9 +1,5 @@
-"""The cuts of one dim <-> the split factors of its placements.
-
-A `_StridedShard` of factor f divides rows into f pieces and gives every device a share of each; placements
-cut one after the other, in the order of the mesh. A factor may also count the parts of axes that come later
-in the mesh: it then only says that those axes cut first.
-"""
+"""The cuts of one dim <-> the split factors of its placements. A `_StridedShard` of factor f gives every
+device a share of each of f pieces; a factor may also say only that axes later in the mesh cut first."""
 
 from __future__ import annotations
 
@@ -45,10 +41,8 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
-    """The cuts of a dim -> the split factors that make them, in any order; None where no DTensor has them.
-
-    dim: in its normal form where the length is known and it has more than nested cuts.
-    """
+    """The cuts of a dim, in normal form if they are more than nested -> the split factors that make them, or
+    None."""
     plain = all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
     if dim.overlap is not None or (length is None and not plain):
         return None

@@ -1,7 +1,4 @@
-"""Several executables run in lock step: messages over the same processes share one collective.
-
-Each executable keeps the plan that it has alone.
-"""
+"""Several executables run in lock step: messages over the same processes share one collective."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from xshard.trees import groups
 
 @dataclass(frozen=True, eq=False)
 class BucketedExecutable:
-    """Executables of linear plans as one map: one block for each -> one result for each.
-
-    most_bytes: about how much a process sends in one bucket; None for no limit.
-    """
+    """Executables of linear plans as one map; a process sends about `most_bytes` in one bucket (None: no
+    limit)."""
 
     executables: tuple[Executable, ...]
     most_bytes: int | None = None
@@ -55,10 +50,8 @@ class BucketedExecutable:
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the executables in each bucket: they have the same collectives, in order, and one dtype.
-
-        The largest block has the size that counts, so that all processes make the same buckets.
-        """
+        """Numbers of the executables in each bucket: of equal collectives and dtype, by the size of the
+        largest block, which all processes agree on."""
         sizes, keys = [], []
         for i, executable in enumerate(self.executables):
             packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]

@@ -1,9 +1,5 @@
-"""Collectives of one group of processes on flat dense tensors.
-
-Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster. Compilers
-see functional collectives, which they can reorder. No argument is written to, and every result is a new
-tensor, not a view: autograd forbids writing to views that a Function returns.
-"""
+"""Collectives of one group of processes on flat dense tensors, on any backend and torch version. No argument
+is written to, and every result is a new tensor: autograd forbids writing to views that a Function returns."""
 
 from __future__ import annotations
 
@@ -137,11 +133,9 @@ class Collective:
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:
-        """The split sizes of an all-to-all: none where all messages have one size, which is faster.
-
-        All ranks give them or none: NCCL has another call without sizes, in which a rank with nothing to send
-        does nothing, while others wait for its empty messages.
-        """
+        """The split sizes of an all-to-all: none where all messages have one size, which is faster. All ranks
+        give them or none: NCCL's call without sizes skips a rank with nothing to send, while others wait for
+        it."""
         return ([], []) if self.is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
@@ -178,21 +172,17 @@ class Collective:
         return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether a collective of two ranks is large, and on gloo; the same on both.
-
-        gloo sends before it receives: the messages of two ranks to each other travel one after the other, in
-        twice the time. More ranks have others to receive from meanwhile.
-        """
+        """Whether a collective of two ranks is large, and on gloo, which sends before it receives: their
+        messages to each other would travel one after the other. More ranks have others to receive from
+        meanwhile."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers
         return sum(rows.stop - rows.start for rows in (sent, arrives)) * messages.itemsize >= _LARGE
 
     def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
-        """Begin to receive and send messages from rank to rank: in this order both ways are used at once.
-
-        gloo's word that one is ready to receive would come behind all that one sends.
-        """
+        """Begin to receive and then send messages from rank to rank: so both ways are used at once, as gloo's
+        word that one is ready to receive is not behind all that one sends."""
         group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
         with torch.profiler.record_function(MESSAGES) if _is_watched() else _UNWATCHED:
             works = [group.recv([part], rank, TAG) for rank, _, rows in others if len(part := out[rows])]

@@ -25,11 +25,8 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is)
-    """A property that is computed once, without a lock.
-
-    `functools.cached_property` of Python 3.11 holds one lock for all objects while it computes. Ranks may be
-    threads: one that makes a group would wait for its members, which wait for the lock.
-    """
+    """A property computed once without the lock of Python 3.11's `cached_property`, which all objects share:
+    a thread that makes a group would wait, holding it, for other ranks that wait for the lock."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__
@@ -64,10 +61,7 @@ def check_dense(block: Tensor) -> None:
 
 
 def dense(block: Tensor) -> Tensor:
-    """The block; a copy of it if it is a view that conjugates or negates: its memory holds other numbers.
-
-    Raises ShapeError for a sparse tensor.
-    """
+    """The block; a copy if it is a view that conjugates or negates. Raises ShapeError for a sparse tensor."""
     if block.is_nested or block.layout is not torch.strided:
         check_dense(block)
     return block.resolve_conj().resolve_neg()
@@ -138,10 +132,7 @@ class Executable:
         return out.to(self.casts.block) if self.casts else out
 
     def begin(self, block: Tensor) -> Pending:
-        """Begin the plan -> a function that ends it and returns the result.
-
-        The last collective runs in between. All processes begin and end their plans in the same order.
-        """
+        """Begin the plan up to its last collective -> a function that ends it and returns the result."""
         last = max((i for i, move in enumerate(self.moves) if isinstance(move, PackedCollective)), default=-1)
         packed = self.moves[last] if last >= 0 else None
         if not isinstance(packed, PackedCollective):
@@ -169,10 +160,8 @@ class Executable:
         return f"{step}, for '{self.whole}'" if self.whole else step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
-        """The same for blocks of another dtype, cast to the plan's before and back after.
-
-        backward: the dtype in which gradients travel.
-        """
+        """The same for blocks of another dtype, cast before and after; gradients travel in the dtype
+        `backward`."""
         forward = self.dtypes[0]
         if not self.is_linear and forward != backward:
             raise DtypeError(
@@ -208,10 +197,7 @@ class Executable:
 
     @computed_once
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
-        """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
-
-        Their plans come from `xshard.plans.max_min`.
-        """
+        """Executables for the derivatives of a max or min: result, count, cotangent, tangent."""
         plans = max_min_plans(self.plan)
         result, count = self.lower(plans.result), self.lower(plans.count)
         return result, count, self.lower(plans.cotangent), self.lower(plans.tangent)

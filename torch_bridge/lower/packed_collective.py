@@ -15,12 +15,8 @@ from torch_bridge.mesh.process_mesh import Group
 
 @dataclass(frozen=True, eq=False)
 class PackedCollective:
-    """A move by one collective.
-
-    sent: the block as messages. arriving: the shape of the tensor that receives all messages.
-    unpack: the block and that tensor -> the result. place: the block and one flat tensor per message of
-    the collective -> the same result.
-    """
+    """A move by one collective: `unpack` takes the block and a tensor of shape `arriving` with all messages;
+    `place` takes the block and one flat tensor per message of the collective."""
 
     collective: Collective
     sent: Packing
@@ -76,10 +72,8 @@ def reduce_scattered(
 
 
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Several moves with equal collectives, in one collective -> the result for every block.
-
-    Messages for one rank lie side by side, in the order of the blocks.
-    """
+    """Several moves with equal collectives in one, messages for one rank side by side -> the result for every
+    block."""
     collectives = [move.collective for move in packed]
     sent, received = [c.sent for c in collectives], [c.received for c in collectives]
     is_even = all(c.is_even for c in collectives)

@@ -1,7 +1,4 @@
-"""A block as a row of messages: packing them, and assembling a block from them.
-
-Messages that lie in the block one after the other are not copied, other elements once.
-"""
+"""A block as a row of messages: packing them, and assembling a block from them, with at most one copy."""
 
 from __future__ import annotations
 
@@ -111,10 +108,8 @@ class Packing:
         return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The messages -> the block, a new contiguous tensor; zeros where no message is put.
-
-        like: a tensor of its dtype; messages may be views of it.
-        """
+        """The messages -> the block, a new contiguous tensor in the dtype of `like`; zeros where no message
+        is put."""
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._row is not None:
             return torch.cat([*parts], self._row)
@@ -208,10 +203,8 @@ class Packing:
 
     @cached_property
     def _covers(self) -> bool:
-        """Whether every element is written before any is added to it.
-
-        Fills of two dims do not count, nor those that a dim which stays as it is brings along.
-        """
+        """Whether every element is written before any is added to it. Fills of two dims do not count, nor
+        those that a dim which stays as it is brings along."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
         along = [(m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills]
         brought = any(rows is None or common_segments(rows, filled) for rows, filled in along)

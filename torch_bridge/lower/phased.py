@@ -1,7 +1,5 @@
-"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says.
-
-Between two phases a process has the blocks of all devices that it has reached, side by side.
-"""
+"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says. Between
+two, a process has the blocks of all devices that it has reached, side by side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Plans -> executables of this process: one short rule per step.
-
-Rows, sizes and groups are computed here, once per plan and mesh; running the result only moves data. Above
-300 lines: the rules of all steps stand side by side.
-"""
+"""Plans -> executables of this process: one short rule per step. Rows, sizes and groups are computed here,
+once per plan and mesh."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ from xshard.steps.permute import senders
 
 
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    """A plan -> its executable; all processes of the mesh call it, since groups may be made.
-
-    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
-    """
+    """A plan -> its executable; all processes of the mesh call it, since groups may be made. Raises
+    DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return _lowered(plan, processes, tensor_device)
     return lower_traced(plan, processes, tensor_device, {})  # fake tensors must not be kept
@@ -53,10 +48,8 @@ def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) ->
 def lower_traced(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int]
 ) -> Executable:
-    """As `lower`, for one trace of a compiler: tensors made here become part of the trace.
-
-    lengths: as in `Site`.
-    """
+    """As `lower`, for one trace of a compiler, of which tensors made here become part. lengths: as in
+    `Site`."""
     again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
     moves = list(_moves(plan, processes, tensor_device, lengths))
     return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
@@ -197,11 +190,8 @@ def _messages(
     op: str | None,
     fills: Sequence[Fill],
 ) -> Move:
-    """Messages to and from some devices; a device copies rows for itself directly.
-
-    One collective in the group along `axes`, which contains all senders and receivers: some backends and
-    torch.compile have no point-to-point calls.
-    """
+    """Messages to and from some devices, in one collective of the group along `axes`: some backends and
+    torch.compile have no point-to-point calls. A device copies rows for itself directly."""
     group = site.group(axes)
     rank = group.devices.index(site.device)
 

@@ -1,7 +1,4 @@
-"""The context of one step as one process executes it, and rows of a dim as parts of its block.
-
-A compiler may have symbols for lengths. `rules` has the steps themselves.
-"""
+"""The context of one step as one process executes it, and rows of a dim as parts of its block."""
 
 from __future__ import annotations
 

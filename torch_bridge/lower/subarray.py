@@ -1,8 +1,5 @@
-"""A dense part of a block, and the positions of its elements in the block.
-
-Rows at one stride are a view; others are copied piece by piece, or by a list of rows. Rows are local to the
-block.
-"""
+"""A dense part of a block, and the positions of its elements in the block. Rows at one stride are a view;
+others are copied piece by piece, or by a list of rows."""
 
 from __future__ import annotations
 
@@ -104,10 +101,8 @@ class Fill(NamedTuple):
 
 
 def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
-    """The rows `rows[d]` of a block along each dim d, in their order; all rows along other dims.
-
-    device: where lists of rows are kept.
-    """
+    """The rows `rows[d]` of a block along each dim d, in order, and all rows along others; `device` holds
+    lists of rows."""
     runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
     boxes = itertools.product(*(_spans(r, device) for r in runs))
     return Subarray(

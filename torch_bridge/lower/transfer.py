@@ -1,7 +1,5 @@
-"""A plan between two meshes as one process executes it: steps on its own mesh, and messages.
-
-An empty tensor stands for the block of a process that has none, so that autograd reaches every process.
-"""
+"""A plan between two meshes as one process executes it: steps on its own mesh, and messages. An empty tensor
+stands for the block of a process that has none, so that autograd reaches every process."""
 
 from __future__ import annotations
 
@@ -78,10 +76,8 @@ class TransferExecutable:
 
 
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """A block for each of several crossings of one group -> their results.
-
-    One process sends another a single message for all of them.
-    """
+    """A block for each of several crossings of one group -> their results, in one message from process to
+    process."""
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
@@ -151,10 +147,8 @@ def _transferred(
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of any dtypes -> their bytes in one; a view of it where it is one, and contiguous.
-
-    Bytes, because whether booleans and complex numbers travel differs by backend.
-    """
+    """Tensors of any dtypes -> their bytes in one, a view if they are one contiguous tensor: whether booleans
+    and complex numbers travel differs by backend."""
     if len(parts) == 1:
         [x] = parts  # its strides count for nothing if it has one element, except in views
         return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
@@ -186,10 +180,8 @@ def _ends(parts: Sequence[Tensor]) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
-
-    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
-    for ranks that are threads.
-    """
+    Raises DtypeError where torch has no arithmetic for a dtype that is reduced or scaled, MeshError for
+    threads."""
     rank, transfer = rank_in(group), plan.transfer
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise DtypeError(

@@ -1,8 +1,5 @@
-"""`debug=True`: ranks compare what they are about to do, before any of them does it.
-
-Ranks meet in the store of the process group, under their ranks and the number of the meeting, so that
-ranks that are about to call different collectives find each other too.
-"""
+"""`debug=True`: ranks compare what they are about to do, before any of them does it. They meet in the store
+under their ranks and a number, and find each other even if they are about to call different collectives."""
 
 from __future__ import annotations
 
@@ -71,11 +68,8 @@ def compare_ranks(
 
 
 def compare_call(mesh: object, text: str, prepare: Callable[[], CallFacts]) -> None:
-    """Raise on all ranks of a mesh unless all of them are about to make the same call, and can.
-
-    text: the call in the user's own words. prepare: as in `compare_ranks`. A rank outside the mesh returns:
-    no other rank waits for it, and its call raises later.
-    """
+    """Raise on all ranks of a mesh unless all of them are about to make the same call, and can; arguments as
+    in `compare_ranks`. A rank outside the mesh returns: no other waits for it, and its call raises later."""
     if dist.is_initialized() and dist.get_rank() in (ranks := callers(mesh)):
         compare_ranks(ranks, text, prepare)
 

@@ -1,7 +1,5 @@
-"""The machine of a world: the kind of its devices, and how many of them a node has.
-
-The first process that asks writes its answer to the store, and all processes take it. None waits.
-"""
+"""The machine of a world: the kind of its devices, and how many of them a node has. The first process that
+asks writes its answer to the store, and all processes take it."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
 
 
 def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
-    """This process's kind of device, and the processes of a node as launchers tell; None for one node.
-
-    If one node has more than another, their common divisor: such runs of ranks share a node everywhere.
-    """
+    """The kind of device, and the processes of a node (None for one node): the common divisor if nodes
+    differ."""
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     kind = torch.cuda.get_device_name() if on_gpu else "gloo"
     local = node_processes(n_processes)

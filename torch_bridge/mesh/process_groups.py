@@ -1,8 +1,5 @@
-"""Process groups that only their members make: their names follow from their ranks.
-
-`torch.distributed.new_group` counts the groups that a process has made and takes the number as the name:
-members that have made different numbers of groups look for each other under different names, and hang.
-"""
+"""Process groups that only their members make: their names follow from their ranks. `new_group` takes the
+number of groups made as the name: members that have made different numbers would hang."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ def rank_in(world: dist.ProcessGroup) -> int:
 
 
 def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of the processes of several programs, which meet in a store; all of them call this.
-
-    They have the backends of this program's world.
-    """
+    """The group of the processes of several programs, which meet in a store; all of them call this."""
     world = dist.group.WORLD
     assert world is not None
     backend, _ = c10d._world.pg_map[world]

@@ -46,10 +46,8 @@ class Group:
         return dist.get_backend_config(self.process_group)
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
-        """The same processes for a compiler. place: where errors in its graph were, if the caller gets them.
-
-        NCCL does not raise in the caller; and exported graphs are for programs without this package too.
-        """
+        """The same processes for a compiler, under a name by which gloo's errors name the `place`. NCCL does
+        not raise in the caller; exported graphs are for programs without this package too."""
         group = self.process_group
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
             return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
@@ -62,11 +60,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessMesh:
-    """A mesh of processes of this program.
-
-    ranks: the global rank of every device. device: this process's own device.
-    process_group: the axes, in mesh order, -> this process's group along them.
-    """
+    """A mesh of processes of this program. ranks: the global rank of every device. process_group: the axes,
+    in mesh order, -> this process's group along them."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
@@ -90,10 +85,7 @@ class ProcessMesh:
         return Group(group_of(tuple(self.ranks[d] for d in devices)), devices)
 
     def along(self, axes: Sequence[str]) -> ProcessMesh:
-        """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone.
-
-        Blocks may differ in any way along the other axes.
-        """
+        """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone."""
         axes = self._in_mesh_order(axes)
         if axes not in self._parts:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
@@ -142,9 +134,7 @@ def alone() -> Iterator[None]:
 
 def world() -> World:
     """The world and whether `alone` is active: a part of the keys of caches that depend on process groups.
-
-    Raises MeshError unless this process, or this thread, is one rank of an initialised world.
-    """
+    Raises MeshError unless this process, or this thread, is one rank of an initialised world."""
     group = c10d._world.default_pg
     if group is None or torch._C._len_torch_dispatch_stack():
         check_world()
@@ -152,22 +142,17 @@ def world() -> World:
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
-    """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes.
-
-    A `DeviceMesh` may be a part of the world, in any order. Nothing is sent.
-    Raises MeshError where no process group is initialised, the mesh has no names, does not cover
-    the world (an `xshard.Mesh`), or does not hold this process (a `DeviceMesh`).
-    """
+    """A `DeviceMesh` with named dims, a part of the world in any order, or an `xshard.Mesh` over it -> its
+    processes. Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover
+    the world."""
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
     return _process_mesh(mesh, world())
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The processes of a DTensor's mesh; dims without names are called m0, m1, ...
-
-    Raises MeshError as `process_mesh` does, but not for missing names.
-    """
+    """The processes of a DTensor's mesh, its unnamed dims called m0, m1, ... Raises MeshError as
+    `process_mesh` does."""
     return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, world())
 
 
@@ -253,11 +238,8 @@ def mesh_of_ranks(
     device_mesh: DeviceMesh | None = None,
     world: dist.ProcessGroup | None = None,
 ) -> ProcessMesh:
-    """A mesh of processes: device i has global rank `ranks[i]`, and this process is one of them.
-
-    device_mesh: the same mesh; its own groups along single axes are used. world: as in `group_of`.
-    Raises MeshError on a process that is not in `ranks`.
-    """
+    """A mesh of processes: device i has global rank `ranks[i]` in `world`. Along single axes it uses the
+    groups of `device_mesh`. Raises MeshError on a process that is not in `ranks`."""
     ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
         raise MeshError(
@@ -277,9 +259,7 @@ def mesh_of_ranks(
 
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
-
-    Raises MeshError if no group is initialised, `group` is no process group, or this process is not in it.
-    """
+    Raises MeshError if `group` is not an initialised group that has this process."""
     check_world()  # which torch.compile can record
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")

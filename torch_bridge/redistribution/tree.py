@@ -92,10 +92,8 @@ def transfer_tree(
 def _spread(
     tree: Any, layouts: Any, shape: Any, is_optional: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Place, tensor, expression and shape of every leaf. Raises PlanError for trees that differ.
-
-    is_optional: leaves may be None, without a block.
-    """
+    """Place, tensor (None if optional), expression and shape of every leaf. Raises PlanError for trees that
+    differ."""
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
         for values, is_value, what in ((layouts, _is_expression, "layouts"), (shape, _is_shape, "shapes"))
@@ -123,11 +121,8 @@ def _is_shape(value: Any) -> bool:
 
 
 def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) -> dict[int, Any]:
-    """The results of the tensors that may share collectives, by index.
-
-    Every tensor is checked first, so that errors come before messages. The gradient of a max or min is not
-    a plan, and the gradient of a DTensor may have any placements: these tensors travel alone.
-    """
+    """The results of the tensors that may share collectives, by index, once every tensor is checked. Those
+    whose gradient is not a plan (max, min) or may have any placements (a DTensor's) travel alone."""
     parts: dict[int, _Part] = {}
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
         with located(leaf.place):
