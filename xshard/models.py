@@ -41,7 +41,7 @@ def rule_of(text: str, mesh: Mesh) -> ActivationRule:
 
 
 def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozenset[str]:
-    """The axes along which activations differ inside a module: outside's, where no input's rule decides."""
+    """The axes along which activations differ inside a module, by rules for its inputs, else as outside."""
     rules = list(rules)
     named = {axis for rule in rules for axis in rule.axes}
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
@@ -145,6 +145,6 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
-    """The axes over which the gradient is summed once: those of every use that do not shard storage."""
+    """The axes over which the gradient is summed once, after all uses; none of them shards storage."""
     common = frozenset.intersection(*(use.copied for use in uses))
     return common - set(uses[0].stored.axes)

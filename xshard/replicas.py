@@ -37,26 +37,20 @@ def watched(watcher: WatcherT) -> Iterator[WatcherT]:
 
 
 class ReplicaCheck(NamedTuple):
-    """The blocks to compare: the inputs of the redistribution `text`, or the cotangents of its results.
-
-    mesh: all devices that call it, also along axes that the sharding does not have: every device gets the
-    findings of all groups, so that none goes on and waits for the others. name: the array's, in errors.
-    """
+    """The blocks to compare: the inputs of the redistribution `text`, or the cotangents of its results."""
 
     sharding: Sharding
-    mesh: Mesh
+    mesh: Mesh  # all devices that call it: each gets the findings of all groups, so that none waits
     dtype: str
     text: str
     cotangents: bool
-    name: str = ""
+    name: str = ""  # the array's name in errors
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which blocks are equal by contract: axes of replicas and of copies."""
         layout, mesh = self.sharding.layout, self.sharding.mesh
-        apart = {a for dim in layout.dims for a in dim.axes} | {
-            a for kind, axes in layout.tags if kind != "copy" for a in axes
-        }
+        apart = set(layout.axes) - set(layout.tagged("copy"))
         return tuple(a for a in mesh.axes if a not in apart and mesh.size(a) > 1)
 
     def fault(self, differences: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:

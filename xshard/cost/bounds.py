@@ -147,7 +147,7 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
 
 
 def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int] | None = None) -> bool:
-    """Whether devices hold the same rows and addends under both; places: of `b`'s devices, in `a`'s mesh."""
+    """Whether devices hold the same rows and addends under both; places: positions in the mesh of `a`."""
     if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices or _reduced(a) != _reduced(b):
         return False
     places = range(b.mesh.n_devices) if places is None else places

@@ -12,16 +12,12 @@ Width = int | tuple[int, ...]  # a number of rows, the same for every part of th
 
 @dataclass(frozen=True)
 class Boundary:
-    """The rule for rows beyond an end of the array.
-
-    value: the fill of `constant`. dim: the dim that a `pole` rolls by half its length (empty: the next dim).
-    sign: the factor of rows from beyond the pole.
-    """
+    """The rule for rows beyond an end of the array."""
 
     kind: str = "zero"
-    value: float = 0.0
-    dim: str = ""
-    sign: int = 1
+    value: float = 0.0  # the fill of `constant`
+    dim: str = ""  # the dim that a `pole` rolls by half its length; empty for the next dim
+    sign: int = 1  # the factor of rows from beyond the pole
 
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
@@ -46,14 +42,11 @@ ZERO = Boundary()
 
 @dataclass(frozen=True)
 class Halo:
-    """Each block widened by `lo` rows before it and `hi` rows after it; negative widths leave rows out.
+    """Each block widened by `lo` rows before it and `hi` rows after it; negative widths leave rows out."""
 
-    lo, hi: one width, or one per part of the dim. before, after: the boundary at each end of the array.
-    """
-
-    lo: Width
+    lo: Width  # one width, or one per part of the dim
     hi: Width
-    before: Boundary = ZERO
+    before: Boundary = ZERO  # the boundary before the first row of the array
     after: Boundary = ZERO
 
     def __str__(self) -> str:
@@ -67,26 +60,21 @@ class Halo:
 
 @dataclass(frozen=True)
 class Window:
-    """The rows that a device reads for its outputs of a k-wide, s-strided, d-dilated, p-padded window op.
-
-    p: rows of padding at both ends, or (before, after). out: the sharding of outputs: as the dim (empty),
-    `balanced`, or `aligned`: output i belongs to the owner of row `s * i`.
-    """
+    """The rows that a device reads for its outputs of a k-wide, s-strided, d-dilated, p-padded window op."""
 
     k: int
     s: int = 1
     d: int = 1
-    p: int | tuple[int, ...] = 0
-    out: str = ""
+    p: int | tuple[int, ...] = 0  # rows of padding at both ends, or (before, after)
+    out: str = ""  # sharding of outputs: as the dim (empty), `balanced`, or `aligned` with row s * i
     before: Boundary = ZERO
     after: Boundary = ZERO
 
     def __str__(self) -> str:
         defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
+        values = [(name, getattr(self, name), default) for name, default in defaults]
         options = "".join(
-            f",{name}={bracketed(value)}"
-            for name, default in defaults
-            if (value := getattr(self, name)) != default
+            f",{name}={bracketed(value)}" for name, value, default in values if value != default
         )
         return f"window(k={self.k}{options}{_boundary_text(self)})"
 

@@ -13,19 +13,12 @@ from xshard.plans.plan import Plan, find_plan
 
 @dataclass(frozen=True)
 class MaxMinPlans:
-    """Plans for the derivatives of `y = max(x)`.
+    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`."""
 
-    With `won = (x == result(y))`, the gradient is `cotangent(g) * won / count(won)` and the tangent
-    `tangent(t * won / count(won))`.
-
-    result: the output, as a copy beside every addend. count: the number of winners, beside every addend.
-    cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, beside the output.
-    """
-
-    result: Plan
-    count: Plan
-    cotangent: Plan
-    tangent: Plan
+    result: Plan  # the output, as a copy beside every addend
+    count: Plan  # the number of winners, beside every addend
+    cotangent: Plan  # the gradient is `cotangent(g) * won / count(won)`
+    tangent: Plan  # the tangent is `tangent(t * won / count(won))`
 
 
 @lru_cache(maxsize=1024)

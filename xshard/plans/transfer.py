@@ -51,23 +51,18 @@ class Flow(NamedTuple):
 class Transfer(Step):
     """Blocks of one sharding become blocks of another, on other devices, some of them, or the same.
 
-    source, target: in normal form. Every reduction ends: addends are added where they arrive, in the order of
-    their devices; an element of a new sum goes to the first device along it. If every device has its block of
-    `target` already, addends included, nothing is sent and nothing ends: only the mesh is another.
-    src_devices, dst_devices: the number of every device, in the order of its mesh.
-    profile: the machine; links between its nodes are slow.
-    senders: the sender of each of `pieces`, by `balanced` for several transfers or, by default, for this one.
-    Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin, and for
-    senders that do not hold their pieces.
+    Every reduction ends: addends are added where they arrive, in the order of their devices; an element of a
+    new sum goes to the first device along it. If every device has its block of `target` already, addends
+    included, nothing is sent and nothing ends: only the mesh is another. Raises MeshError, PlanError.
     """
 
     kind: ClassVar[str] = "transfer"
-    source: Sharding
+    source: Sharding  # in normal form, as the target
     target: Sharding
-    src_devices: tuple[int, ...]
+    src_devices: tuple[int, ...]  # the number of every device, in the order of its mesh
     dst_devices: tuple[int, ...]
     profile: Profile = field(repr=False)
-    senders: tuple[int, ...] = ()
+    senders: tuple[int, ...] = ()  # of each of `pieces`; by default, `balanced` for this transfer alone
 
     def __post_init__(self) -> None:
         device_numbers("source", self.source.mesh, self.src_devices)

@@ -22,31 +22,25 @@ OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
 
 @dataclass(frozen=True)
 class Request:
-    """An array of `shape` under `src` on one mesh is to be under `dst` on another, or on the same.
-
-    src_devices, dst_devices: the number of every device, in the order of its mesh; a range for 0, 1, 2, ...
-    scale: the constant to multiply by; None where the layouts give it (1/n where a mean over n ends).
-    memory_limit: bytes that no device may exceed. relabel: devices may change places in `dst_mesh`.
-    """
+    """An array of `shape` under `src` on one mesh is to be under `dst` on another, or on the same."""
 
     src: Layout
     dst: Layout
     src_mesh: Mesh
     dst_mesh: Mesh
-    src_devices: Devices
+    src_devices: Devices  # the number of every device, in the order of its mesh; a range for 0, 1, 2, ...
     dst_devices: Devices
     shape: tuple[int, ...]
     dtype: str
     profile: Profile
-    scale: Fraction | None = None
-    memory_limit: int | None = None
-    relabel: bool = False
+    scale: Fraction | None = None  # to multiply by; None: by the layouts, 1/n for a mean over n that ends
+    memory_limit: int | None = None  # bytes that no device may exceed
+    relabel: bool = False  # devices may change places in `dst_mesh`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "src_devices", device_numbers("source", self.src_mesh, self.src_devices))
-        object.__setattr__(
-            self, "dst_devices", device_numbers("destination", self.dst_mesh, self.dst_devices)
-        )
+        for end, name in (("src", "source"), ("dst", "destination")):
+            mesh, devices = getattr(self, f"{end}_mesh"), getattr(self, f"{end}_devices")
+            object.__setattr__(self, f"{end}_devices", device_numbers(name, mesh, devices))
 
     @cached_property
     def source(self) -> Sharding:
@@ -71,16 +65,9 @@ class Request:
     @property
     def adjoint(self) -> Request:
         """Between the dual layouts, from the destination back. Raises LinearityError for a max or min."""
-        return replace(
-            self,
-            src=self.dst.dual,
-            dst=self.src.dual,
-            src_mesh=self.dst_mesh,
-            dst_mesh=self.src_mesh,
-            src_devices=self.dst_devices,
-            dst_devices=self.src_devices,
-            shape=self.target.shape,
-        )
+        back = self.dst.dual, self.src.dual, self.dst_mesh, self.src_mesh, self.dst_devices, self.src_devices
+        left = self.dtype, self.profile, self.scale, self.memory_limit, self.relabel
+        return Request(*back, self.target.shape, *left)
 
     @property
     def in_order(self) -> Request:
@@ -113,14 +100,9 @@ class Request:
         common = refine(self.src_mesh, self.dst_mesh)
         if common is None:
             return None
-        return replace(
-            self,
-            src=common.source(self.src),
-            dst=common.target(self.dst),
-            src_mesh=common.mesh,
-            dst_mesh=common.mesh,
-            profile=refined(self.profile, common),
-        )
+        src, dst, mesh = common.source(self.src), common.target(self.dst), common.mesh
+        machine = refined(self.profile, common)
+        return replace(self, src=src, dst=dst, src_mesh=mesh, dst_mesh=mesh, profile=machine)
 
 
 def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
 
 from xshard.search.states import Cut, Move, Space, State
@@ -29,6 +28,8 @@ class Moves:
         small = small and math.prod(space.sizes[a] for a in self.usable) <= COMPLETE_DEVICES
         plain = (space.is_plain(cut) and space.is_even(i % dims, cut) for i, cut in enumerate(named))
         self.complete = small and all(plain)
+        self._known: dict[State, tuple[Move, ...]] = {}
+        self._cuts_by_sums: dict[tuple[int, ...], tuple[tuple[Cut, ...], ...]] = {}
 
     def _usable(self, start: State) -> tuple[int, ...]:
         """The axes that steps may use: axes that change, and replicas that can take shares for them."""
@@ -53,10 +54,6 @@ class Moves:
         if known is None:
             known = self._known[state] = tuple(self._collectives(state))
         return known
-
-    @cached_property
-    def _known(self) -> dict[State, tuple[Move, ...]]:
-        return {}
 
     def _collectives(self, state: State) -> Iterator[Move]:
         yield from self._reductions(state)
@@ -213,10 +210,6 @@ class Moves:
             known = self._cuts_by_sums[sums] = tuple(self._new_all_cuts(sums))
         return known
 
-    @cached_property
-    def _cuts_by_sums(self) -> dict[tuple[int, ...], tuple[tuple[Cut, ...], ...]]:
-        return {}
-
     def _new_all_cuts(self, sums: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
         usable = [a for a in self.usable if a not in sums]
         dims = range(len(self.space.start.shape))
@@ -260,10 +253,7 @@ class Moves:
                 yield from combinations(axes, n)
 
     def _parts(self, cut: Cut) -> int:
-        parts = 1
-        for s in cut:
-            parts *= self.space.sizes[s]
-        return parts
+        return math.prod([self.space.sizes[s] for s in cut])
 
     def _wanted(self, d: int, cut: Cut) -> Cut:
         """The goal's shards of a dim that come after `cut`, if those lead up to them."""

@@ -13,34 +13,26 @@ from xshard.layout import Mesh
 
 
 class LinkSpan(NamedTuple):
-    """The positions along an axis that one kind of link connects: all, or some if nodes end half-way.
-
-    level: speed of the link, 0 for the slowest. size: number of positions. stride: their distance along the
-    axis. origin: the axis that contains the sub-axis `axis`.
-    """
+    """The positions along an axis that one kind of link connects: all, or some if nodes end half-way."""
 
     axis: str
-    size: int
-    level: int = 0
-    stride: int = 1
-    origin: str = ""
+    size: int  # number of positions
+    level: int = 0  # speed of the link, 0 for the slowest
+    stride: int = 1  # distance of the positions along the axis
+    origin: str = ""  # the axis that contains the sub-axis `axis`
 
 
 LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest first
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements and messages received over links of one level, along one axis.
-
-    received: elements that the busiest device receives. slack: how many fewer its neighbors, within links of
-    this level, receive on average.
-    """
+    """One phase of a step: elements and messages received over links of one level, along one axis."""
 
     axis: str
-    received: int
+    received: int  # elements that the busiest device receives
     messages: int
     level: int = 0
-    slack: int = 0
+    slack: int = 0  # how many fewer its neighbors, within links of this level, receive on average
 
 
 @dataclass(frozen=True)

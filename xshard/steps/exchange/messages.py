@@ -26,17 +26,12 @@ MAX_PAIRED = 512
 
 
 class BlockHolders(NamedTuple):
-    """The distinct blocks of a sharding and the devices that hold them.
+    """The distinct blocks of a sharding and the devices that hold them."""
 
-    keys: (blocks, dims + 1), the position of every block along every dim, and its addend number.
-    block_of: per device the number of its block. addends: per device its addend number.
-    near: (blocks, devices), True if a device of the same node holds the block.
-    """
-
-    keys: NDArray[np.int64]
-    block_of: NDArray[np.int64]
-    addends: NDArray[np.int64]
-    near: NDArray[np.bool_]
+    keys: NDArray[np.int64]  # (blocks, dims + 1): the place of every block along every dim, and its addend
+    block_of: NDArray[np.int64]  # per device the number of its block
+    addends: NDArray[np.int64]  # per device its addend number
+    near: NDArray[np.bool_]  # (blocks, devices): True if a device of the same node holds the block
 
 
 @lru_cache(maxsize=1024)
