@@ -1,14 +1,11 @@
-"""Calls timed by turns: every call once before any is timed again.
-
-Decides the order of the calls and what counts as their time, so that a slow spell of the machine falls on all
-alike. It must not know what is called.
-"""
+"""Calls timed by turns, so that a slow spell of the machine falls on all of them."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 WARM_UP = 3
 
@@ -29,7 +26,7 @@ def seconds(
     before: runs before each call. after: takes each result. Neither is timed.
     """
     names = list(calls)
-    found: dict[Name, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
         # The call before leaves traces in caches and memory: each comes first in its turn, and behind others.
         first = turn // 2 % len(names)
@@ -42,5 +39,21 @@ def seconds(
             after(result)
             del result  # memory is released outside the measured time
             if turn >= warm_up:
-                found[name].append(taken)
-    return found
+                times[name].append(taken)
+    return times
+
+
+def medians(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, float]:
+    """The median seconds of every call; options: as those of `seconds`."""
+    return {name: statistics.median(turns) for name, turns in seconds(calls, rounds, **options).items()}
+
+
+def slowest(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, list[float]]:
+    """Seconds of every call on the slowest torch rank of each turn; options: as those of `seconds`."""
+    import torch
+    import torch.distributed as dist
+
+    times = seconds(calls, rounds, **{"before": dist.barrier, **options})
+    by_rank = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(by_rank, dist.ReduceOp.MAX)
+    return dict(zip(times, by_rank.tolist(), strict=True))

@@ -1,6 +1,6 @@
 """The cases: redistributions from the test suites and issues of other projects.
 
-Decides what a case is. The files name the source of every case; the scaled set has the same moves at the
+The files name the source of every case; the scaled set has the same moves at the
 sizes of real tensors (even, bf16, 2^28 elements and more).
 """
 

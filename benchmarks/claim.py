@@ -1,20 +1,16 @@
-"""A number that a benchmark measures, its limit, and the table that judges it.
-
-Decides how the ratios of many cases become one number; it must not know what is compared.
-"""
+"""Claims: numbers that a benchmark measures, their limits, and the table that judges them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import record
 
+Row = dict[str, Any]  # of a JSON file
 Named = Sequence[tuple[str, float]]  # a case, and its value
 
 
@@ -44,8 +40,8 @@ def mean(statement: str, values: Named, limit: float, *, at_least: bool = False)
 
 
 def worst(statement: str, values: Named, limit: float, *, at_least: bool = False) -> Claim:
-    """The largest value or, where the limit is a lower one, the smallest."""
-    ranked = sorted(values, key=lambda found: found[1], reverse=not at_least)
+    """The largest value, or the smallest under a lower limit."""
+    ranked = sorted(values, key=lambda pair: pair[1], reverse=not at_least)
     failing = [f"{name} {v:.3g}" for name, v in ranked if (v < limit if at_least else v > limit)]
     return Claim(statement, ranked[0][1], limit, at_least, len(ranked), tuple(failing))
 
@@ -55,18 +51,25 @@ def none_of(statement: str, breaking: Sequence[str], n_cases: int) -> Claim:
     return Claim(statement, len(breaking), 0, False, n_cases, tuple(breaking))
 
 
-def show(title: str, judged: Sequence[Claim]) -> None:
-    """Every claim, then the cases that break one."""
-    console = Console(width=max(Console().width, 120))
-    table = Table(title=title, title_justify="left")
-    for head in ("what", "cases", "measured", "limit", ""):
-        table.add_column(head, justify="right" if head in ("cases", "measured", "limit") else "left")
+def finish(
+    options: Namespace,
+    title: str,
+    judged: Sequence[Claim],
+    *libraries: str,
+    rows: Mapping[str, Sequence[Any]],
+    **facts: Any,
+) -> int:
+    """Print every claim and the cases that break one, write the JSON file; the exit status of the run."""
+    lines = []
     for claim in judged:
-        sign = ">=" if claim.at_least else "<="
+        limit = f"{'>=' if claim.at_least else '<='} {claim.limit:.3g}"
         word = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
-        measured = f"{claim.measured:.3g}", f"{sign} {claim.limit:.3g}"
-        table.add_row(claim.statement, str(claim.n_cases), *measured, word)
-    console.print(table)
+        lines.append((claim.statement, str(claim.n_cases), f"{claim.measured:.3g}", limit, word))
+    console = record.console()
+    console.print(record.table(title, ("what", "cases", "measured", "limit", ""), lines))
     for claim in judged:
         if claim.failing:
             console.print(f"{claim.statement}: {record.named(claim.failing)}", highlight=False)
+    about = record.about(options, *libraries, **facts)
+    print(record.write(options, about, claims=[claim.to_dict() for claim in judged], **rows))
+    return int(not all(claim.holds for claim in judged))

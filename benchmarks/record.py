@@ -1,7 +1,4 @@
-"""The options, the facts and the files that all benchmarks have.
-
-Decides the form of the JSON files in `results/`; it must not know what a benchmark measures.
-"""
+"""The options, the tables, the facts and the JSON files of all benchmarks."""
 
 from __future__ import annotations
 
@@ -18,34 +15,36 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON names them all
+LEAST_WIDTH = 160  # columns of a table, even on a narrower terminal
 
 Item = TypeVar("Item")
 
 
-def options(doc: str | None, *, quick: str) -> ArgumentParser:
-    """A parser with the options of every benchmark. doc: of its module; quick: what `--quick` measures."""
+def options(name: str, doc: str | None, *, quick: str) -> ArgumentParser:
+    """A parser with the options of every benchmark.
+
+    name: its module, under `benchmarks`; doc: its docstring; quick: explains `--quick`.
+    """
     parser = ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    parser.set_defaults(name=name)
     return parser
 
 
-def command(name: str, chosen: Namespace) -> str:
-    """The command of a run, without its output folder, which would name the machine."""
-    return f"python -m benchmarks.{name}" + " --quick" * chosen.quick
+def about(options: Namespace, *libraries: str, command: str = "", **more: Any) -> dict[str, Any]:
+    """The date, the command, the versions and the machine of a run; nothing names the machine.
 
-
-def about(command: str, *libraries: str, **more: Any) -> dict[str, Any]:
-    """When, how and with what a run was made; nothing that names the machine.
-
-    libraries: installed packages whose versions matter, beside xshard and numpy.
+    libraries: packages to give versions of, beside xshard and numpy.
     """
+    flags = [f" --{flag}" for flag in ("quick", "live") if getattr(options, flag, False)]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
+        "command": command or f"python -m benchmarks.{options.name}" + "".join(flags),
         **more,
         "versions": {
             "python": platform.python_version(),
@@ -59,14 +58,32 @@ def about(command: str, *libraries: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def write(path: Path, facts: Mapping[str, Any], **rows: Sequence[Any]) -> Path:
+def write(options: Namespace, facts: Mapping[str, Any], **rows: Sequence[Any]) -> Path:
     """Write a run as JSON: every fact, and every row of every list, on a line of its own."""
+    path: Path = options.output / f"{options.name.replace('.', '_')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]
     for key, entries in rows.items():
         parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, entries)) + "\n]")
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     return path
+
+
+def console() -> Console:
+    return Console(width=max(Console().width, LEAST_WIDTH))
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], n_left: int = 1) -> Table:
+    """A table of text, its first `n_left` columns aligned left; an empty row is a line across."""
+    drawn = Table(title=title, title_justify="left")
+    for i, head in enumerate(heads):
+        drawn.add_column(head, justify="left" if i < n_left else "right")
+    for row in rows:
+        if row:
+            drawn.add_row(*row)
+        else:
+            drawn.add_section()
+    return drawn
 
 
 def shown(items: Sequence[Item], what: str) -> Iterable[Item]:

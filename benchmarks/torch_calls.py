@@ -1,20 +1,18 @@
-"""Functions of a torch block, called forward and with the gradient, and timed on ranks of this machine.
-
-Decides how a function is called, how ranks start, and which rank's figure counts.
-"""
+"""Functions of a torch block, called forward and with the gradient, and timed on ranks of this machine."""
 
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import torch_bridge as xt
 from benchmarks import by_turns
+from torch_bridge.testing.byte_counter import Meter
 
 Call = Callable[[], Tensor]
 Calls = tuple[Call, Call]  # forward alone, and with the gradient
@@ -45,10 +43,28 @@ def medians(ways: Mapping[str, Calls], rounds: int, before: Callable[[], object]
         for way, pair in ways.items()
         for figure, call in zip(("forward_s", "both_s"), pair, strict=True)
     }
-    found: Figures = {way: {} for way in ways}
-    for (way, figure), taken in by_turns.seconds(flat, rounds, before=before).items():
-        found[way][figure] = statistics.median(taken)
-    return found
+    figures: Figures = {way: {} for way in ways}
+    for (way, figure), median in by_turns.medians(flat, rounds, before=before).items():
+        figures[way][figure] = median
+    return figures
+
+
+def compared(ways: Mapping[str, Calls], rounds: int) -> Figures:
+    """Median seconds and received bytes of every way, on every gloo rank.
+
+    Raises AssertionError if a way gives another result, or another gradient, than the first.
+    """
+    received, expected = Figures(), None
+    for name, (forward, both) in ways.items():
+        with Meter() as once:
+            y = forward()
+        with Meter() as twice:
+            gradient = both()
+        expected = expected or (y, gradient)
+        assert torch.equal(y, expected[0]) and torch.equal(gradient, expected[1]), name
+        sent = float(sum(once.received)), float(sum(twice.received))
+        received[name] = dict(zip(("forward_bytes", "both_bytes"), sent, strict=True))
+    return {name: received[name] | times for name, times in medians(ways, rounds, dist.barrier).items()}
 
 
 def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[Any]:

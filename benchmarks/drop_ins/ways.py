@@ -1,13 +1,14 @@
-"""Every drop-in beside other ways to the same values and gradients, by verb.
+"""Every drop-in beside other ways to the same values and gradients, by verb, and how they are measured.
 
-Ways: ours; what the replaced system does, with raw collectives; torch.distributed.nn.functional; DTensor.
-A way that has no form with the same gradient is left out.
+Ways: ours; the replaced system's own, with raw collectives; torch.distributed.nn.functional; DTensor.
+A way without a form that has the same gradient is left out.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,8 +18,10 @@ import torch.distributed.nn.functional as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.drop_ins import transcribed
+from benchmarks.torch_calls import Calls, Figures, calls, compared, medians
 from torch_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
 OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
@@ -148,3 +151,24 @@ VERBS = (
         },
     ),
 )
+
+
+def on_a_rank(rounds: int) -> list[Figures]:
+    """Median seconds and received bytes of every way, by verb, on one of several gloo ranks."""
+    return [compared(_calls(verb), rounds) for verb in VERBS]
+
+
+def host(ranks: int, rounds: int) -> list[Figures]:
+    """Seconds that the host needs per call, by verb: no rank waits for another, nothing is sent."""
+    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+    try:
+        return [medians(_calls(verb), rounds) for verb in VERBS]
+    finally:
+        dist.destroy_process_group()
+
+
+def _calls(verb: Verb) -> dict[str, Calls]:
+    # nn.functional warns at every call that it is deprecated; the replacement it names is private.
+    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
+    credit.initialize_domain_parallel(dist.get_world_size(), dist.get_world_size())
+    return {name: calls(way, verb.block()) for name, way in verb.ways.items()}

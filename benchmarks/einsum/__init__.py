@@ -1,1 +1,0 @@
-"""Planned contractions beside XLA's own partitioner and DTensor."""

@@ -13,38 +13,29 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from operator import itemgetter
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import claim, record
-from benchmarks.claim import Named
+from benchmarks import record
+from benchmarks.claim import Named, Row, finish
 from benchmarks.einsum import claims, peers
 from benchmarks.einsum.cases import Case, load, scaled
-from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES, Row
+from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES
 from benchmarks.planner.claims import geomean
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a run measures.
+    """How much a run measures."""
 
-    stride: steps through the cases. flops: most operations of all devices in a timed case.
-    most_timed: number of timed cases. rounds: turns of a timed case.
-    processes: processes in which a case is timed that seems slower than XLA.
-    """
-
-    stride: int
-    flops: float
+    stride: int  # through the cases
+    flops: float  # most operations of all devices in a timed case
     most_timed: int | None
     rounds: int
-    processes: int
+    processes: int  # in which a case is timed that seems slower than XLA
 
 
 FULL = Extent(1, 1e9, None, 7, 3)
@@ -52,7 +43,11 @@ QUICK = Extent(28, 1e7, 1, 3, 1)  # five cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    parser = record.options("einsum", __doc__, quick="five cases, one small timing")
+    parser.add_argument("--live", action="store_true", help="measure the peers' bytes again, and record them")
+    options = parser.parse_args(arguments)
+    if options.live and options.quick:
+        parser.error("--live needs a full run")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
     extent = QUICK if options.quick else FULL
     cases = load()[:: extent.stride]
@@ -67,23 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row | claims.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
         ]
     timed = measure_runs([case for case in cases if case.mesh.n_devices == TIMED_DEVICES], extent)
-    judged = claims.judge(rows, cached_s, timed)
-    claim.show("Planned contractions", judged)
+    judged, results = claims.judge(rows, cached_s, timed), {"cases": rows, "timed": timed}
     show_peers(rows, known)
-    about = record.about(options.command, "jax", "jaxlib", peers=known["versions"], cached_s=cached_s)
-    results = {"claims": [each.to_dict() for each in judged], "cases": rows, "timed": timed}
-    print(record.write(options.output / "einsum.json", about, **results))
-    return int(not all(each.holds for each in judged))
-
-
-def parse(arguments: Sequence[str] | None) -> Namespace:
-    parser = record.options(__doc__, quick="five cases, one small timing")
-    parser.add_argument("--live", action="store_true", help="measure the peers' bytes anew, and record them")
-    options = parser.parse_args(arguments)
-    if options.live and options.quick:
-        parser.error("--live needs a full run")
-    options.command = record.command("einsum", options) + " --live" * options.live
-    return options
+    facts = {"peers": known["versions"], "cached_s": cached_s}
+    return finish(options, "Planned contractions", judged, "jax", "jaxlib", rows=results, **facts)
 
 
 def measure_plans(cases: Sequence[Case], known: Row) -> list[Row]:
@@ -130,14 +112,13 @@ def middle(rows: Sequence[Row]) -> Row:
 
 def show_peers(rows: Sequence[Row], known: Row) -> None:
     """How much more every peer receives than we do, at XLA's operations."""
-    table = Table(title="Received bytes of the busiest device / ours, geometric mean", title_justify="left")
-    for head in ("", "version", "cases", FORWARD, "cases", BOTH):
-        table.add_column(head, justify="left" if head in ("", "version") else "right")
+    title, lines = "Received bytes of the busiest device / ours, geometric mean", []
     for peer in rows[0]["peers"]:
         pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
         cells = [text for named in pairs for text in (str(len(named)), _mean(named))]
-        table.add_row(peer, known["versions"].get(peer, ""), *cells)
-    Console(width=max(Console().width, 100)).print(table)
+        lines.append((peer, known["versions"].get(peer, ""), *cells))
+    heads = ("", "version", "cases", FORWARD, "cases", BOTH)
+    record.console().print(record.table(title, heads, lines, n_left=2))
 
 
 def _mean(named: Named) -> str:

@@ -10,14 +10,12 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import xshard as xs
-from benchmarks.claim import Claim, Named, mean, none_of, worst
+from benchmarks.claim import Claim, Named, Row, mean, none_of, worst
 from benchmarks.einsum.cases import Case
 from benchmarks.planner.timing import LOOK_UPS, clear_caches, quickest
 
-Row = dict[str, Any]
 FORWARD, BOTH = "forward", "forward+backward"
 TIMED_DEVICES = 8
 SLACK = 1.002  # XLA counts the additions of its collectives, too

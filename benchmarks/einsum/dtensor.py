@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import xshard as xs
+from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
-from benchmarks.einsum.peers import Row, figures
+from benchmarks.einsum.peers import figures
 
 MOST_RANKS = 64
 MOST_S = 10.0  # processor seconds of a case: on meshes of three axes DTensor plans some for minutes

@@ -13,41 +13,32 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
-from benchmarks import by_turns, claim, record
-from benchmarks.claim import Claim, worst
+from benchmarks import by_turns, record
+from benchmarks.claim import Claim, Row, finish, worst
 from benchmarks.torch_redistribute.host import nobody
 
 CALLS, ROUNDS = 1000, 15
 MOST_US = 15.0
 GATHER, SCATTER = "b s/a d -> b s d | copy(a)", "b s d | sum(a) -> b s/a d"
 
-Row = dict[str, Any]
 Call = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="few rounds").parse_args(arguments)
+    options = record.options("einsum.host", __doc__, quick="few rounds").parse_args(arguments)
     torch.set_num_threads(1)
     with nobody() as mesh:
         rows = [_row(name, *forms, 3 if options.quick else ROUNDS) for name, forms in _forms(mesh).items()]
-    judged = (judge(rows),)
-    claim.show("Host time of contractions", judged)
-    table = Table("contraction", "by hand, us", "xt.einsum, us", "beyond, us")
-    for row in rows:
-        table.add_row(row["case"], *(f"{1e6 * row[key]:.1f}" for key in ("by_hand_s", "ours_s", "beyond_s")))
-    Console().print(table)
-    about = record.about(record.command("einsum.host", options), "torch", load=os.getloadavg())
-    results = {"claims": [each.to_dict() for each in judged], "cases": rows}
-    print(record.write(options.output / "einsum_host.json", about, **results))
-    return int(not judged[0].holds)
+    title, keys = "Host time of contractions", ("by_hand_s", "ours_s", "beyond_s")
+    lines = [(row["case"], *(f"{1e6 * row[key]:.1f}" for key in keys)) for row in rows]
+    heads = ("contraction", "by hand, us", "xt.einsum, us", "beyond, us")
+    record.console().print(record.table(title, heads, lines))
+    return finish(options, title, [judge(rows)], "torch", rows={"cases": rows}, load=os.getloadavg())
 
 
 def judge(rows: Sequence[Row]) -> Claim:

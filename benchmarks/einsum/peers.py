@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
 
 from benchmarks import record
 from benchmarks.cases import DATA
+from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
 
 FILE = DATA / "einsum_peers.json"
 MOST_DEVICES = 64
-
-Row = dict[str, Any]
 
 
 def figures(forward: Row, backward: Row) -> Row:

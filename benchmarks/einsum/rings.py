@@ -15,20 +15,17 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import torch_bridge as xt
 import xshard as xs
-from benchmarks import by_turns, claim, record
-from benchmarks.claim import mean, worst
+from benchmarks import by_turns, record
+from benchmarks.claim import Row, finish, mean, worst
 from xshard.cost.model import Link
 from xshard.testing.nodes import nodes
 
@@ -41,33 +38,22 @@ FORMS = {
     "reduce-scatter": "s f/tp, f/tp d -> s/tp d",
 }
 FASTER, LEAST = 1.3, 0.95
-
-Row = dict[str, Any]
+LONG = "plain time / in rounds, product as long as its move, or twice: geometric mean"
+CHOSEN = 'plain time / in rounds, where "auto" takes rounds: worst'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="1+1 ranks, few rounds").parse_args(arguments)
+    options = record.options("einsum.rings", __doc__, quick="1+1 ranks, few rounds").parse_args(arguments)
     rows: list[Row] = []
     for ranks in (1,) if options.quick else (1, 2):
         with nodes(2, ranks=ranks, rate=RATE) as cluster:
             rows += cluster.run_torch(_rows, ranks, 3 if options.quick else 7, timeout_s=900.0)[0]
     even = [(row["case"], row["faster"]) for row in rows if row["balance"] >= 1.0]
     chosen = [(row["case"], row["faster"]) for row in rows if row["auto"]]
-    judged = (
-        mean(
-            "plain time / in rounds, product as long as its move, or twice: geometric mean",
-            even,
-            FASTER,
-            at_least=True,
-        ),
-        worst('plain time / in rounds, where "auto" takes rounds: worst', chosen, LEAST, at_least=True),
-    )
-    claim.show("Contractions in rounds", judged)
+    judged = (mean(LONG, even, FASTER, at_least=True), worst(CHOSEN, chosen, LEAST, at_least=True))
     _show(rows)
-    about = record.about(record.command("einsum.rings", options), "torch", rate=RATE, load=os.getloadavg())
-    results = {"claims": [each.to_dict() for each in judged], "cases": rows}
-    print(record.write(options.output / "einsum_rings.json", about, **results))
-    return int(not all(each.holds for each in judged))
+    facts = {"rate": RATE, "load": os.getloadavg()}
+    return finish(options, "Contractions in rounds", judged, "torch", rows={"cases": rows}, **facts)
 
 
 def _rows(per_node: int, rounds: int) -> list[Row]:
@@ -91,20 +77,12 @@ def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
     x, y = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, ROWS)
     n = mesh.n_devices
     move = {"move": lambda: xt.redistribute(x, "n/tp d -> n d", mesh), "product": lambda: x @ y}
-    seconds = {name: statistics.median(each) for name, each in _slowest(move, 7).items()}
+    seconds = {name: statistics.median(each) for name, each in by_turns.slowest(move, 7, warm_up=2).items()}
     link = Link(xs.load_profile("gloo").default.latency_s, (n - 1) * x.nbytes / seconds["move"])
     rate = 2 * ROWS * WIDTH * ROWS / seconds["product"]
     return replace(
         xs.load_profile("gloo"), across=link, node_devices=per_node, flops_per_s=(("float32", rate),)
     )
-
-
-def _slowest(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every turn on its slowest rank."""
-    seconds = by_turns.seconds(calls, rounds, warm_up=2, before=dist.barrier)
-    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def _timed(
@@ -130,9 +108,10 @@ def _timed(
         calls = {
             name: partial(run, plans[name.split()[0]], blocks) for name in ("never", "always", "never again")
         }
-        seconds = _slowest(calls, rounds)
+        seconds = by_turns.slowest(calls, rounds, warm_up=2)
         if _faster(seconds, "always") < LEAST:
-            seconds = _slowest(calls, 3 * rounds)  # which counts: a slow spell of the machine may be short
+            # These count: a slow spell of the machine may be short.
+            seconds = by_turns.slowest(calls, 3 * rounds, warm_up=2)
         rows.append(
             {
                 "case": f"{mesh.n_devices} ranks, {form}, product/move {balance:g}, {objective}",
@@ -172,12 +151,12 @@ def _both(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table("case", "plain ms", "rounds ms", "faster", "predicted, forward", "noise", "auto")
+    heads, lines = ("case", "plain ms", "rounds ms", "faster", "predicted, forward", "noise", "auto"), []
     for row in rows:
         ms = (f"{1e3 * row[name]:.0f}" for name in ("plain_s", "rounds_s"))
         ratios = (f"{row[name]:.2f}" for name in ("faster", "predicted", "noise"))
-        table.add_row(row["case"], *ms, *ratios, "rounds" if row["auto"] else "plain")
-    Console().print(table)
+        lines.append((row["case"], *ms, *ratios, "rounds" if row["auto"] else "plain"))
+    record.console().print(record.table("Both forms", heads, lines))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import numpy as np
 import jax_bridge as xj
 import xshard as xs
 from benchmarks import by_turns
+from benchmarks.claim import Row
 from benchmarks.einsum import xla
 from benchmarks.einsum.cases import Case
-from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES, Row
+from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES
 
 WIDTH = 512  # of the matrices that are multiplied to measure this machine's rate
 

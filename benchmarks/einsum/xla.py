@@ -21,8 +21,9 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
 import xshard as xs
+from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
-from benchmarks.einsum.peers import Row, figures
+from benchmarks.einsum.peers import figures
 from jax_bridge.specs import to_partition_spec
 from jax_bridge.testing.hlo import collectives
 

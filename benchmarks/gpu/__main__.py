@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import claim, record
+from benchmarks import record
+from benchmarks.claim import finish
 from benchmarks.gpu import measures
 from benchmarks.torch_redistribute import __main__ as redistribute
 from benchmarks.torch_redistribute import claims, host, packing
@@ -26,19 +27,15 @@ LAYERS = (((1, 64, 256, 1024), 3), ((4, 128, 128, 256), 3), ((1, 32, 512, 2048),
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="small arrays, few rounds").parse_args(arguments)
+    options = record.options("gpu", __doc__, quick="small arrays, few rounds").parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device is here", file=sys.stderr)
         return 2
-    found = measure(quick=options.quick)
-    judged = (*claims.host_times(found["host"]), *claims.packing(found["packs"]))
-    claim.show("The torch bridge on a GPU", judged)
+    rows = measure(quick=options.quick)
+    judged = (*claims.host_times(rows["host"]), *claims.packing(rows["packs"]))
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    gpu, cuda = torch.cuda.get_device_name(), torch.version.cuda
-    about = record.about(record.command("gpu", options), "torch", gpu=gpu, cuda=cuda, nccl=nccl)
-    path = options.output / "gpu.json"
-    print(record.write(path, about, claims=[each.to_dict() for each in judged], **found))
-    return int(not all(each.holds for each in judged))
+    facts = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": nccl}
+    return finish(options, "The torch bridge on a GPU", judged, "torch", rows=rows, **facts)
 
 
 def measure(*, quick: bool) -> dict[str, Any]:

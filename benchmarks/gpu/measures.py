@@ -1,14 +1,12 @@
-"""What is measured on one GPU: its own rates, and what packing, layers and calls cost there.
+"""Measures on one GPU: its own rates, and the cost of layers and calls. Nothing is sent.
 
-Decides how a time on the GPU is taken: by two events around several calls. No other rank exists, so nothing
-is sent: what travels between GPUs is not measured here.
+A time on the GPU is taken by two events around several calls.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +16,11 @@ from torch.distributed.tensor import DTensor
 import torch_bridge as xt
 import xshard as xs
 from benchmarks import by_turns, torch_calls
+from benchmarks.claim import Row
 from benchmarks.torch_redistribute.by_hand import all_gather, reduce_scatter
 from benchmarks.torch_redistribute.host import RANKS, nobody
 from torch_bridge.nn import domain_parallel
 
-Row = dict[str, Any]
 CALLS = 20  # between two events
 # A product of two, and what torch has for it beside DTensor.
 PRODUCTS = {
@@ -32,9 +30,9 @@ PRODUCTS = {
 }
 
 
-def seconds(call: Callable[[], Any], rounds: int, calls: int = CALLS) -> float:
+def seconds(call: Callable[[], object], rounds: int, calls: int = CALLS) -> float:
     """The median time of a call on the GPU, among others of its kind."""
-    found = []
+    times = []
     for _ in range(rounds + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -42,8 +40,8 @@ def seconds(call: Callable[[], Any], rounds: int, calls: int = CALLS) -> float:
             call()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(found[2:])
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times[2:])
 
 
 def rates(rows: int, rounds: int) -> list[Row]:
@@ -104,10 +102,7 @@ def launches(rounds: int) -> list[Row]:
 
 
 def layers(shapes: Sequence[tuple[tuple[int, ...], int]], rounds: int) -> list[Row]:
-    """A convolution of a block with its neighbours' rows, beside torch's own of the block alone.
-
-    What it costs to widen the block, and to give the gradients of what was added: nothing is sent.
-    """
+    """A convolution of a block with its neighbours' rows, beside torch's own of the block alone."""
     rows = []
     with nobody("cuda") as ranks:
         for shape, kernel in shapes:
@@ -143,15 +138,8 @@ def products(rounds: int) -> list[Row]:
                 "torch.einsum of one block": lambda a=a, b=b: torch.einsum("nd,de->ne", a, b),
                 "DTensor": lambda p=placed, q=wanted: torch.matmul(*p).redistribute(placements=q).to_local(),
             }
-            rows.append(
-                {
-                    "product": name,
-                    "expression": text,
-                    **{way: _host_s(call, rounds) for way, call in ways.items()},
-                }
-            )
+            times = {}
+            for way, call in ways.items():
+                times |= by_turns.medians({way: call}, rounds, warm_up=rounds // 10)
+            rows.append({"product": name, "expression": text, **times})
     return rows
-
-
-def _host_s(call: Callable[[], Any], rounds: int) -> float:
-    return statistics.median(by_turns.seconds({"": call}, rounds, warm_up=rounds // 10)[""])

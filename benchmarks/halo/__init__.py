@@ -1,1 +1,0 @@
-"""Halo exchange in torch beside two other ways."""

@@ -10,15 +10,12 @@ Prints a table and writes a JSON file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Iterator, Sequence
 
 import xshard as xs
 from benchmarks import record
-from benchmarks.halo import measures
-from benchmarks.halo.ways import WAYS
+from benchmarks.claim import Row
+from benchmarks.halo.ways import OURS, end_to_end, host
 from benchmarks.torch_calls import Figures, largest, on_ranks
 from xshard.formatting import format_bytes, format_seconds
 
@@ -27,20 +24,23 @@ RANKS = 4
 BLOCKS = (((1, 8, 32, 64), 1), ((1, 64, 64, 256), 1), ((1, 64, 64, 256), 3), ((2, 64, 128, 512), 1))
 ROUNDS = 30
 HOST_ROUNDS = 300
+HEADS = ("block", "way", "rows", "forward", "", "with gradient", "", "received", "least")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="one small array, few rounds").parse_args(arguments)
+    options = record.options("halo", __doc__, quick="one small array, few rounds").parse_args(arguments)
     blocks = BLOCKS[:1] if options.quick else BLOCKS
     rounds, host_rounds = (3, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
-    host = measures.host(*blocks[0], RANKS, host_rounds)
+    host_s = host(*blocks[0], RANKS, host_rounds)
     cases = []
     for shape, rows in record.shown(blocks, "arrays"):
-        by_rank = on_ranks(RANKS, measures.end_to_end, shape, rows, rounds)
-        cases.append({"block": shape, "rows": rows, "ways": largest(by_rank), **planned(shape, rows)})
-    show(Console(width=max(120, Console().width)), host, cases)
-    about = record.about(record.command("halo", options), "torch", ranks=RANKS, backend="gloo", host_s=host)
-    record.write(options.output / "halo.json", about, cases=cases)
+        ways = largest(on_ranks(RANKS, end_to_end, shape, rows, rounds))
+        cases.append({"block": shape, "rows": rows, "ways": ways, **planned(shape, rows)})
+    console, title = record.console(), f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard"
+    console.print(record.table(title, HEADS, _lines(host_s, cases), n_left=2))
+    console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
+    about = record.about(options, "torch", ranks=RANKS, backend="gloo", host_s=host_s)
+    record.write(options, about, cases=cases)
     return 0
 
 
@@ -58,36 +58,24 @@ def planned(shape: Sequence[int], rows: int) -> dict[str, float]:
     }
 
 
-def show(console: Console, host: Figures, cases: Sequence[dict]) -> None:
-    table = Table(title=f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard", title_justify="left")
-    for head in ("block", "rows", "way", "forward", "", "with gradient", "", "received", "least"):
-        table.add_column(head, justify="left" if head in ("block", "way") else "right")
-    ours = WAYS[0].name
+def _lines(host_s: Figures, cases: Sequence[Row]) -> Iterator[Sequence[str]]:
     for case in cases:
-        block = "x".join(map(str, case["block"]))
-        for name, found in case["ways"].items():
-            first = name == ours
-            table.add_row(
-                block if first else "",
-                str(case["rows"]) if first else "",
-                name,
-                *_times(found, case["ways"][ours]),
-                format_bytes(round(found["received_bytes"])),
-                format_bytes(round(case["least_bytes"])) if first else "",
-            )
-        table.add_section()
-    for name, found in host.items():
-        table.add_row("host time alone" if name == ours else "", "", name, *_times(found, host[ours]))
-    console.print(table)
-    console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
+        ways, block = case["ways"], "x".join(map(str, case["block"]))
+        for way, figures in ways.items():
+            size, rows, least = "", "", ""
+            if way == OURS:
+                size, rows, least = block, str(case["rows"]), format_bytes(round(case["least_bytes"]))
+            received = format_bytes(round(figures["received_bytes"]))
+            yield size, way, rows, *_times(figures, ways[OURS]), received, least
+        yield ()
+    for way, figures in host_s.items():
+        yield "host time alone" if way == OURS else "", way, "", *_times(figures, host_s[OURS]), "", ""
 
 
-def _times(found: dict[str, float], reference: dict[str, float]) -> list[str]:
+def _times(figures: dict[str, float], reference: dict[str, float]) -> Iterator[str]:
     """Both times, each with its ratio to a reference."""
-    cells = []
     for key in ("forward_s", "both_s"):
-        cells += [format_seconds(found[key]), f"{found[key] / reference[key]:.2f}"]
-    return cells
+        yield from (format_seconds(figures[key]), f"{figures[key] / reference[key]:.2f}")
 
 
 if __name__ == "__main__":

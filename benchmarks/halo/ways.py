@@ -1,13 +1,11 @@
-"""Ways to widen a block by rows of its neighbours in torch: ours, and what others do.
+"""Three ways to widen a block by rows of its neighbours in torch, and how they are measured.
 
-Each is a function of the block, the rows on either side and what `prepare` made; beyond the ends are zeros.
-Forward and backward.
+Each takes the block, the rows on either side and the mesh; beyond the edges of the array are zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,33 +13,23 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_bridge as xt
+from benchmarks.torch_calls import Calls, Figures, calls, compared, medians
 
 DIM = 2  # rows of a (batch, channels, rows, columns) array
 AXIS = "sp"
+OURS = "xshard"
 
 
-@dataclass(frozen=True)
-class Way:
-    """prepare: runs once, on all ranks. widen: (block, rows, what `prepare` made) -> the widened block."""
-
-    name: str
-    prepare: Callable[[], DeviceMesh]
-    widen: Callable[[Tensor, int, DeviceMesh], Tensor]
+def ours(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
+    return xt.redistribute(block, f"b c h/{AXIS} w -> b c h/{AXIS}:halo({rows},{rows}) w", mesh)
 
 
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
-
-
-def ours(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
-    return xt.redistribute(block, f"b c h/{AXIS} w -> b c h/{AXIS}:halo({rows},{rows}) w", ranks)
-
-
-def index_select(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
+def index_select(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     """PhysicsNeMo's way: both edges by index_select, one all-to-all of all ranks, a concatenation."""
-    group, rank, n = ranks.get_group(AXIS), ranks.get_local_rank(AXIS), ranks.size()
+    group, rank, n = mesh.get_group(AXIS), mesh.get_local_rank(AXIS), mesh.size()
     length = block.shape[DIM]
     before, after = rank > 0, rank < n - 1
     first, last = torch.arange(rows), torch.arange(length - rows, length)
@@ -59,17 +47,36 @@ def index_select(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
     return torch.cat([lo, block, hi], DIM)
 
 
-def replicate(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
+def gathered(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     """DTensor has no layout with overlaps: it gathers, and every rank cuts its rows out."""
-    placed = DTensor.from_local(block, ranks, [Shard(DIM)], run_check=False)
+    placed = DTensor.from_local(block, mesh, [Shard(DIM)], run_check=False)
     whole = placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    rank, length = ranks.get_local_rank(AXIS), block.shape[DIM]
+    rank, length = mesh.get_local_rank(AXIS), block.shape[DIM]
     padded = torch.nn.functional.pad(whole, (0, 0, rows, rows))
     return padded.narrow(DIM, rank * length, length + 2 * rows)
 
 
-WAYS = (
-    Way("xshard", mesh, ours),
-    Way("index_select + all_to_all", mesh, index_select),
-    Way("DTensor, gathered", mesh, replicate),
-)
+WAYS = {OURS: ours, "index_select + all_to_all": index_select, "DTensor, gathered": gathered}
+
+
+def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> Figures:
+    """Median seconds and received bytes of every way, on one of several gloo ranks."""
+    block = torch.arange(float(torch.Size(shape).numel())).view(*shape) % 97
+    figures = compared(_calls(block, rows), rounds)
+    for each in figures.values():
+        each["received_bytes"] = each.pop("forward_bytes") + each.pop("both_bytes")
+    return figures
+
+
+def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Figures:
+    """Seconds that the host needs per call: no rank waits for another, nothing is sent."""
+    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+    try:
+        return medians(_calls(torch.ones(*shape), rows), rounds)
+    finally:
+        dist.destroy_process_group()
+
+
+def _calls(block: Tensor, rows: int) -> dict[str, Calls]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+    return {name: calls(lambda x, way=way: way(x, rows, mesh), block) for name, way in WAYS.items()}

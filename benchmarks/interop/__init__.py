@@ -1,1 +1,0 @@
-"""Arrays shared between torch and JAX, and JAX called from torch."""

@@ -1,12 +1,11 @@
-"""What is measured of shared arrays and of JAX called from torch, each by turns with its peer.
+"""Times of shared arrays and of JAX called from torch, by turns with their peers; bytes copied.
 
-Decides how copied bytes are counted: by where the blocks begin before and after.
+A block is copied if it begins elsewhere than before.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks import by_turns
-from benchmarks.interop.claims import Row
+from benchmarks.claim import Row
 from jax_bridge.torch_interop import from_jax, to_jax, to_torch
 
 DEVICES = 4
@@ -33,7 +32,7 @@ def hand_over(size: int, rounds: int) -> Row:
     mesh = jax.make_mesh((DEVICES,), ("dp",))
     blocks = [torch.ones(size // 4) for _ in range(DEVICES)]
     array = to_jax(blocks, "n/dp", mesh)
-    seconds = _medians(
+    seconds = by_turns.medians(
         {
             "to_jax": lambda: to_jax(blocks, "n/dp", mesh, copy=False),
             "to_torch": lambda: to_torch(array, "n/dp", copy=False),
@@ -41,21 +40,23 @@ def hand_over(size: int, rounds: int) -> Row:
             "torch.from_dlpack, one block": lambda: torch.from_dlpack(array.addressable_shards[0].data),
         },
         rounds,
+        warm_up=1,
     )
     # Copies come last: memory that comes and goes slows down the calls beside it.
-    seconds |= _medians(
+    seconds |= by_turns.medians(
         {
             "to_jax, copied": lambda: to_jax(blocks, "n/dp", mesh, copy=True),
             "to_torch, copied": lambda: to_torch(array, "n/dp", copy=True),
         },
         COPIED_ROUNDS,
+        warm_up=1,
     )
-    given = [block.data_ptr() for block in blocks]
+    before = [block.data_ptr() for block in blocks]
     shared, copied = (to_jax(blocks, "n/dp", mesh, copy=copy) for copy in (None, True))
     back = [block.data_ptr() for block in to_torch(shared, "n/dp")]
     bytes_copied = {
-        "to_jax": size * _moved(given, _pointers(shared)),
-        "to_jax, copied": size * _moved(given, _pointers(copied)),
+        "to_jax": size * _moved(before, _pointers(shared)),
+        "to_jax, copied": size * _moved(before, _pointers(copied)),
         "to_torch": size * _moved(_pointers(shared), back),
     }
     return {"block_bytes": size, "seconds": seconds, "bytes_copied": bytes_copied}
@@ -94,7 +95,7 @@ def call(width: int, rounds: int) -> Row:
     def both_in_torch() -> Any:
         return torch.autograd.grad(f(x, leaf), leaf, cotangent)
 
-    seconds = _medians(
+    seconds = by_turns.medians(
         {
             "forward, from torch": lambda: f(x, w),
             "forward, jit": lambda: jax.block_until_ready(plain(a, b)),
@@ -102,10 +103,6 @@ def call(width: int, rounds: int) -> Row:
             "forward and backward, jit": both,
         },
         rounds,
+        warm_up=1,
     )
     return {"width": width, "seconds": seconds}
-
-
-def _medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    found = by_turns.seconds(calls, rounds, warm_up=1)
-    return {name: statistics.median(taken) for name, taken in found.items()}

@@ -1,1 +1,0 @@
-"""The JAX bridge beside XLA's own reshard."""

@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from operator import itemgetter
-from typing import Any
 
-from benchmarks import claim, record
+from benchmarks import record
 from benchmarks.cases import Case, load, scaled
+from benchmarks.claim import Row, finish
 from benchmarks.jax_reshard import claims
-from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES, Row
+from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES
 from xshard.formatting import format_bytes
 
 MOST_DEVICES = 64
@@ -32,17 +32,13 @@ TIMED_DEVICES = 8
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a run measures.
+    """How much a run measures."""
 
-    stride: of the cases. timed: bytes of the arrays that are timed, and rounds. most_timed: cases of a size.
-    processes: for each of them. calls: whose dispatch is timed.
-    """
-
-    stride: int
-    timed: tuple[tuple[int, int], ...]
-    most_timed: int | None
-    processes: int
-    calls: int
+    stride: int  # through the cases
+    timed: tuple[tuple[int, int], ...]  # bytes of the timed arrays, and rounds
+    most_timed: int | None  # cases of a size
+    processes: int  # for each of them
+    calls: int  # to measure dispatch
 
 
 FULL = Extent(1, ((16 << 20, 15), (128 << 20, 7)), None, 3, 2000)
@@ -50,33 +46,29 @@ QUICK = Extent(46, ((1 << 20, 3),), 1, 1, 50)  # four cases: one with partial su
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="a few cases, one small timing").parse_args(arguments)
+    options = record.options("jax_reshard", __doc__, quick="a few cases, one small timing").parse_args(
+        arguments
+    )
     # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
     os.environ.setdefault("PJRT_NPROC", str(MOST_DEVICES))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
-    found = measure(QUICK if options.quick else FULL)
-    judged = claims.judge(found["compiled"], found["timed"], found["dispatch"])
-    claim.show("The JAX bridge and XLA's own reshard", judged)
-    command = record.command("jax_reshard", options)
-    about = record.about(command, "jax", "jaxlib", dispatch=found.pop("dispatch"))
-    path = options.output / "jax_reshard.json"
-    print(record.write(path, about, claims=[each.to_dict() for each in judged], **found))
-    return int(not all(each.holds for each in judged))
+    rows, dispatch = measure(QUICK if options.quick else FULL)
+    judged, title = claims.judge(**rows, dispatch=dispatch), "The JAX bridge and XLA's own reshard"
+    return finish(options, title, judged, "jax", "jaxlib", rows=rows, dispatch=dispatch)
 
 
-def measure(extent: Extent) -> dict[str, Any]:
-    """The rows of every case that JAX can express: even, on at most 64 devices."""
+def measure(extent: Extent) -> tuple[dict[str, list[Row]], Row]:
+    """The rows of dispatch, and of every case that JAX can express: even, on at most 64 devices."""
     # These import JAX, which reads its environment first.
     from benchmarks.jax_reshard import measures
     from benchmarks.jax_reshard.programs import Move, addable
 
     measures.configure(MOST_DEVICES)
     cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][:: extent.stride]
-    compiled = []
-    for case in record.shown(cases, "compiling"):
-        compiled.append(
-            measures.compiled([Move(addable(case), profile) for profile in (FEWEST_BYTES, DEFAULT)])
-        )
+    compiled = [
+        measures.compiled([Move(addable(case), profile) for profile in (FEWEST_BYTES, DEFAULT)])
+        for case in record.shown(cases, "compiling")
+    ]
     timed = []
     for size, rounds in extent.timed:
         large = [scaled(c, size) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
@@ -87,7 +79,7 @@ def measure(extent: Extent) -> dict[str, Any]:
             # One program timed twice differs by as much: in doubt, the middle of more processes counts.
             doubtful = row["faster"] < claims.LEAST and extent.processes > 1
             timed.append(timed_alone(case, rounds, 3 * extent.processes) if doubtful else row)
-    return {"compiled": compiled, "timed": timed, "dispatch": measures.dispatch(extent.calls)}
+    return {"compiled": compiled, "timed": timed}, measures.dispatch(extent.calls)
 
 
 def timed_alone(case: Case, rounds: int, processes: int) -> Row:

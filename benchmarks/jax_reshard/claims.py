@@ -1,20 +1,18 @@
-"""What the bridge must show beside XLA's own reshard, judged on measured rows.
+"""The claims about the JAX bridge beside XLA's own reshard, judged on measured rows.
 
-Decides how each number is formed and when a claim holds. Bytes and memory come from one plan: the plan for
-the fewest bytes or, if that holds more memory than XLA's program, the same under a memory limit. XLA:CPU
-makes an all-reduce and a slice where XLA makes a reduce-scatter elsewhere: half of these bytes count.
+Bytes and memory come from one plan: the plan for the fewest bytes or, if that holds more memory than XLA's
+program, the same under a memory limit. XLA:CPU makes an all-reduce and a slice of what elsewhere is a
+reduce-scatter: half of these bytes count.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from benchmarks.claim import Claim, mean, none_of, worst
+from benchmarks.claim import Claim, Row, mean, none_of, worst
 from xshard.formatting import format_bytes
 
-Row = dict[str, Any]
 Ratio = Callable[[Row], float]
 # The profiles planned for: received bytes and memory are compared in a plan for the fewest bytes, run time in
 # a plan for this machine, everything else in the plan that users get.
@@ -22,6 +20,9 @@ FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
 LEAST = 0.9  # our program is at least so many times as fast as XLA's
 # Of temporary memory: tables of indices, and the 64 bytes that XLA rounds every buffer up to.
 SLACK_BYTES = 4096
+UNPLANNED = "cases whose collectives or bytes are not the plan's"
+MORE_MEMORY = "with these bytes, cases with more temporary memory than XLA's"
+OVER_LIMIT = "planned for H100s and asked for no more memory than XLA's, cases with more"
 
 
 def within(profile: str) -> str:
@@ -41,18 +42,12 @@ def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple
     n, larger = len(compiled), [row for row in compiled if holds_more(row["ours"][DEFAULT], row["xla"])]
     faster = [(f"{row['case']} of {format_bytes(row['bytes'])}", row["faster"]) for row in timed]
     return (
-        none_of(
-            "cases whose collectives or bytes are not the plan's", _breaking(compiled, _is_not_as_planned), n
-        ),
+        none_of(UNPLANNED, _breaking(compiled, _is_not_as_planned), n),
         mean("received bytes / XLA's: geometric mean", _named(moving, _bytes_ratio), 0.60),
         worst("received bytes / XLA's: worst", _named([*moving, *silent], _bytes_ratio), 1.00),
+        none_of(MORE_MEMORY, _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])), n),
         none_of(
-            "with these bytes, cases with more temporary memory than XLA's",
-            _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])),
-            n,
-        ),
-        none_of(
-            "planned for H100s and asked for no more memory than XLA's, cases with more",
+            OVER_LIMIT,
             _breaking(larger, lambda row: holds_more(row["ours"][within(DEFAULT)], row["xla"])),
             len(larger),
         ),

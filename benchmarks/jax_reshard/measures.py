@@ -1,7 +1,4 @@
-"""What is measured of a move: exact figures of both compiled programs, and the times of both, by turns.
-
-Decides how a figure is read off a program; what it should be is decided in `claims`.
-"""
+"""Exact figures of both compiled programs of a move, and the times of both, by turns."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_bridge as xj
 from benchmarks import by_turns
 from benchmarks.cases import Case
-from benchmarks.jax_reshard.claims import HOST, Row, holds_more, within
+from benchmarks.claim import Row
+from benchmarks.jax_reshard.claims import HOST, holds_more, within
 from benchmarks.jax_reshard.programs import Move
 from jax_bridge.testing.hlo import collectives
 from xshard.errors import PlanError
@@ -89,11 +87,8 @@ def timed(case: Case, rounds: int) -> Row:
     move = Move(case, HOST)
     x, xla = move.array(case.dtype), move.xla()
 
-    def call(program: Callable[[Any], Any]) -> Callable[[], None]:
-        def run() -> None:
-            jax.block_until_ready(program(x))
-
-        return run
+    def call(program: Callable[[Any], Any]) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready(program(x))
 
     with jax.set_mesh(move.mesh):
         calls = {"ours": call(move.ours()), "xla": call(xla), "xla again": call(xla)}
@@ -113,8 +108,7 @@ def dispatch(calls: int) -> Row:
     x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, PartitionSpec("a", "b")))
     identity = jax.jit(lambda x: x)
     ways = {"reshard": lambda: xj.reshard(x, "n/a d/b -> n/a d/b"), "jit": lambda: identity(x)}
-    seconds = by_turns.seconds(ways, calls, warm_up=1, after=jax.block_until_ready)
-    ours, plain = map(statistics.median, seconds.values())
+    ours, plain = by_turns.medians(ways, calls, warm_up=1, after=jax.block_until_ready).values()
     return {"reshard_s": ours, "jit_identity_s": plain, "ratio": ours / plain}
 
 
@@ -143,13 +137,13 @@ def _figures(move: Move, program: Any, dtype: str, compiles: int = COMPILES) -> 
             start = time.perf_counter()
             executable = lowered.compile()
             compile_s.append(time.perf_counter() - start)
-    found = tuple(collectives(executable.as_text(), move.case.mesh.n_devices))
-    counts, memory = Counter(collective.op for collective in found), executable.memory_analysis()
-    received = sum((np.array(collective.received) for collective in found), start=np.zeros(1, int))
+    sent = tuple(collectives(executable.as_text(), move.case.mesh.n_devices))
+    counts, memory = Counter(collective.op for collective in sent), executable.memory_analysis()
+    received = sum((np.array(collective.received) for collective in sent), start=np.zeros(1, int))
     return {
         "counts": dict(sorted(counts.items())),
         "received_bytes": int(received.max()),
-        "reduced_bytes": sum(max(c.received) for c in found if c.op == "all-reduce"),
+        "reduced_bytes": sum(max(c.received) for c in sent if c.op == "all-reduce"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "held_bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes,
         "lower_s": min(lower_s),

@@ -1,7 +1,4 @@
-"""A move as two programs: our plan, and what XLA's partitioner makes of the shardings alone.
-
-Decides what is compared: both take and give the same sharded array, on the same devices.
-"""
+"""A move as two programs on one sharded array: our plan, and XLA's partitioner on the shardings alone."""
 
 from __future__ import annotations
 
@@ -65,13 +62,8 @@ class Move:
         """Our program, jitted and not yet traced."""
         jax.clear_caches()
         make_program.cache_clear()
-        given = (
-            (self.plan,),
-            ArrayMesh(self.mesh, self.mesh),
-            (self.case.shape,),
-            (np.dtype(self.case.dtype),),
-        )
-        return make_program(*given, False, self.profile).run
+        mesh, dtype = ArrayMesh(self.mesh, self.mesh), np.dtype(self.case.dtype)
+        return make_program((self.plan,), mesh, (self.case.shape,), (dtype,), False, self.profile).run
 
     def xla(self) -> Any:
         """XLA's own program: `jax.reshard` for sums, else the identity between two shardings."""
@@ -87,13 +79,13 @@ class Move:
     @property
     def counts(self) -> dict[str, int]:
         """The number of collectives in the plan, by HLO's names."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for step, before, _ in self.plan.stages:
             if isinstance(step, Exchange):
-                found["collective-permute"] += len(rounds(step, before).sent)
+                counts["collective-permute"] += len(rounds(step, before).sent)
             elif type(step) in HLO_NAMES:
-                found[HLO_NAMES[type(step)]] += 1
-        return dict(sorted(found.items()))
+                counts[HLO_NAMES[type(step)]] += 1
+        return dict(sorted(counts.items()))
 
     def array(self, dtype: str) -> jax.Array:
         """An array of ones, or of addends that are ones."""

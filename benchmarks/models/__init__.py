@@ -1,1 +1,0 @@
-"""A Llama of Hugging Face in parallel: by rules, by hand, and by DTensor."""

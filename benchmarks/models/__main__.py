@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks import claim, record
-from benchmarks.models import measures
+from benchmarks import record
+from benchmarks.claim import Claim, finish, worst
+from benchmarks.models.ways import steps
 from benchmarks.torch_calls import Figures, largest, on_ranks
 from xshard.formatting import format_bytes, format_seconds
 
@@ -24,51 +24,46 @@ RANKS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="1 layer, few rounds").parse_args(arguments)
+    options = record.options("models", __doc__, quick="1 layer, few rounds").parse_args(arguments)
     layers, tokens, rounds = (1, 16, 5) if options.quick else (4, 256, 40)
-    by_rank = on_ranks(RANKS, measures.steps, layers, tokens, rounds)
-    found = {kind: largest([rank[kind] for rank in by_rank]) for kind in by_rank[0]}
-    Console(width=max(120, Console().width)).print(shown(found))
-    judged = claims(found)
-    claim.show("Rules beside the other ways", judged)
-    about = record.about(
-        record.command("models", options), "torch", "transformers", ranks=RANKS, backend="gloo"
-    )
-    rows = [{"parameters": kind, "way": way, **f} for kind, ways in found.items() for way, f in ways.items()]
-    record.write(
-        options.output / "models.json", about, claims=[each.to_dict() for each in judged], steps=rows
-    )
-    return int(not all(each.holds for each in judged))
+    by_rank = on_ranks(RANKS, steps, layers, tokens, rounds)
+    by_kind = {kind: largest([rank[kind] for rank in by_rank]) for kind in by_rank[0]}
+    record.console().print(shown(by_kind))
+    rows = [
+        {"parameters": kind, "way": way, **row} for kind, ways in by_kind.items() for way, row in ways.items()
+    ]
+    judged, title = claims(by_kind), "Rules beside the other ways"
+    libraries, facts = ("torch", "transformers"), {"ranks": RANKS, "backend": "gloo"}
+    return finish(options, title, judged, *libraries, rows={"steps": rows}, **facts)
 
 
-def claims(found: dict[str, Figures]) -> list[claim.Claim]:
+def claims(by_kind: dict[str, Figures]) -> list[Claim]:
     """Rules send no more than each peer, and take at most 5 % longer."""
 
     def ratios(figure: str) -> list[tuple[str, float]]:
         return [
             (f"{kind}, {way}", ways["rules"][figure] / peer[figure])
-            for kind, ways in found.items()
+            for kind, ways in by_kind.items()
             for way, peer in ways.items()
             if way != "rules"
         ]
 
     return [
-        claim.worst("collectives, to those of the peer", ratios("collectives"), 1.0),
-        claim.worst("bytes, to those of the peer", ratios("bytes"), 1.001),  # a flag per parameter travels
-        claim.worst("seconds of a step, to those of the peer", ratios("step_s"), 1.05),
+        worst("collectives, to those of the peer", ratios("collectives"), 1.0),
+        worst("bytes, to those of the peer", ratios("bytes"), 1.001),  # a flag per parameter travels
+        worst("seconds of a step, to those of the peer", ratios("step_s"), 1.05),
     ]
 
 
-def shown(found: dict[str, Figures]) -> Table:
-    table = Table(title="One step, forward and backward", title_justify="left")
-    for head in ("parameters along dp", "way", "collectives", "received", "step"):
-        table.add_column(head, justify="left" if head in ("parameters along dp", "way") else "right")
-    for kind, ways in found.items():
+def shown(by_kind: dict[str, Figures]) -> Table:
+    lines = list[tuple[str, ...]]()
+    for kind, ways in by_kind.items():
         for way, figures in ways.items():
             sent = f"{figures['collectives']:.0f}", format_bytes(round(figures["bytes"]))
-            table.add_row(kind, way, *sent, format_seconds(figures["step_s"]))
-        table.add_section()
-    return table
+            lines.append((kind, way, *sent, format_seconds(figures["step_s"])))
+        lines.append(())
+    heads = ("parameters along dp", "way", "collectives", "received", "step")
+    return record.table("One step, forward and backward", heads, lines, n_left=2)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The same Llama in parallel, written in several ways.
+"""The same Llama in parallel, written in several ways, and the time and bytes of a step in each.
 
-Decides nothing that is measured: each way takes a whole model and returns a function that makes one step's
-gradients. All have tensor and sequence parallelism over `tp` and cut the batch over `dp`; parameters are
-copies along `dp`, or stored in parts there and gathered for use.
+A way takes a whole model and returns a function that makes one step's gradients. All have tensor and sequence
+parallelism over `tp` and cut the batch over `dp`; parameters are copies along `dp`, or stored in parts there
+and gathered for use.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -24,10 +26,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 
 import torch_bridge as xt
+from benchmarks import by_turns
+from benchmarks.torch_calls import Figures
+from torch_bridge.testing.byte_counter import Meter
 
-Step = Callable[
-    [Tensor], Tensor
-]  # this process's sequences -> its share of the loss, after its backward pass
+# This process's sequences -> its share of the loss, after its backward pass.
+Step = Callable[[Tensor], Tensor]
+SIZES = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "use_cache": False,
+}  # fmt: skip
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 ROW = ("o_proj", "down_proj")
 INPUTS = {
@@ -149,3 +157,31 @@ def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
 
 COPIES = {"rules": rules, "by hand": by_hand}
 GATHERED = {"rules": rules_gathered, "DTensor": dtensor}
+
+
+def steps(layers: int, tokens: int, rounds: int) -> dict[str, Figures]:
+    """On one of four gloo ranks, by way, for parameters that are copies and for gathered ones."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ids = torch.randint(0, SIZES["vocab_size"], (4, tokens), generator=torch.Generator().manual_seed(0))
+    own = ids.chunk(2)[dist.get_rank() // 2]
+    figures: dict[str, Figures] = {}
+    for kind, ways in (("copies", COPIES), ("gathered", GATHERED)):
+        step_of: dict[str, Step] = {}
+        for name, way in ways.items():
+            torch.manual_seed(0)
+            step_of[name] = way(LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES)), mesh)
+        counts, losses = {}, []
+        for name, step in step_of.items():
+            step(own)
+            with Meter() as meter:
+                losses.append(step(own))
+            counts[name] = {"collectives": float(len(meter.received)), "bytes": float(sum(meter.received))}
+        assert all(torch.allclose(loss, losses[0], rtol=1e-4) for loss in losses), losses
+        calls = {name: (lambda step=step: step(own)) for name, step in step_of.items()}
+        times = by_turns.seconds(calls, rounds, before=dist.barrier)
+        # On a busy machine the best of many says more than the median: nothing makes a step faster.
+        figures[kind] = {name: counts[name] | {"step_s": min(times[name])} for name in step_of}
+    return figures

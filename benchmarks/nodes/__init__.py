@@ -1,1 +1,0 @@
-"""Redistributions between nodes, joined by links that are slow for real."""

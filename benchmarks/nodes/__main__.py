@@ -14,43 +14,37 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import claim, record
-from benchmarks.claim import Claim, mean, worst
+from benchmarks import record
+from benchmarks.claim import Claim, Row, finish, mean, worst
 from benchmarks.nodes import measures
-from benchmarks.nodes.measures import BLIND, BY_HAND, DTENSOR, OURS, Row
-from benchmarks.nodes.xla import reshards
+from benchmarks.nodes.measures import BLIND, BY_HAND, DTENSOR, OURS
 from xshard.testing.nodes import nodes
 
 MBIT = 100, 400, 1600
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="400 Mbit/s, two moves").parse_args(arguments)
+    options = record.options("nodes", __doc__, quick="400 Mbit/s, two moves").parse_args(arguments)
     quick, rows, profiles, jax = options.quick, list[Row](), list[Row](), list[Row]()
     for rate in (400,) if quick else MBIT:
         with nodes(2, ranks=2, rate=f"{rate}mbit") as cluster:
-            made = cluster.run_torch(measures.calibrated, rate * 125e3, 2 if quick else 7, timeout_s=900.0)[0]
-            profiles.append({"mbit": rate, "error": made.error, "profile": made.profile.to_json()})
-            work = rate * 125e3, made.profile, 3 if quick else 7, quick
+            sizes = rate * 125e3, 2 if quick else 7
+            calibration = cluster.run_torch(measures.calibrated, *sizes, timeout_s=900.0)[0]
+            profile = calibration.profile
+            profiles.append({"mbit": rate, "error": calibration.error, "profile": profile.to_json()})
+            work = rate * 125e3, profile, 3 if quick else 7, quick
             ours = cluster.run_torch(measures.rows, *work, timeout_s=900.0)[0]
-            beside_xla = cluster.run_jax(reshards, *work, timeout_s=900.0)[0]
+            beside_xla = cluster.run_jax(measures.xla_rows, *work, timeout_s=900.0)[0]
             rows += [{"mbit": rate} | row for row in ours]
             jax += [{"mbit": rate} | row for row in beside_xla]
-    judged = judge(rows, profiles, jax)
-    claim.show("Between nodes", judged)
     _show(rows)
     _show(jax)
-    about = record.about(record.command("nodes", options), "torch", "jax", load=os.getloadavg())
-    found = {"claims": [each.to_dict() for each in judged], "cases": rows, "profiles": profiles, "jax": jax}
-    print(record.write(options.output / "nodes.json", about, **found))
-    return int(not all(each.holds for each in judged))
+    judged, files = judge(rows, profiles, jax), {"cases": rows, "profiles": profiles, "jax": jax}
+    return finish(options, "Between nodes", judged, "torch", "jax", rows=files, load=os.getloadavg())
 
 
 def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> tuple[Claim, ...]:
-    """What must hold of the times."""
+    """Every claim, in order."""
 
     def faster(way: str) -> list[tuple[str, float]]:
         with_way = [row for row in rows if way in row["seconds"]]
@@ -72,11 +66,11 @@ def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> t
 
 def _show(rows: Sequence[Row]) -> None:
     ways = list(dict.fromkeys(way for row in rows for way in row["seconds"]))
-    table = Table("Mbit/s", "move", *(f"{way}, ms" for way in ways))
+    lines = []
     for row in rows:
         ms = (f"{1e3 * row['seconds'][way]:.0f}" if way in row["seconds"] else "" for way in ways)
-        table.add_row(str(row["mbit"]), row["case"], *ms)
-    Console().print(table)
+        lines.append((row["case"], str(row["mbit"]), *ms))
+    record.console().print(record.table("Milliseconds", ("move", "Mbit/s", *ways), lines))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Moves that must cross nodes, timed on ranks of two nodes: ours, ours blind to nodes, DTensor, by hand.
 
-Decides the moves, how large they are on a link, and how all ways run on the same block. Each runs on every
-rank of a world of two nodes with two ranks; of every turn the slowest rank counts. A move at which ours seems
-slower is timed again with five times the turns, which count.
+All run on the same block, on every rank of two nodes with two ranks; of every turn the slowest rank counts. A
+move at which ours seems slower is timed again with five times the turns, which count.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch_bridge as xt
 import xshard as xs
 from benchmarks import by_turns
 from benchmarks.cases import Case
+from benchmarks.claim import Row
 from benchmarks.planner.traffic import plan_flow
 from benchmarks.torch_redistribute import by_hand
 from benchmarks.torch_redistribute.run_time import all_to_all, dtensor_way, everywhere
@@ -46,11 +46,9 @@ OURS, BLIND, DTENSOR, BY_HAND = "nodes known", "blind to nodes", "DTensor", "by 
 CLOSE = 1.05  # ours / the best of the others
 MOVE_S = 0.08  # seconds in which a link carries one block, so that launches do not count
 
-Row = dict[str, Any]
-
 
 def calibrated(bytes_per_s: float, rounds: int) -> Calibration:
-    """A profile of the nodes, by blocks up to those of the moves: a link lets small ones pass at once."""
+    """A profile of the nodes, by blocks no larger than in the moves: a link lets small ones pass at once."""
     sizes = [size for size in SIZES if size <= bytes_per_s * 0.1]
     return calibrate("torch", MESH, "nodes", sizes, rounds)
 
@@ -102,7 +100,39 @@ def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, roun
 
 def _seconds(ways: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
     """The median of every way, of the slowest rank in each turn."""
-    found = by_turns.seconds(ways, rounds, warm_up=1, before=dist.barrier)
-    together = torch.tensor(list(found.values()), dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
-    return {way: statistics.median(turns) for way, turns in zip(found, together.tolist(), strict=True)}
+    return {k: statistics.median(s) for k, s in by_turns.slowest(ways, rounds, warm_up=1).items()}
+
+
+def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list[Row]:
+    """A row per move of a global array in JAX, ours beside XLA's own reshard, which knows no sums.
+
+    In every process; in the one that starts them JAX must not be imported.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    import jax_bridge as xj
+
+    # XLA's permutations send before they receive: a device does not have the port to itself, as in torch.
+    profile = replace(profile, across=replace(profile.across, topology="switch"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(MESH.sizes), MESH.axes)
+    side, rows = 64 * round((bytes_per_s * MOVE_S / 4) ** 0.5 / 64), list[Row]()
+    texts = {name: text for name, text in MOVES.items() if "sum" not in text}
+    for name, text in list(texts.items())[: 2 if quick else None]:
+        src, dst = (
+            jax.NamedSharding(mesh, xj.specs.to_partition_spec(layout)) for layout in parse_expression(text)
+        )
+        x = jax.jit(lambda: jnp.ones((2 * side, 2 * side)), out_shardings=src)()
+        theirs = jax.jit(lambda x: x + 0, out_shardings=dst)
+        ways = {
+            OURS: lambda: jax.block_until_ready(xj.reshard(x, text, profile=profile)),  # noqa: B023
+            "XLA": lambda: jax.block_until_ready(theirs(x)),  # noqa: B023
+        }
+        meet = lambda: multihost_utils.sync_global_devices("turn")  # noqa: E731
+        times = by_turns.seconds(ways, rounds, warm_up=1, before=meet)
+        slowest = multihost_utils.process_allgather(np.array(list(times.values()))).max(0)
+        seconds = {way: statistics.median(turns) for way, turns in zip(times, slowest.tolist(), strict=True)}
+        rows.append({"case": name, "expression": text, "shape": (2 * side, 2 * side), "seconds": seconds})
+    return rows

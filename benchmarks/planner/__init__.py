@@ -1,1 +1,0 @@
-"""The planner beside four published ones."""

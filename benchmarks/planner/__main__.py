@@ -1,4 +1,4 @@
-"""The planner, measured: bytes, seconds, node crossings, memory, values and planning time.
+"""The planner beside four others: bytes, seconds, node crossings, memory, values and planning time.
 
     python -m benchmarks.planner             # peers asked live if installed (torch, jaxlib)
     python -m benchmarks.planner --recorded  # peers as recorded: needs neither
@@ -15,16 +15,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from benchmarks import record
 from benchmarks.cases import Case, load
+from benchmarks.claim import Row
 from benchmarks.planner import claims, measures, report, timing
-from benchmarks.planner.measures import Row
 from benchmarks.planner.peers import collect
 
 QUICK_STRIDE = 12  # a quick run takes every twelfth case
-LEAST_WIDTH = 160  # columns of the table, even on a narrower terminal
 
 Sets = dict[str, tuple[Case, ...]]
 
@@ -41,26 +38,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for which, cases in sets.items():
         for row, case in zip(rows[which], cases, strict=True):
             measures.add_peers(row, case, peers[which].get(case.name, {}))
-    found = claims.judge(rows["public"], rows["scaled"], speed, quick=options.quick)
-    show_results(found, rows, speed, options)
-    return int(any(claim.must and not claim.holds for claim in found))
+    judged = claims.judge(rows["public"], rows["scaled"], speed, quick=options.quick)
+    report.print_table(judged)
+    about = record.about(
+        options,
+        "rich",
+        "matplotlib",
+        command=options.command,
+        peers="live where installed" if options.live else "recorded",
+        peer_versions=collect.versions(live=options.live),
+        quick=options.quick,
+        speed=speed,
+    )
+    print(record.write(options, about, claims=[claim.to_dict() for claim in judged], **rows))
+    print(report.write_plot(options.output, rows["scaled"]))
+    return int(any(claim.must and not claim.holds for claim in judged))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = record.options(__doc__, quick="every twelfth case, peers as recorded")
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
+    parser = record.options("planner", __doc__, quick="every twelfth case, peers as recorded")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--live", dest="live", action="store_true", default=None, help="ask installed peers (default)"
     )
-    asked.add_argument("--recorded", dest="live", action="store_false", help="peers as recorded")
+    source.add_argument("--recorded", dest="live", action="store_false", help="peers as recorded")
     parser.add_argument("--save-peers", action="store_true", help="record the live plans of the peers")
     options = parser.parse_args(arguments)
     options.live = not options.quick if options.live is None else options.live
     if options.save_peers and (options.quick or not options.live):
         parser.error("--save-peers needs a full live run")
-    given = ["--live" if options.live else "--recorded"]
-    given += ["--quick"] * options.quick + ["--save-peers"] * options.save_peers
-    options.command = " ".join(["python -m benchmarks.planner", *given])
+    flags = ["--live" if options.live else "--recorded"]
+    flags += ["--quick"] * options.quick + ["--save-peers"] * options.save_peers
+    options.command = " ".join(["python -m benchmarks.planner", *flags])
     return options
 
 
@@ -85,32 +94,6 @@ def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collec
         which: collect.answers(which, record.shown(cases, f"peers, {which}"), live=live)
         for which, cases in asked.items()
     }
-
-
-def show_results(
-    found: Sequence[claims.PeerClaim], rows: dict[str, list[Row]], speed: Row, options: argparse.Namespace
-) -> None:
-    """Print the table; write the JSON file and the plot to the output folder."""
-    console = Console(width=max(Console().width, LEAST_WIDTH))
-    options.output.mkdir(parents=True, exist_ok=True)
-    about = record.about(
-        options.command,
-        "rich",
-        "matplotlib",
-        peers="live where installed" if options.live else "recorded",
-        peer_versions=collect.versions(live=options.live),
-        quick=options.quick,
-        speed=speed,
-    )
-    written = [
-        record.write(
-            options.output / "planner.json", about, claims=[claim.to_dict() for claim in found], **rows
-        ),
-        report.write_plot(options.output, rows["scaled"]),
-    ]
-    report.print_table(console, found)
-    for path in written:
-        console.print(str(path), highlight=False)
 
 
 if __name__ == "__main__":

@@ -21,22 +21,22 @@ def total_elements(case: Case) -> int:
 
 
 def node_elements(case: Case, node_devices: int) -> NDArray[np.int64]:
-    """Elements that must enter every node: those that its devices together need and do not have.
+    """Elements that must enter every node, because its devices need them and do not have them.
 
     For contiguous cuts without partial sums.
     """
-    ends = [xs.Sharding(end, case.mesh, case.shape) for end in (case.src, case.dst)]
-    grid, needed = Grid.of(ends), []
+    shardings = [xs.Sharding(layout, case.mesh, case.shape) for layout in (case.src, case.dst)]
+    grid, needed = Grid.of(shardings), []
     for first in range(0, case.mesh.n_devices, node_devices):
         devices = range(first, min(first + node_devices, case.mesh.n_devices))
-        have, want = (grid.covered(end, devices) for end in ends)
+        have, want = (grid.covered(sharding, devices) for sharding in shardings)
         needed.append(grid.volume(want & ~have))
     return np.array(needed)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """An array cut wherever a block of some sharding begins or ends: all elements of a cell move alike."""
+    """An array cut wherever a block of some sharding begins or ends: the elements of a cell move together."""
 
     marks: tuple[NDArray[np.int64], ...]
 
@@ -72,4 +72,4 @@ class Grid:
 
 def _marks(dim: int, shardings: Sequence[xs.Sharding]) -> NDArray[np.int64]:
     runs = itertools.chain.from_iterable(held for s in shardings for held in s.holders(dim))
-    return np.unique([at for run in runs for at in (run.start, run.start + run.length)])
+    return np.unique([mark for run in runs for mark in (run.start, run.start + run.length)])

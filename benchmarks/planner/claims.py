@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.planner.measures import Row
+from benchmarks.claim import Named, Row
 from benchmarks.planner.peers.collect import PEERS
 
 EXACT = 1e-9  # relative: rounding of floating point
 SECONDS_PROFILES = ("h100", "h100_nvlink")
-Ratio = tuple[str, float]  # case, value
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(logs)) if logs else 1.0
 
 
-def bytes_ratios(rows: Iterable[Row], peer: str | None = None) -> Iterator[Ratio]:
+def bytes_ratios(rows: Iterable[Row], peer: str | None = None) -> Iterator[tuple[str, float]]:
     """Bytes received by us or a peer over the lower bound, for even cases without partial sums."""
     for row in rows:
         bound = row["plans"]["bandwidth"]["bound_bytes"]
@@ -57,7 +56,9 @@ def bytes_ratios(rows: Iterable[Row], peer: str | None = None) -> Iterator[Ratio
             yield row["case"], received / bound
 
 
-def seconds_ratios(rows: Iterable[Row], profile: str, peers: Sequence[str] = tuple(PEERS)) -> Iterator[Ratio]:
+def seconds_ratios(
+    rows: Iterable[Row], profile: str, peers: Sequence[str] = tuple(PEERS)
+) -> Iterator[tuple[str, float]]:
     """Predicted time of our plan over the best peer's, if a peer's plan can be priced."""
     for row in rows:
         priced = [row["peers"][p]["seconds"][profile] for p in peers if "seconds" in row["peers"][p]]
@@ -65,7 +66,9 @@ def seconds_ratios(rows: Iterable[Row], profile: str, peers: Sequence[str] = tup
             yield row["case"], row["plans"][profile]["seconds"] / min(priced)
 
 
-def node_ratios(rows: Iterable[Row], peer: str | None = None, profile: str = "network") -> Iterator[Ratio]:
+def node_ratios(
+    rows: Iterable[Row], peer: str | None = None, profile: str = "network"
+) -> Iterator[tuple[str, float]]:
     """Bytes that cross nodes, sent by us or a peer, over the bytes that must, if some must."""
     for row in rows:
         if "nodes" in row and (bound := row["nodes"]["bound_bytes"]):
@@ -106,27 +109,22 @@ def _nodes(scaled: Sequence[Row]) -> Iterator[PeerClaim]:
         yield _mean(f"nodes_geomean_{profile}", text, ours, 1.05, must=must, peers=peers)
     needless = [row for row in scaled if "nodes" in row and not row["nodes"]["bound_bytes"]]
     ours = [(row["case"], max(row["nodes"]["crossing_bytes"].values())) for row in needless]
-    key = "crossing_bytes"
-    peers = {
-        name: [(row["case"], row["peers"][name][key]) for row in needless if key in row["peers"][name]]
-        for name in PEERS
-    }
+    peers = {name: _of_peer(needless, name, "crossing_bytes") for name in PEERS}
     text = "bytes crossing 8-device nodes where none must: worst case"
     yield _worst("nodes_zero", text, ours, 0.0, unit="bytes", peers=peers)
 
 
+def _of_peer(rows: Sequence[Row], peer: str, key: str) -> Named:
+    """A peer's number of every case that has one."""
+    return [(row["case"], row["peers"][peer][key]) for row in rows if key in row["peers"][peer]]
+
+
 def _sums_peaks_and_values(public: Sequence[Row], scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     sums = [row for row in public if row["partial"] and row["total_bound_bytes"]]
-    key = "total_bytes"
-    ours = [(row["case"], row["plans"]["bandwidth"][key] / row["total_bound_bytes"]) for row in sums]
-    peers = {
-        name: [
-            (row["case"], row["peers"][name][key] / row["total_bound_bytes"])
-            for row in sums
-            if key in row["peers"][name]
-        ]
-        for name in PEERS
-    }
+    bounds = {row["case"]: row["total_bound_bytes"] for row in sums}
+    ours = [(row["case"], row["plans"]["bandwidth"]["total_bytes"] / bounds[row["case"]]) for row in sums]
+    totals = {name: _of_peer(sums, name, "total_bytes") for name in PEERS}
+    peers = {name: [(case, n / bounds[case]) for case, n in pairs] for name, pairs in totals.items()}
     text = "partial sums: bytes of all devices over the lower bound, planned for bandwidth: worst case"
     yield _worst("partial_worst", text, ours, 1.10, peers=peers)
     every = [*public, *scaled]
@@ -164,12 +162,12 @@ def _claim(
     aggregate: Callable[[list[float]], float],
     name: str,
     statement: str,
-    values: Sequence[Ratio],
+    values: Named,
     limit: float,
     *,
     must: bool = True,
     unit: str = "ratio",
-    peers: Mapping[str, Sequence[Ratio]] | None = None,
+    peers: Mapping[str, Named] | None = None,
 ) -> PeerClaim:
     """A claim on a number made of the values of all cases; if it fails, the cases above the limit are named.
 

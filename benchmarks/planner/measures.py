@@ -1,24 +1,20 @@
-"""What is measured of a case: our plans on every machine, the bounds, and the peers' plans.
-
-A row holds one case's numbers, as they go into the JSON; `claims` judges them.
-"""
+"""The rows of cases: our plans on every machine, the bounds, and the peers' plans."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import xshard as xs
 from benchmarks.cases import Case
+from benchmarks.claim import Row
 from benchmarks.planner import bounds, values
 from benchmarks.planner.peers.base import NODE_DEVICES, PeerPlan
 from benchmarks.planner.peers.collect import Answer
 from benchmarks.planner.traffic import plan_flow
 from xshard import Link, dtypes
 
-Row = dict[str, Any]
 UNLIMITED = 1e15  # bytes per second
 
 
@@ -67,15 +63,15 @@ def add_peers(row: Row, case: Case, answers: Mapping[str, Answer]) -> None:
 
 
 def _plan_facts(plan: xs.Plan) -> Row:
-    ends = max(plan.source.max_local_size, plan.target.max_local_size)
-    largest = max([ends, *(stage.after.max_local_size for stage in plan.stages)])
+    at_rest = max(plan.source.max_local_size, plan.target.max_local_size)
+    largest = max([at_rest, *(stage.after.max_local_size for stage in plan.stages)])
     return {
         "steps": [str(step) for step in plan.steps],
         "seconds": plan.cost,
         "received_bytes": plan.bytes_received,
         "bound_bytes": plan.bytes_lower_bound,
         "total_bytes": float(plan_flow(plan, NODE_DEVICES).devices.sum()) * plan.itemsize,
-        "peak_over_ends": largest / ends if ends else 1.0,
+        "peak_over_ends": largest / at_rest if at_rest else 1.0,
         "values_right": values.are_right(plan),
     }
 

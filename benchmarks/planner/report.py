@@ -6,34 +6,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import record
+from benchmarks.claim import Row
 from benchmarks.planner.claims import SECONDS_PROFILES, PeerClaim, bytes_ratios, node_ratios, seconds_ratios
-from benchmarks.planner.measures import Row
 from benchmarks.planner.peers.collect import PEERS
 from xshard.formatting import format_bytes
 
 
-def print_table(console: Console, found: Sequence[PeerClaim]) -> None:
+def print_table(claims: Sequence[PeerClaim]) -> None:
     """Print every claim with the peers' numbers, then the cases that break one."""
-    table = Table(title="The planner and four others", title_justify="left")
-    table.add_column("what")
-    for head in ("cases", "xshard", "limit", "", *(peer.title for peer in PEERS.values())):
-        table.add_column(head, justify="right")
-    for claim in found:
+    console, lines = record.console(), []
+    for claim in claims:
         others = dict(claim.peers)
-        table.add_row(
-            claim.statement,
-            str(claim.n_cases),
-            _number(claim.measured, claim.unit),
-            _number(claim.limit, claim.unit),
-            _verdict(claim),
-            *(_number(others[name], claim.unit) if name in others else "" for name in PEERS),
-        )
-    console.print(table)
-    for claim in found:
+        numbers = (_number(value, claim.unit) for value in (claim.measured, claim.limit))
+        peers = (_number(others[name], claim.unit) if name in others else "" for name in PEERS)
+        lines.append((claim.statement, str(claim.n_cases), *numbers, _verdict(claim), *peers))
+    heads = ("what", "cases", "xshard", "limit", "", *(peer.title for peer in PEERS.values()))
+    console.print(record.table("The planner and four others", heads, lines))
+    for claim in claims:
         if not claim.holds:
             word = "fails" if claim.must else "misses its aim"
             named = f": {record.named(claim.failing)}" if claim.failing else ""

@@ -1,6 +1,6 @@
-"""Who receives how much in a step, counted from what the step does and not from its price.
+"""Elements that devices and nodes receive in a step, counted from its messages and not from its price.
 
-Decides how elements are counted per device, and those that enter a node. Collectives are taken to be
+Collectives are taken to be
 hierarchical, as the steps' traffic functions document them: elements that several members of a group need
 in one node enter it once, and elements that they send leave it reduced. The boxes of an exchange, the pieces
 of an all-to-all and permuted blocks differ from receiver to receiver: each is counted.

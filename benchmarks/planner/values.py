@@ -1,11 +1,10 @@
 """Plans run on numpy: the steps planned for the real shape must give the right values on a small one.
 
-Decides the small shape: as divisible as the steps need; uneven lengths keep their remainder.
+The small shape is as divisible as the steps need; uneven lengths keep their remainder.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -22,8 +21,7 @@ ROWS = (2, 1, 3, 5, 8)  # rows per finest part; the first that fits is taken
 
 def are_right(plan: xs.Plan) -> bool:
     """Whether the plan's steps give every device the values of the destination."""
-    small = scaled_down(plan)
-    return _runs_right(small)
+    return _runs_right(scaled_down(plan))
 
 
 def scaled_down(plan: xs.Plan) -> xs.Plan:
@@ -43,13 +41,12 @@ def scaled_down(plan: xs.Plan) -> xs.Plan:
 def _parts(plan: xs.Plan) -> list[int]:
     """Per dim, a number of parts that every layout on the way divides into."""
     passed = [plan.source, plan.target, *(stage.after for stage in plan.stages)]
-    sizes = [[at.mesh.size(*dim.axes) for dim in at.layout.dims] for at in passed]
+    sizes = [[s.mesh.size(*dim.axes) for dim in s.layout.dims] for s in passed]
     return [math.lcm(*column) for column in zip(*sizes, strict=True)]
 
 
 def _small(length: int, parts: int, rows: int) -> int:
-    small = rows * parts + length % parts
-    return min(length, small)
+    return min(length, rows * parts + length % parts)
 
 
 @lru_cache(maxsize=4096)
@@ -70,9 +67,7 @@ def _drawn(plan: xs.Plan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Random blocks in the plan's source, addends included, and the array that they hold."""
     rng, sums = np.random.default_rng(0), plan.src.tagged("sum")
     whole = replace(plan.src, tags=())
-    shares = []
-    for _ in itertools.product(*(range(n) for n in plan.mesh.sizes_of(sums))):
-        shares.append(rng.integers(-1000, 1000, plan.shape))
+    shares = [rng.integers(-1000, 1000, plan.shape) for _ in range(math.prod(plan.mesh.sizes_of(sums)))]
     scattered = [reference.scatter(share, whole, plan.mesh) for share in shares]
     blocks = [scattered[plan.mesh.index(d, sums)][d] for d in range(plan.mesh.n_devices)]
     return blocks, np.sum(shares, axis=0)

@@ -1,1 +1,0 @@
-"""Weights from files and between nodes, beside orbax, torch's DCP, safetensors and DTensor."""

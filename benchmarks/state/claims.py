@@ -1,16 +1,12 @@
-"""What must hold of loads and transfers.
-
-Decides the limits. Of times each turn's ratio counts, and the median of these.
-"""
+"""The claims about loads and transfers. Two times are compared by the median of each turn's ratio."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from benchmarks.claim import Claim, none_of, worst
-from benchmarks.state.ways import (
+from benchmarks.claim import Claim, Row, none_of, worst
+from benchmarks.state.weights import (
     BUCKET,
     DCP,
     DTENSOR,
@@ -24,7 +20,6 @@ from benchmarks.state.ways import (
     TORCH,
 )
 
-Row = dict[str, Any]
 FASTER = {ORBAX: 8.0, DCP: 2.0, HF: 1.0, TORCH: 1.0}  # at least so many times as fast
 
 
@@ -32,16 +27,11 @@ def judge(loads: Sequence[Row], transfers: Sequence[Row]) -> tuple[Claim, ...]:
     """Loads, and transfers between nodes."""
     near = [(row["part"], to_floor(row["seconds"])) for row in loads]
     slices = [(row["part"], 1 / faster(row["seconds"], SLICES)) for row in loads]
-    peers = [
-        worst(
-            f"{peer} / ours",
-            [(row["part"], faster(row["seconds"], peer)) for row in with_peer],
-            n,
-            at_least=True,
-        )
-        for peer, n in FASTER.items()
-        if (with_peer := [row for row in loads if peer in row["seconds"]])
-    ]
+    peers = []
+    for peer, least in FASTER.items():
+        ratios = [(row["part"], faster(row["seconds"], peer)) for row in loads if peer in row["seconds"]]
+        if ratios:
+            peers.append(worst(f"{peer} / ours", ratios, least, at_least=True))
     odd = [row["part"] for row in loads if row["bytes_read"] != row["bytes_needed"]]
     beyond = [(row["part"], row["bytes_beyond"] / BUCKET) for row in loads if row["bytes_beyond"] is not None]
     own = [

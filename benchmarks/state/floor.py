@@ -1,7 +1,4 @@
-"""What no load can do without: the bytes are read, and copied to memory of their own.
-
-Decides how the floor is measured, and how much memory a load takes. Knows no framework.
-"""
+"""The floor of a load, which has to read the bytes and copy them to new memory; and the memory it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.state.ways import MEMCPY, READING
+from benchmarks.state.weights import MEMCPY, READING
 
 MIB = 2**20
 
@@ -44,7 +41,7 @@ def calls(files: Iterable[Path], n_bytes: int, part: int = 0) -> Calls:
 def memory_at_hand(n_bytes: int) -> None:
     """Take twice as much memory, and give it back, for the next call to find.
 
-    A hypervisor takes what lies idle for seconds, and to get it anew takes longer than all that is measured.
+    A hypervisor takes what lies idle for seconds, and to get it back takes longer than all that is measured.
     """
     np.ones(2 * n_bytes, np.uint8)
 
@@ -57,18 +54,18 @@ def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of glibc, which keeps up to 32 MiB of freed memory per array
-    before, found, over = _own_bytes(), list[int](), threading.Event()
+    before, looks, over = _own_bytes(), list[int](), threading.Event()
 
     def look() -> None:
         while not over.wait(1e-3):
-            found.append(_own_bytes())
+            looks.append(_own_bytes())
 
     thread = threading.Thread(target=look)
     thread.start()
     _result = load()
     over.set()
     thread.join()
-    return max(0, max(found, default=0) - before - n_bytes)
+    return max(0, max(looks, default=0) - before - n_bytes)
 
 
 def _own_bytes() -> int:

@@ -1,6 +1,6 @@
 """Loads in JAX, eight host devices of one process: ours, orbax, and the slices of safetensors.
 
-Decides the ways, all of which give arrays under the same shardings. Runs in a process of its own.
+All ways give arrays under the same shardings. Runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from safetensors import safe_open
 
 import jax_bridge as xj
 from benchmarks import by_turns
-from benchmarks.state import floor, ways, weights
+from benchmarks.claim import Row
+from benchmarks.state import floor, weights
 from xshard import Mesh
 from xshard.state.files import open_checkpoint
 
 DEVICES = 8
-Row = dict[str, Any]
 
 
 def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
@@ -40,27 +40,27 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
     }
     load = lambda: jax.block_until_ready(xj.load(stored, weights.SERVED, mesh))  # noqa: E731
     with open_checkpoint(stored) as checkpoint:
-        found = xj.load(checkpoint, weights.SERVED, mesh)
-        read, needed = checkpoint.bytes_read, sum(_own_bytes(x) for x in found.values())
-    held = sum(x.data.nbytes for array in found.values() for x in array.addressable_shards)
-    del found
+        loaded = xj.load(checkpoint, weights.SERVED, mesh)
+        read, needed = checkpoint.bytes_read, sum(_own_bytes(x) for x in loaded.values())
+    held = sum(x.data.nbytes for array in loaded.values() for x in array.addressable_shards)
+    del loaded
     beyond = floor.bytes_beyond(load, held)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "orbax", xj.load(stored, weights.TRAINED, trained))
         checkpointer.wait_until_finished()
         calls: floor.Calls = {
-            ways.OURS: load,
+            weights.OURS: load,
             "xshard, from orbax's files": lambda: jax.block_until_ready(
                 xj.load(folder / "orbax", weights.SERVED, mesh)
             ),
-            ways.ORBAX: lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax", target)),
-            ways.SLICES: lambda: _slices(stored, target),
+            weights.ORBAX: lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax", target)),
+            weights.SLICES: lambda: _slices(stored, target),
         }
         expected = load()
         for name, way in calls.items():
-            found = way()
-            assert all(np.array_equal(_bits(found[key]), _bits(x)) for key, x in expected.items()), name
-        del expected, found
+            loaded = way()
+            assert all(np.array_equal(_bits(loaded[key]), _bits(x)) for key, x in expected.items()), name
+        del expected, loaded
         calls |= floor.calls(sorted(stored.glob("*.safetensors")), needed)
         seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(needed))
     counts = {"bytes_read": read, "bytes_needed": needed}
@@ -69,19 +69,19 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
 
 def _slices(folder: Path, target: dict[str, Any]) -> dict[str, jax.Array]:
     """Each device's part by safetensors itself."""
-    found = {}
+    arrays = {}
     with ExitStack() as opened:
         files: dict[Path, Any] = {}
         for name, file in weights.places(folder).items():
             if file not in files:
                 files[file] = opened.enter_context(safe_open(file, "np"))
             like, stored = target[name], files[file].get_slice(name)
-            found[name] = jax.make_array_from_callback(like.shape, like.sharding, stored.__getitem__)
-    return jax.block_until_ready(found)
+            arrays[name] = jax.make_array_from_callback(like.shape, like.sharding, stored.__getitem__)
+    return jax.block_until_ready(arrays)
 
 
 def _own_bytes(array: jax.Array) -> int:
-    """Of the parts that devices of this process have, each counted once."""
+    """Bytes of the parts on devices of this process, each counted once."""
     return sum({str(x.index): x.data.nbytes for x in array.addressable_shards}.values())
 
 

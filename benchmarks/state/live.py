@@ -1,7 +1,6 @@
-"""A trainer's weights become a server's, on ranks of two nodes whose link is slow: ours and torch's own.
+"""A trainer's weights become a server's, on ranks of two nodes with a slow link: ours and torch's own.
 
-Decides the moves and the ways. Every way starts from the same DTensors; bytes are those that came over the
-link of the busiest node.
+Every way starts from the same DTensors; bytes are counted on the link of the busiest node.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from torch.distributed.tensor import DTensor, placement_types
 import torch_bridge as xt
 import xshard as xs
 from benchmarks import by_turns
+from benchmarks.claim import Row
 from benchmarks.state import weights
 from benchmarks.state.torch_loads import as_dtensor
-from benchmarks.state.ways import DTENSOR, EXCHANGING, OURS, STATE_DICT
+from benchmarks.state.weights import DTENSOR, EXCHANGING, OURS, STATE_DICT
 from benchmarks.torch_redistribute.run_time import all_to_all
 
 NODES, PER_NODE, RATE = 2, 2, "400mbit"
 SCALE, QUICK_SCALE = 4, 64  # 130 MiB in float32, or half a MiB
 # The layouts there, and the mesh of the server; along dp, from node to node, it has all weights twice.
 SERVERS = {"to tensor parallelism": xs.Mesh(tp=4), "to two servers, one a node": xs.Mesh(dp=2, tp=2)}
-
-Row = dict[str, Any]
 
 
 def rows(scale: int, rounds: int) -> list[Row]:
@@ -44,7 +42,7 @@ def rows(scale: int, rounds: int) -> list[Row]:
 
 def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
     rank, n = dist.get_rank(), server.n_devices
-    # A DTensor moves on one mesh, so the trainer's has the server's axes; the blocks are those of one axis.
+    # A DTensor moves on one mesh, so the trainer's has the server's axes; the blocks are as on one axis.
     mesh = init_device_mesh("cpu", server.sizes, mesh_dim_names=server.axes)
     cut = "/".join(("o", *server.axes))
     src, dst = (weights.shardings(rules, server, scale) for rules in ({"**": f"{cut} ..."}, weights.SERVED))
@@ -67,14 +65,11 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
     for way, call in ways.items():
         dist.barrier()
         before = _received()
-        found = call()
+        received = call()
         dist.barrier()
         across[way] = torch.tensor(_received() - before)
         dist.all_reduce(across[way], dist.ReduceOp.MAX)
-        assert all(torch.equal(_local(found[key]), _local(x)) for key, x in expected.items()), way
-    times = by_turns.seconds(ways, rounds, warm_up=0, before=dist.barrier)
-    together = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
+        assert all(torch.equal(_local(received[key]), _local(x)) for key, x in expected.items()), way
     nodes = [range(i, i + PER_NODE) for i in range(0, n, PER_NODE)]
     return {
         "case": name,
@@ -82,7 +77,7 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
             4 * sum(weights.lacking(src[key], dst[key], node) for key in src) for node in nodes
         ),
         "across_bytes": {way: int(n_bytes) for way, n_bytes in across.items()},
-        "seconds": dict(zip(times, together.tolist(), strict=True)),
+        "seconds": by_turns.slowest(ways, rounds, warm_up=0),
     }
 
 

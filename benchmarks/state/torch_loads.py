@@ -1,6 +1,6 @@
 """Loads in torch: by one process, whole, and by four gloo ranks, under another layout.
 
-Decides the ways, all of which are to give the same blocks in new memory. Each rank times its own.
+All ways give the same blocks in new memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 
 import torch_bridge as xt
 from benchmarks import by_turns
-from benchmarks.state import floor, ways, weights
+from benchmarks.claim import Row
+from benchmarks.state import floor, weights
 from xshard import Mesh, Sharding
 from xshard.state.files import open_checkpoint
 
 RANKS = 4
-Row = dict[str, Any]
 
 
 def save(folder: Path, scale: int) -> None:
@@ -52,7 +52,7 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     n_bytes = sum(2 * math.prod(sharding.local_shape(rank)) for sharding in served.values())
 
     def before() -> None:
-        """DCP has memory to fill, which is as new as that of the others."""
+        """Take memory for DCP to fill, as new as the others' memory."""
         blocks.update(
             (name, torch.empty(x.local_shape(rank), dtype=torch.bfloat16)) for name, x in served.items()
         )
@@ -71,24 +71,21 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     beyond = torch.tensor(floor.bytes_beyond(load, needed))
     dist.all_reduce(beyond, dist.ReduceOp.MAX)
     calls: floor.Calls = {
-        ways.OURS: load,
+        weights.OURS: load,
         "xshard, from DCP's files": lambda: xt.load(folder / "dcp", weights.SERVED, Mesh(tp=RANKS)),
-        ways.DCP: lambda: by_dcp(checkpoint_id=folder / "dcp"),
-        ways.HF: lambda: by_dcp(storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))),
-        ways.SLICES: lambda: slices(folder / "safetensors", own),
+        weights.DCP: lambda: by_dcp(checkpoint_id=folder / "dcp"),
+        weights.HF: lambda: by_dcp(storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))),
+        weights.SLICES: lambda: slices(folder / "safetensors", own),
     }
     for name, way in calls.items():
         before()
-        found = way()
-        assert all(torch.equal(found[key], x) for key, x in expected.items()), name
-    del expected, found
+        loaded = way()
+        assert all(torch.equal(loaded[key], x) for key, x in expected.items()), name
+    del expected, loaded
     calls |= floor.calls(sorted((folder / "safetensors").glob("*.safetensors")), needed, rank)
-    times = by_turns.seconds(calls, rounds, warm_up=1, before=before)
-    together = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX)
+    seconds = by_turns.slowest(calls, rounds, warm_up=1, before=before)
     counts = torch.tensor([read, needed])
     dist.all_reduce(counts)
-    seconds = dict(zip(times, together.tolist(), strict=True))
     return row(f"torch, {RANKS} ranks", seconds, *counts.tolist(), int(beyond))
 
 
@@ -102,15 +99,15 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
     torch.save(xt.load(stored), pickled)
     own = dict.fromkeys(weights.places(stored), ())
     calls: floor.Calls = {
-        ways.OURS: lambda: xt.load(stored),
-        ways.TORCH: lambda: torch.load(pickled, weights_only=True),
-        ways.SLICES: lambda: slices(stored, own),
+        weights.OURS: lambda: xt.load(stored),
+        weights.TORCH: lambda: torch.load(pickled, weights_only=True),
+        weights.SLICES: lambda: slices(stored, own),
     }
     expected = slices(stored, own)
-    for name in (ways.OURS, ways.TORCH):
-        found = calls[name]()
-        assert all(torch.equal(found[key], x) for key, x in expected.items()), name
-    del expected, found
+    for name in (weights.OURS, weights.TORCH):
+        loaded = calls[name]()
+        assert all(torch.equal(loaded[key], x) for key, x in expected.items()), name
+    del expected, loaded
     calls |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
     seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(n_bytes))
     return row("torch, one process", seconds, read, n_bytes, beyond)
@@ -118,15 +115,15 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
 
 def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]:
     """Parts of arrays by safetensors itself. Rows are views of the file there: users copy them."""
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     with ExitStack() as opened:
         files: dict[Path, Any] = {}
         for name, file in weights.places(folder).items():
             if file not in files:
                 files[file] = opened.enter_context(safe_open(file, "pt"))
             part = files[file].get_slice(name)[own[name] or ...]
-            found[name] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
-    return found
+            parts[name] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+    return parts
 
 
 def row(part: str, seconds: dict[str, list[float]], read: int, needed: int, beyond: int | None = None) -> Row:

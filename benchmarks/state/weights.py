@@ -1,7 +1,4 @@
-"""The weights: shapes and layouts of a Llama, and which elements lie on which node.
-
-Decides what is loaded and sent. Knows no framework and no file.
-"""
+"""The weights: shapes and layouts of a Llama, and which elements lie on which node."""
 
 from __future__ import annotations
 
@@ -18,16 +15,24 @@ HIDDEN, FEED, VOCAB, LAYERS = 4096, 11008, 32000, 2  # of Llama 2 7B with two la
 TRAINED = {"**": "o/fsdp ..."}
 SERVED = {"**.{o,down}.weight": "o i/tp", "**.norm": "o", "**": "o/tp i"}
 
+# The names of ways in rows and claims.
+OURS = "xshard"
+TORCH, DCP, HF = "torch.load", "DCP", "DCP's reader of Hugging Face"
+ORBAX, SLICES = "orbax", "safetensors' slices"
+READING, MEMCPY = "reading", "memcpy"
+DTENSOR, EXCHANGING, STATE_DICT = "DTensor", "DTensor with an all-to-all", "DCP's state dict, from rank 0"
+BUCKET = 256 * 2**20  # bytes that a load may hold beyond its result
+
 
 def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
-    """By name; scale: by which every length is divided."""
+    """The shape of every weight, its lengths divided by `scale`."""
     d, f, v = HIDDEN // scale, FEED // scale, VOCAB // scale
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (v, d)}
+    by_name: dict[str, tuple[int, ...]] = {"embed.weight": (v, d)}
     for i in range(LAYERS):
         layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (d, d) for name in "qkvo"}
         layer |= {"gate.weight": (f, d), "up.weight": (f, d), "down.weight": (d, f), "norm": (d,)}
-        found |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return found
+        by_name |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return by_name
 
 
 def shardings(rules: Mapping[str, str], mesh: Mesh, scale: int) -> dict[str, Sharding]:

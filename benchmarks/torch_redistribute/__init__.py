@@ -1,1 +1,0 @@
-"""The torch bridge beside DTensor, collectives by hand and plain copies."""

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks import claim, record
+from benchmarks import record
 from benchmarks.cases import load, scaled
+from benchmarks.claim import Row, finish
 from benchmarks.torch_redistribute import claims, host, packing, run_time
-from benchmarks.torch_redistribute.claims import Row
 from xshard.formatting import format_bytes
 
 RANKS = (4, 8)
@@ -34,16 +33,13 @@ PROFILE = "gloo"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options(__doc__, quick="a few cases, few rounds").parse_args(arguments)
-    found = measure(quick=options.quick)
-    judged = claims.judge(**found)
-    claim.show("The torch bridge and its peers", judged)
-    Console().print(by_size(found["ends"]))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    about = record.about(record.command("torch_redistribute", options), "torch", backend="gloo", gpu=gpu)
-    path = options.output / "torch_redistribute.json"
-    print(record.write(path, about, claims=[each.to_dict() for each in judged], **found))
-    return int(not all(each.holds for each in judged))
+    quick = "a few cases, few rounds"
+    options = record.options("torch_redistribute", __doc__, quick=quick).parse_args(arguments)
+    rows = measure(quick=options.quick)
+    record.console().print(by_size(rows["ends"]))
+    facts = {"backend": "gloo", "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    title, judged = "The torch bridge and its peers", claims.judge(**rows)
+    return finish(options, title, judged, "torch", rows=rows, **facts)
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -71,17 +67,15 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def by_size(ends: Sequence[Row]) -> Table:
     """How many times as fast as each peer, by the size of the array; and one program beside itself."""
-    table = Table(title="Times as fast as: geometric mean (worst)", title_justify="left")
-    ways = sorted({way for row in ends for way in row["faster_than"]})
-    for head in ("array", "cases", *ways, "by hand, as by hand again"):
-        table.add_column(head, justify="right")
+    lines, ways = [], sorted({way for row in ends for way in row["faster_than"]})
     for nbytes in sorted({_size(row["bytes"]) for row in ends}):
         rows = [row for row in ends if _size(row["bytes"]) == nbytes]
         by_way = [[row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways]
         by_way.append([row["noise"] for row in rows if row["noise"] is not None])
         cells = (f"{statistics.geometric_mean(v):.2f} ({min(v):.2f})" if v else "" for v in by_way)
-        table.add_row(format_bytes(nbytes), str(len(rows)), *cells)
-    return table
+        lines.append((format_bytes(nbytes), str(len(rows)), *cells))
+    heads = ("array", "cases", *ways, "by hand, as by hand again")
+    return record.table("Times as fast as: geometric mean (worst)", heads, lines, n_left=0)
 
 
 def _size(nbytes: int) -> int:

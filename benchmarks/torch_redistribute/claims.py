@@ -1,17 +1,12 @@
-"""What the torch bridge must show beside DTensor, collectives by hand and a plain copy.
-
-Decides how each number is formed from measured rows, and when a claim holds.
-"""
+"""The claims about the torch bridge beside DTensor, collectives by hand and a plain copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.claim import Claim, mean, worst
+from benchmarks.claim import Claim, Row, mean, worst
 from xshard.formatting import format_bytes
 
-Row = dict[str, Any]
 LEAST = 0.95  # a move is at least so many times as fast as by a peer
 
 
@@ -19,29 +14,25 @@ def judge(
     host: Sequence[Row], ends: Sequence[Row], memory: Sequence[Row], packs: Sequence[Row]
 ) -> tuple[Claim, ...]:
     """Every claim, in order."""
-    found = [*host_times(host)]
+    run_time = []
     for way, least in (("DTensor", 2.0), ("by hand", LEAST)):
-        faster = [(_label(row), row["faster_than"][way]) for row in ends if way in row["faster_than"]]
-        found.append(mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True))
-        found.append(worst(f"run time, {way} / ours: worst", faster, LEAST, at_least=True))
+        rows = [row for row in ends if way in row["faster_than"]]
+        faster = [(f"{row['case']} of {row['bytes']} bytes", row["faster_than"][way]) for row in rows]
+        run_time.append(mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True))
+        run_time.append(worst(f"run time, {way} / ours: worst", faster, LEAST, at_least=True))
+    packed = [(r["move"], r["extra_bytes"] / r["packed_bytes"]) for r in memory if r["needs_packing"]]
+    flat = [(r["move"], r["extra_bytes"]) for r in memory if not r["needs_packing"]]
     return (
-        *found,
-        worst(
-            "bytes held beyond input and result / one packed copy",
-            [(r["move"], r["extra_bytes"] / r["packed_bytes"]) for r in memory if r["needs_packing"]],
-            1.0,
-        ),
-        worst(
-            "bytes held beyond input and result where nothing is packed",
-            [(r["move"], r["extra_bytes"]) for r in memory if not r["needs_packing"]],
-            0.0,
-        ),
+        *host_times(host),
+        *run_time,
+        worst("bytes held beyond input and result / one packed copy", packed, 1.0),
+        worst("bytes held beyond input and result where nothing is packed", flat, 0.0),
         *packing(packs),
     )
 
 
 def host_times(host: Sequence[Row]) -> tuple[Claim, ...]:
-    """What a cached call costs the host."""
+    """The cost of a cached call on the host."""
     ours = [row for row in host if "xshard" in row]
     beside = [row for row in ours if "DTensor" in row]
     forward, both = (
@@ -56,11 +47,11 @@ def host_times(host: Sequence[Row]) -> tuple[Claim, ...]:
 
 
 def packing(packs: Sequence[Row]) -> tuple[Claim, ...]:
-    """What it takes to pack blocks, beside copies of as many bytes."""
+    """The time to pack blocks, beside copies of as many bytes."""
     on_gpu = bool(packs) and packs[0]["device"] == "cuda"
     limit = 1 / 0.85 if on_gpu else 1.3
     whole, pieces = (
-        [(packed_label(row), row[key]) for row in packs]
+        [(_label(row), row[key]) for row in packs]
         for key in ("slower_than_copy", "slower_than_copy_of_pieces")
     )
     return (
@@ -69,10 +60,5 @@ def packing(packs: Sequence[Row]) -> tuple[Claim, ...]:
     )
 
 
-def packed_label(row: Row) -> str:
-    """What a row of packing is of."""
-    return f"{row['move']}, {row['what']} of {format_bytes(row['block_bytes'])}"
-
-
 def _label(row: Row) -> str:
-    return f"{row['case']} of {row['bytes']} bytes"
+    return f"{row['move']}, {row['what']} of {format_bytes(row['block_bytes'])}"

@@ -1,11 +1,7 @@
-"""Host time and memory of a call on a fake process group: nothing is sent and nobody waits.
-
-Decides how allocations are counted: beyond a call's input and its result.
-"""
+"""Host time and memory of a call on a fake process group: nothing is sent, and no rank waits."""
 
 from __future__ import annotations
 
-import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,19 +66,16 @@ def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
             row: dict[str, Any] = {"move": name, "expression": text}
             row["xshard"] = _both(lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds)
             try:
-                ends = [xt.dtensor.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
-                row["DTensor"] = _both(lambda x, ends=ends: _placed(x, mesh, *ends), block, rounds)
+                placements = [xt.dtensor.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
+                row["DTensor"] = _both(
+                    lambda x, placements=placements: _placed(x, mesh, *placements), block, rounds
+                )
             except (xs.errors.PlanError, NotImplementedError, RuntimeError):
                 pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
             rows.append(row)
         out, block = torch.empty(16, 8, device=device), torch.ones(4, 8, device=device)
-        rows.append(
-            {
-                "move": "dist.all_gather_single",
-                "raw": {"forward_s": _median(lambda: all_gather(out, block), rounds)},
-            }
-        )
-    return rows
+        raw = {"forward_s": _median(lambda: all_gather(out, block), rounds)}
+        return [*rows, {"move": "dist.all_gather_single", "raw": raw}]
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, src: Any, dst: Any) -> Tensor:
@@ -95,7 +88,7 @@ def _both(move: Callable[[Tensor], Tensor], block: Tensor, rounds: int) -> dict[
 
 
 def _median(call: Callable[[], Any], rounds: int) -> float:
-    return statistics.median(by_turns.seconds({"call": call}, rounds, warm_up=rounds // 10)["call"])
+    return by_turns.medians({"call": call}, rounds, warm_up=rounds // 10)["call"]
 
 
 class Allocations(TorchDispatchMode):
@@ -107,12 +100,12 @@ class Allocations(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage(), before)
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -136,31 +129,20 @@ def memory() -> list[dict[str, Any]]:
             plan = xs.plan(text, MESH, (1024, 256), "float32")
             block = torch.ones(plan.source.local_shape(1))
             xt.redistribute(block, text, mesh)
-            with torch.no_grad(), Allocations() as found:
+            with torch.no_grad(), Allocations() as allocations:
                 y = xt.redistribute(block, text, mesh)
-            made = _moves(plan)
-            copies = [
-                max(sum(move.collective.sent), sum(move.collective.received)) * 4
-                for move in made
-                if isinstance(move, PackedCollective)
-            ]
-            flat = all(_is_flat(move) for move in made if isinstance(move, PackedCollective))
+            moves = lower(plan, process_mesh(plan.mesh), torch.device("cpu")).moves
+            packed = [move for move in moves if isinstance(move, PackedCollective)]
+            copies = [max(sum(move.collective.sent), sum(move.collective.received)) * 4 for move in packed]
+            flat = all(move.sent.is_flat and len(move.arriving) > 1 for move in packed)
             if any(isinstance(step, Scale) for step in plan.steps):
                 copies, flat = [block.nbytes], False  # the scaled copy is sent
             rows.append(
                 {
                     "move": name,
-                    "extra_bytes": found.peak - y.untyped_storage().nbytes(),
+                    "extra_bytes": allocations.peak - y.untyped_storage().nbytes(),
                     "packed_bytes": max(copies, default=0),
                     "needs_packing": not flat,
                 }
             )
     return rows
-
-
-def _moves(plan: xs.Plan) -> tuple[Any, ...]:
-    return lower(plan, process_mesh(plan.mesh), torch.device("cpu")).moves
-
-
-def _is_flat(move: PackedCollective) -> bool:
-    return move.sent.is_flat and len(move.arriving) > 1

@@ -20,7 +20,7 @@ from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 
-# Moves of an array of (rows, columns) whose blocks are packed or unpacked.
+# Moves of an array of (rows, columns) with blocks to pack or unpack.
 MOVES = {
     "transposed": "n/a d -> n d/a",
     "zigzag to columns": "n/zigzag(a) d -> n d/a",
@@ -34,7 +34,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Seconds per byte of every pack and unpack, over those of `Tensor.copy_`; sizes: bytes of a block."""
+    """Seconds per byte of every pack and unpack, over `Tensor.copy_`; sizes: bytes of a block."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _keep_memory()
     with nobody():

@@ -1,7 +1,7 @@
 """Whole moves on several ranks: ours, DTensor's and one written by hand, by turns on the same block.
 
-Decides how a time is taken: a round lasts from the start of its first rank to the end of its last, and two
-ways are compared by the median ratio of a round.
+A round lasts from the start of its first rank to the end of its last; two ways are compared by the median
+ratio of a round.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 import torch_bridge as xt
 import xshard as xs
 from benchmarks.cases import Case
+from benchmarks.claim import Row
 from benchmarks.torch_calls import on_ranks
 from benchmarks.torch_redistribute import by_hand
 from torch_bridge.calls.move import MoveCall
 
-Row = dict[str, Any]
 WARM_UP = 3
 # Between two readings of the clock: about so many seconds, at most so many calls.
 TARGET_S, MOST_CALLS = 0.02, 16
@@ -52,7 +52,7 @@ def _rows(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Ro
         numbers = [i for i, case in enumerate(cases) if case.mesh.n_devices == n]
         asked = [cases[i] for i in numbers], [rounds[i] for i in numbers], profile
         by_rank = on_ranks(n, _measured, *asked)
-        rows |= {i: _row(cases[i], found) for i, *found in zip(numbers, *by_rank, strict=True)}
+        rows |= {i: _row(cases[i], spans) for i, *spans in zip(numbers, *by_rank, strict=True)}
     return [rows[i] for i in range(len(cases))]
 
 
@@ -142,9 +142,9 @@ def dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Ten
 
 def everywhere(holds: bool) -> bool:
     """Whether it holds on all ranks."""
-    found = torch.tensor(float(holds))
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
+    everyone = torch.tensor(float(holds))
+    dist.all_reduce(everyone, dist.ReduceOp.MIN)
+    return bool(everyone)
 
 
 @torch.no_grad()

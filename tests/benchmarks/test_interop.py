@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.interop.claims import judge
+from benchmarks.interop.__main__ import judge
 from tests.benchmarks.helpers import failing, quick_run, recorded
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.state import floor, ways, weights
+from benchmarks.state import floor, weights
 from benchmarks.state.claims import judge
 from tests.benchmarks.helpers import as_recorded, failing, recorded
 from xshard import Mesh
@@ -19,11 +19,18 @@ ROWS = (
     [
         LOAD
         | {"part": "torch", "bytes_beyond": 0}
-        | {"seconds": {ways.OURS: [1.0], ways.READING: [0.4], ways.MEMCPY: [0.4], ways.SLICES: [1.0]}}
+        | {
+            "seconds": {
+                weights.OURS: [1.0],
+                weights.READING: [0.4],
+                weights.MEMCPY: [0.4],
+                weights.SLICES: [1.0],
+            }
+        }
     ],
     [
-        {"case": "one", "bound_bytes": 100, "across_bytes": {ways.OURS: 102}}
-        | {"seconds": {ways.OURS: [1.0], ways.DTENSOR: [2.0], ways.STATE_DICT: [3.0]}}
+        {"case": "one", "bound_bytes": 100, "across_bytes": {weights.OURS: 102}}
+        | {"seconds": {weights.OURS: [1.0], weights.DTENSOR: [2.0], weights.STATE_DICT: [3.0]}}
     ],
 )
 
@@ -31,17 +38,17 @@ ROWS = (
 @pytest.mark.parametrize(
     ("part", "key", "value", "broken"),
     [
-        (0, ("seconds", ways.MEMCPY), [0.2], "load / (memcpy + reading)"),
-        (0, ("seconds", ways.SLICES), [0.9], "load / safetensors' slices"),
-        (0, ("seconds", ways.ORBAX), [7.9], "orbax / ours"),
-        (0, ("seconds", ways.DCP), [1.9], "DCP / ours"),
-        (0, ("seconds", ways.HF), [0.9], "DCP's reader of Hugging Face / ours"),
-        (0, ("seconds", ways.TORCH), [0.9], "torch.load / ours"),
+        (0, ("seconds", weights.MEMCPY), [0.2], "load / (memcpy + reading)"),
+        (0, ("seconds", weights.SLICES), [0.9], "load / safetensors' slices"),
+        (0, ("seconds", weights.ORBAX), [7.9], "orbax / ours"),
+        (0, ("seconds", weights.DCP), [1.9], "DCP / ours"),
+        (0, ("seconds", weights.HF), [0.9], "DCP's reader of Hugging Face / ours"),
+        (0, ("seconds", weights.TORCH), [0.9], "torch.load / ours"),
         (0, ("bytes_read",), 65, "loads that read other bytes than they need"),
-        (0, ("bytes_beyond",), ways.BUCKET + 1, "memory beyond the result, in buckets"),
-        (1, ("across_bytes", ways.OURS), 106, "transfer: bytes over the link / the fewest"),
-        (1, ("seconds", ways.DTENSOR), [1.4], "transfer: torch's own / ours"),
-        (1, ("seconds", ways.STATE_DICT), [1.4], "transfer: torch's own / ours"),
+        (0, ("bytes_beyond",), weights.BUCKET + 1, "memory beyond the result, in buckets"),
+        (1, ("across_bytes", weights.OURS), 106, "transfer: bytes over the link / the fewest"),
+        (1, ("seconds", weights.DTENSOR), [1.4], "transfer: torch's own / ours"),
+        (1, ("seconds", weights.STATE_DICT), [1.4], "transfer: torch's own / ours"),
     ],
 )
 def test_every_claim_can_fail(part: int, key: tuple[str, ...], value: Any, broken: str) -> None:
