@@ -1,4 +1,4 @@
-"""Train a U-Net on photographs whose rows lie on four devices, and compare every loss with one device.
+"""Train a U-Net on photographs with their rows on four devices, and compare every loss with one device.
 
     python examples/domain_parallel.py            # also writes domain_parallel.png
 
@@ -15,17 +15,15 @@ The exit status is 1 if a loss differs, or if a seam shows.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from subprocess import CalledProcessError
 
 import numpy as np
 from rich.console import Console
 from support.losses import Results, concluded, differing, loss_table
-from support.runs import follow_all
+from support.runs import follow_all, options
 
 TOLERANCE = 1e-5  # relative, of float32 losses
 
@@ -33,23 +31,18 @@ Images = Mapping[str, np.ndarray]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=8)
+    parser = options(__doc__, steps=8)
     parser.add_argument("--picture", type=Path, default=Path("domain_parallel.png"))
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             "torch, 1 device": ["domain.with_torch", "single", folder],
             "torch, 4 processes": ["domain.with_torch", "sharded", folder],
             "JAX, 4 devices": ["domain.with_jax"],
         }
-        try:
-            results = follow_all(runs, options.steps)
-        except CalledProcessError as error:  # the run has said why
-            print(error, file=sys.stderr)
-            return 1
+        results = follow_all(runs, chosen.steps)
         images = {name: np.load(Path(folder, f"{name}.npy")) for name in ("whole", "sharded", "alone")}
-    draw(images, options.picture)
+    draw(images, chosen.picture)
     return judge(results, images)
 
 
@@ -66,14 +59,14 @@ def judge(results: Results, images: Images) -> int:
 
 def complaints(results: Results, ours: np.ndarray) -> list[str]:
     """A sentence for each mistake; a value that is no number is one."""
-    found = differing(results, TOLERANCE)
+    sentences = differing(results, TOLERANCE)
     if not ours.max() <= 1e-3:
-        found.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
-    return found
+        sentences.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
+    return sentences
 
 
 def error(images: Images, name: str) -> np.ndarray:
-    """[images, rows, columns]: the largest difference of a colour from that of one device."""
+    """[images, rows, columns]: the largest difference of a colour from one device."""
     return np.abs(images[name] - images["whole"]).max(axis=1)
 
 
@@ -89,9 +82,9 @@ def draw(images: Images, path: Path) -> None:
     scale = LogNorm(1e-6, 1)
     titles = {"alone": "every device pads and normalises its own rows", "sharded": "xshard"}
     for panel, (name, title) in zip(panels, titles.items(), strict=True):
-        found = error(images, name)[0]
-        shown = panel.imshow(np.maximum(found, 1e-6), norm=scale, cmap="magma")
-        panel.set_title(f"{title}: largest error {found.max():.1e}")
+        errors = error(images, name)[0]
+        shown = panel.imshow(np.maximum(errors, 1e-6), norm=scale, cmap="magma")
+        panel.set_title(f"{title}: largest error {errors.max():.1e}")
         panel.set_xlabel("column")
     panels[0].set_ylabel("row")
     figure.colorbar(shown, ax=panels, label="difference from one device", shrink=0.9)

@@ -11,7 +11,6 @@ The exit status is 1 if a loss or a gradient is not that of one process, or if n
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from itertools import product
@@ -25,6 +24,7 @@ from numpy.typing import ArrayLike
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from support.runs import options
 
 from xshard import use_profile
 
@@ -33,9 +33,7 @@ STEPS = 50
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    steps = parser.parse_args().steps
+    steps = options(__doc__, steps=STEPS).parse_args().steps
     schemes = list(SCHEMES.values())
     with use_profile("h100"):  # one machine for both frameworks, so that their plans are the same
         one, *_ = with_torch.train([schemes[0].alone()], steps)
@@ -49,19 +47,15 @@ def main() -> int:
     return judge(one, named, Console())
 
 
-def apart(found: ArrayLike, expected: ArrayLike) -> float:
+def apart(actual: ArrayLike, expected: ArrayLike) -> float:
     """The largest difference of any number, relative to the largest number."""
-    return float(np.abs(np.subtract(found, expected)).max() / np.abs(expected).max())
+    return float(np.abs(np.subtract(actual, expected)).max() / np.abs(expected).max())
 
 
 def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
-    """Print how runs differ from that on one device; 0 if they do not, and something was learned."""
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        title="Training, and what a device receives in a step",
-    )
+    """Print how runs differ from one device; 0 if they do not, and something was learned."""
+    title = "Training, and what a device receives in a step"
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=title)
     table.add_column("", no_wrap=True)
     for title in ("first\nloss", "last\nloss", "losses\ndiffer", "gradients\ndiffer", "collectives", "bytes"):
         table.add_column(title, justify="right")
@@ -70,8 +64,8 @@ def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
         losses = apart(run.losses, one.losses)
         gradients = np.max([apart(run.gradients[key], expected) for key, expected in one.gradients.items()])
         differences += [losses, gradients]
-        ends = (f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{losses:.1e}", f"{gradients:.1e}")
-        table.add_row(name, *ends, str(run.collectives), f"{run.received_bytes:,}")
+        numbers = (f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{losses:.1e}", f"{gradients:.1e}")
+        table.add_row(name, *numbers, str(run.collectives), f"{run.received_bytes:,}")
     console.print(table)
 
     largest, complaints = np.max(differences), []

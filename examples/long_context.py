@@ -1,4 +1,4 @@
-"""Train a character model on English text whose sequence lies on four devices, and compare every loss.
+"""Train a character model on English text with its sequence on four devices, and compare every loss.
 
     python examples/long_context.py            # --quick: a few steps
 
@@ -14,9 +14,7 @@ The exit status is 1 if a loss differs, or if nothing was learned.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from subprocess import CalledProcessError
 
 import numpy as np
 from context.data import LENGTH
@@ -26,7 +24,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from support.losses import Results, concluded, differing, loss_table
-from support.runs import follow_all
+from support.runs import follow_all, options
 
 from xshard import Layout
 
@@ -41,15 +39,10 @@ QUICK, STEPS = 3, 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} steps instead of {STEPS}")
-    options = parser.parse_args()
-    try:
-        results = follow_all(RUNS, QUICK if options.quick else STEPS)
-    except CalledProcessError as error:  # the run has said why
-        print(error, file=sys.stderr)
-        return 1
-    return judge(results)
+    quick = parser.parse_args().quick
+    return judge(follow_all(RUNS, QUICK if quick else STEPS))
 
 
 def judge(results: Results) -> int:
@@ -62,30 +55,30 @@ def judge(results: Results) -> int:
 
 def complaints(results: Results) -> list[str]:
     """A sentence for each mistake; a value that is no number is one."""
-    found = differing(results, TOLERANCE)
+    sentences = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.losses[-1] < result.losses[0]:
-            found.append(f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
-    return found
+            sentences.append(f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
+    return sentences
 
 
 def work(cut: str) -> NDArray[np.int64]:
     """For every device, how many keys its queries look at: each query at its own row and all before it."""
     layout = Layout.parse(cut)
     rows = (layout.positions(MESH, (LENGTH,), 0, device) for device in range(MESH.n_devices))
-    return np.array([(found + 1).sum() for found in rows])
+    return np.array([(numbers + 1).sum() for numbers in rows])
 
 
 def work_table() -> Table:
-    made = Table(title=f"Causal attention over {LENGTH} rows: keys looked at", box=SIMPLE, pad_edge=False)
-    made.add_column("order", no_wrap=True)
+    table = Table(title=f"Causal attention over {LENGTH} rows: keys looked at", box=SIMPLE, pad_edge=False)
+    table.add_column("order", no_wrap=True)
     for device in range(MESH.n_devices):
-        made.add_column(f"device {device}", justify="right")
-    made.add_column("busiest\n/ mean", justify="right")
+        table.add_column(f"device {device}", justify="right")
+    table.add_column("busiest\n/ mean", justify="right")
     for name, cut in (("contiguous", CONTIGUOUS), ("zigzag", ZIGZAG)):
-        found = work(cut)
-        made.add_row(f"{name}: {cut}", *map(str, found), f"{found.max() / found.mean():.2f}")
-    return made
+        keys = work(cut)
+        table.add_row(f"{name}: {cut}", *map(str, keys), f"{keys.max() / keys.mean():.2f}")
+    return table
 
 
 if __name__ == "__main__":

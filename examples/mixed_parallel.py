@@ -10,7 +10,6 @@ The exit status is 1 if a loss or a gradient is not that of one process.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pydoc_data.topics import topics
 
@@ -18,6 +17,7 @@ import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from support.runs import options
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,12 +50,8 @@ class Encoder(nn.Module):
         part = copy.deepcopy(self)
         part.tp = tp
         for name, layout in (("up", "c f/tp"), ("down", "f/tp c")):
-            full = getattr(self, name).detach()
-            setattr(
-                part,
-                name,
-                nn.Parameter(xt.redistribute(full, f"{layout.replace('/tp', '')} -> {layout}", tp)),
-            )
+            full, expression = getattr(self, name).detach(), f"{layout.replace('/tp', '')} -> {layout}"
+            setattr(part, name, nn.Parameter(xt.redistribute(full, expression, tp)))
         return part
 
     def forward(self, text: Tensor) -> Tensor:
@@ -100,15 +96,12 @@ def models() -> tuple[Encoder, Decoder]:
 def batches(steps: int) -> Tensor:
     text = " ".join(topics.values()).encode("ascii", "replace")
     n = BATCH * (LENGTH + 1)
-    return (
-        torch.frombuffer(bytearray(text[: steps * n]), dtype=torch.uint8)
-        .long()
-        .view(steps, BATCH, LENGTH + 1)
-    )
+    characters = torch.frombuffer(bytearray(text[: steps * n]), dtype=torch.uint8).long()
+    return characters.view(steps, BATCH, LENGTH + 1)
 
 
 def train(encoder: nn.Module, decoder: nn.Module, text: Tensor) -> list[float]:
-    """The losses of this process's part of every batch; gradients are those of the last one."""
+    """The losses of this process's part of every batch; gradients stay from the last one."""
     parameters = [*encoder.parameters(), *decoder.parameters()]
     losses = []
     for batch in text:
@@ -172,13 +165,10 @@ def judge(one: Run, four: Run, console: Console) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=8)
-    steps = parser.parse_args().steps
-    four = xt.testing.run_ranks(
-        4, together, steps
-    )  # before the first backward pass here: the ranks are forked
-    return max(judge(alone(steps), found, Console(quiet=rank > 0)) for rank, found in enumerate(four))
+    steps = options(__doc__, steps=8).parse_args().steps
+    # Before the first backward pass here: the ranks are forked.
+    four = xt.testing.run_ranks(4, together, steps)
+    return max(judge(alone(steps), run, Console(quiet=rank > 0)) for rank, run in enumerate(four))
 
 
 if __name__ == "__main__":

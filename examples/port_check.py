@@ -12,7 +12,6 @@ The exit status is 1 if the port differs, or if a bug is not found.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -24,20 +23,21 @@ from port.with_jax import update
 from port.with_torch import block as torch_block
 from port.with_torch import optimiser
 from rich.console import Console
+from support.runs import options
 
 from xshard.testing import EquivalenceError, assert_equivalent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--bugs", nargs="+", choices=sorted(BUGS), default=["bias"])
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     console = Console()
     start = time.perf_counter()
-    found = differences(torch_block, jax_block, MESHES)
+    error = differences(torch_block, jax_block, MESHES)
     seconds = time.perf_counter() - start
-    if found is not None:
-        console.print(found.table())
+    if error is not None:
+        console.print(error.table())
         console.print("The port is not the same.", style="bold red")
         return 1
     console.print(
@@ -47,14 +47,14 @@ def main() -> int:
         soft_wrap=True,
     )
 
-    for bug in map(BUGS.__getitem__, options.bugs):
+    for bug in map(BUGS.__getitem__, chosen.bugs):
         console.print(f"\nWith a bug in {bug.runtime}: {bug.what}.", style="bold")
         functions = {"torch": torch_block, "jax": jax_block, bug.runtime: bug.function}
-        found = differences(functions["torch"], functions["jax"], bug.mesh)
-        if found is None:
+        error = differences(functions["torch"], functions["jax"], bug.mesh)
+        if error is None:
             console.print("It was not found.", style="bold red")
             return 1
-        console.print(found.table())
+        console.print(error.table())
     return 0
 
 

@@ -13,7 +13,6 @@ The exit status is 1 if an answer has another loss, or a program fails that is n
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 from serving.model import ENDS, KILLED, SHAPES_SENT
-from support.runs import EXAMPLES
+from support.runs import EXAMPLES, options
 
 from xshard.formatting import format_bytes
 from xshard.state import plan_transfer
@@ -34,17 +33,17 @@ TOLERANCE = 1e-9  # of a loss, in float64; those of two versions differ by far m
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--kill", action="store_true", help="a rank of the trainer, amid a version")
-    options = parser.parse_args()
-    console, last = Console(), options.versions
-    ends = {name: value for name, value in ENDS.items() if name != "timeout_s"}
-    plan = plan_transfer(SHAPES_SENT, dtypes=dict.fromkeys(SHAPES_SENT, "float64"), **ends)
+    chosen = parser.parse_args()
+    console, last = Console(), chosen.versions
+    endpoints = {name: value for name, value in ENDS.items() if name != "timeout_s"}
+    plan = plan_transfer(SHAPES_SENT, dtypes=dict.fromkeys(SHAPES_SENT, "float64"), **endpoints)
     received, least = format_bytes(plan.bytes_received), format_bytes(plan.bytes_lower_bound)
     console.print(f"A rank of the server receives {received} of a version's weights; the least is {least}.")
-    with closing(rows(last, last // 2 + 1 if options.kill else 0)) as found:
-        return judge(found, last, console)
+    with closing(rows(last, last // 2 + 1 if chosen.kill else 0)) as lines:
+        return judge(lines, last, console)
 
 
 def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
@@ -75,10 +74,10 @@ def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
             program.communicate()
 
 
-def judge(found: Iterable[dict[str, Any]], last: int, console: Console) -> int:
+def judge(lines: Iterable[dict[str, Any]], last: int, console: Console) -> int:
     """Print what the server says, and what is wrong with it; 0 if nothing is."""
     version, apart = 0, 0.0
-    for row in found:
+    for row in lines:
         version, apart = row["version"], max(apart, row["apart"])
         size = f"{format_bytes(row['bytes'])} moved a version"
         console.print(f"version {version}: {row['answers']} answers, losses apart {row['apart']:.1e}, {size}")

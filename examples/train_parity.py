@@ -12,14 +12,12 @@ The exit status is 1 if they are not, or if a model has not learned to read.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
-from subprocess import CalledProcessError
 
 from rich.console import Console
 from support.losses import Results, concluded, differing, loss_table
-from support.runs import follow_all
+from support.runs import follow_all, options
 
 RUNS = {
     "torch, 1 device": ["parity.with_torch", "single"],
@@ -32,17 +30,12 @@ ROWS = 10  # of the table
 
 
 def main(runs: Mapping[str, list[str]] = RUNS, what: str | None = __doc__) -> int:
-    """Run them as the command line says, and judge them. what: a text whose first line is the help."""
-    parser = argparse.ArgumentParser(description=(what or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
+    """Run them as the command line says, and judge them. what: a script's docstring."""
+    parser = options(what, steps=200)
     parser.add_argument("--any-accuracy", action="store_true", help="for few steps: compare the losses only")
-    options = parser.parse_args()
-    try:
-        results = follow_all(runs, options.steps)
-    except CalledProcessError as error:  # the run has said why
-        print(error, file=sys.stderr)
-        return 1
-    return judge(results, accuracy_floor=0.0 if options.any_accuracy else ACCURACY_FLOOR)
+    chosen = parser.parse_args()
+    floor = 0.0 if chosen.any_accuracy else ACCURACY_FLOOR
+    return judge(follow_all(runs, chosen.steps), accuracy_floor=floor)
 
 
 def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
@@ -54,11 +47,11 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
 
 def complaints(results: Results, accuracy_floor: float) -> list[str]:
     """A sentence for each mistake; a loss or accuracy that is no number is one."""
-    found = differing(results, TOLERANCE)
+    sentences = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.accuracy > accuracy_floor:
-            found.append(f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}.")
-    return found
+            sentences.append(f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}.")
+    return sentences
 
 
 if __name__ == "__main__":

@@ -1,32 +1,25 @@
-"""English text, windows of it, and the first weights: what every run starts from, in numpy.
+"""Windows of English text, and the first weights of every run, in numpy.
 
-Decides the task: the next character, from up to 512 before it.
+The task: the next character, from up to 512 before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from support.text import text
+from support.text import windows as text_windows
 
 Array = NDArray[np.float32]
-Characters = NDArray[np.int64]
 
 LENGTH, BATCH = 512, 2
 WIDTH, HEADS, KV_HEADS = 48, 6, 2  # six heads over four devices, in two groups
 LAYERS = ("gathered_attention", "long_convolution", "ulysses_attention")
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
 
-
-def windows(steps: int) -> Iterator[tuple[Characters, Characters]]:
-    """(characters, the next of each), [batch, sequence], the same for every run."""
-    rng, (characters, _) = np.random.default_rng(1), text()
-    for _ in range(steps):
-        starts = rng.integers(0, len(characters) - LENGTH, BATCH)
-        window = characters[starts[:, None] + np.arange(LENGTH + 1)]
-        yield window[:, :-1], window[:, 1:]
+windows = partial(text_windows, batch=BATCH, length=LENGTH)
 
 
 def initial_weights() -> dict[str, Array]:

@@ -5,28 +5,18 @@ The same model as in with_torch.py, and the same strings. The functions that sha
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from support.runs import report
+from support.jax_training import Weights, descend
+from support.runs import run_in_jax
+from support.text import Characters
 
 from context import layouts, mixers_jax
-from context.data import (
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    LEARNING_RATE,
-    LENGTH,
-    MOMENTUM,
-    Characters,
-    initial_weights,
-    windows,
-)
+from context.data import HEADS, KV_HEADS, LAYERS, LEARNING_RATE, LENGTH, MOMENTUM, initial_weights, windows
 from jax_bridge import positions, redistribute
 
-Weights = dict[str, jax.Array]
 CUT = layouts.ZIGZAG
 
 
@@ -76,18 +66,8 @@ def mean_loss(weights: Weights, characters: jax.Array, following: jax.Array) -> 
     return redistribute(losses.mean(), layouts.LOSS)
 
 
-def train_step(
-    weights: Weights, momenta: Weights, characters: jax.Array, following: jax.Array
-) -> tuple[Weights, Weights, jax.Array]:
-    """One step of SGD with momentum, alike on all devices."""
-    loss, gradients = jax.value_and_grad(mean_loss)(weights, characters, following)
-    momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
-    weights = jax.tree.map(lambda w, m: w - LEARNING_RATE * m, weights, momenta)
-    return weights, momenta, loss
-
-
-def train(steps: int) -> Iterator[float]:
-    """Train from the shared start; yield each loss."""
+def train(steps: int) -> Iterator[dict[str, float]]:
+    """Train from the shared start: the losses."""
     mesh = jax.make_mesh(layouts.MESH.sizes, layouts.MESH.axes)
     order, cut = positions(CUT, mesh, shape=(LENGTH,), dim=0), jax.P(None, "cp")
 
@@ -96,15 +76,9 @@ def train(steps: int) -> Iterator[float]:
         return jax.device_put(array[:, order], jax.NamedSharding(mesh, cut))
 
     weights: Weights = jax.device_put(initial_weights(), jax.NamedSharding(mesh, jax.P()))
-    momenta = jax.tree.map(jnp.zeros_like, weights)
-    step = jax.jit(jax.shard_map(train_step, mesh=mesh, out_specs=jax.P()))
-    for window in windows(steps):
-        weights, momenta, loss = step(weights, momenta, *map(place, window))
-        yield float(loss)
+    placed = (tuple(map(place, window)) for window in windows(steps))
+    return descend(mean_loss, weights, placed, mesh, LEARNING_RATE, MOMENTUM)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", layouts.MESH.n_devices)
-    for value in train(int(sys.argv[1])):
-        report(loss=value)
+    run_in_jax(train, layouts.MESH.n_devices)

@@ -2,34 +2,24 @@
 
     python -m context.with_torch {single,sharded} STEPS
 
-It is the same model both times. On a single device a block is the whole array, and nothing moves.
+The model is the same both times. On a single device a block is the whole array, and nothing moves.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from support.runs import report
+from support.runs import run_in_torch
+from support.text import Characters
 from torch import Tensor
 
 import torch_bridge as xt
 from context import layouts, mixers_torch
-from context.data import (
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    LEARNING_RATE,
-    LENGTH,
-    MOMENTUM,
-    Characters,
-    initial_weights,
-    windows,
-)
+from context.data import HEADS, KV_HEADS, LAYERS, LEARNING_RATE, LENGTH, MOMENTUM, initial_weights, windows
 from context.mixers_torch import Context
 from xshard import Mesh, reference
 
@@ -74,7 +64,7 @@ def norm(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, scale.shape, scale)
 
 
-def train(steps: int, place: Place, context: Context) -> Iterator[float]:
+def train(steps: int, place: Place, context: Context) -> Iterator[dict[str, float]]:
     """Train from the shared start; yield each loss."""
     weights = {name: torch.tensor(value, requires_grad=True) for name, value in initial_weights().items()}
     optimiser = torch.optim.SGD(weights.values(), LEARNING_RATE, MOMENTUM)
@@ -85,39 +75,28 @@ def train(steps: int, place: Place, context: Context) -> Iterator[float]:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        yield loss.item()
+        yield {"loss": loss.item()}
 
 
-def single(steps: int) -> None:
+def single(steps: int) -> Iterator[dict[str, float]]:
     """Train on one device."""
     torch.set_num_threads(1)  # as in each of the four processes
     alone = Context(Mesh(cp=1), layouts.ZIGZAG, LENGTH, 0, lambda block, *_: block)
-    for loss in train(steps, torch.tensor, alone):
-        report(loss=loss)
+    return train(steps, torch.tensor, alone)
 
 
-def sharded(steps: int) -> None:
+def sharded(steps: int) -> Iterator[dict[str, float]]:
     """Train on the processes of a world; every one of them calls this."""
     rank = dist.get_rank()
-    context = Context(
-        layouts.MESH,
-        layouts.ZIGZAG,
-        LENGTH,
-        rank,
-        lambda block, expression, shape: xt.redistribute(block, expression, layouts.MESH, shape=shape),
-    )
+
+    def move(block: Tensor, expression: str, shape: Sequence[int]) -> Tensor:
+        return xt.redistribute(block, expression, layouts.MESH, shape=shape)
 
     def place(array: Characters) -> Tensor:
         return torch.tensor(reference.scatter(array, layouts.tokens(layouts.ZIGZAG), layouts.MESH)[rank])
 
-    for loss in train(steps, place, context):
-        if rank == 0:  # the loss is replicated: every process has the same
-            report(loss=loss)
+    return train(steps, place, Context(layouts.MESH, layouts.ZIGZAG, LENGTH, rank, move))
 
 
 if __name__ == "__main__":
-    kind, n_steps = sys.argv[1], int(sys.argv[2])
-    if kind == "single":
-        single(n_steps)
-    else:
-        xt.testing.run_ranks(layouts.MESH.n_devices, sharded, n_steps)
+    run_in_torch(single, sharded, layouts.MESH.n_devices)

@@ -1,6 +1,6 @@
-"""Photographs, noise and the first weights: what every run starts from, in numpy.
+"""Photographs, noise and the first weights of every run, in numpy.
 
-Decides the task: a photograph is to come out of a noisy copy of itself. `DOMAIN_COLUMNS=160` in the
+The task: a photograph is to come out of a noisy copy of itself. `DOMAIN_COLUMNS=160` in the
 environment takes the first 160 columns of the photographs, for a quicker run.
 """
 

@@ -6,13 +6,13 @@ Every layer reads the sharding and returns the one of its result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.runs import report
+from support.jax_training import Weights, descend
+from support.runs import run_in_jax
 
 from domain.data import (
     GROUPS,
@@ -30,7 +30,6 @@ from jax_bridge import redistribute
 from jax_bridge.nn import Sharded, conv_general_dilated, group_norm, interpolate, max_pool
 from jax_bridge.specs import to_named_sharding
 
-Weights = dict[str, jax.Array]
 SHAPE = (2, 3, HEIGHT, WIDTH)
 
 
@@ -86,18 +85,8 @@ def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array
     return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
 
 
-def train_step(
-    weights: Weights, momenta: Weights, noisy: jax.Array, clean: jax.Array
-) -> tuple[Weights, Weights, jax.Array]:
-    """One step of SGD with momentum, alike on all devices."""
-    loss, gradients = jax.value_and_grad(mean_loss)(weights, noisy, clean)
-    momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
-    weights = jax.tree.map(lambda w, m: w - LEARNING_RATE * m, weights, momenta)
-    return weights, momenta, loss
-
-
-def train(steps: int) -> Iterator[float]:
-    """Train from the shared start; yield each loss."""
+def train(steps: int) -> Iterator[dict[str, float]]:
+    """Train from the shared start: the losses."""
     mesh = jax.make_mesh(MESH.sizes, MESH.axes)
     rows = to_named_sharding(LAYOUT, mesh)
 
@@ -107,17 +96,10 @@ def train(steps: int) -> Iterator[float]:
         wide = np.pad(images, ((0, 0), (0, 0), (0, fill), (0, 0)), constant_values=np.nan)
         return jax.device_put(wide, rows)
 
-    noisy, clean = map(padded, photographs())
+    batch = tuple(map(padded, photographs()))
     weights: Weights = jax.device_put(initial_weights(), jax.NamedSharding(mesh, jax.P()))
-    momenta = jax.tree.map(jnp.zeros_like, weights)
-    step = jax.jit(jax.shard_map(train_step, mesh=mesh, out_specs=jax.P()))
-    for _ in range(steps):
-        weights, momenta, loss = step(weights, momenta, noisy, clean)
-        yield float(loss)
+    return descend(mean_loss, weights, [batch] * steps, mesh, LEARNING_RATE, MOMENTUM)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", MESH.n_devices)
-    for value in train(int(sys.argv[1])):
-        report(loss=value)
+    run_in_jax(train, MESH.n_devices)

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
-from support.runs import report
+from support.runs import run_in_torch
 from torch import Tensor, nn
 
 import torch_bridge as xt
@@ -65,7 +64,7 @@ class UNet(nn.Module):
         return self.last(self.ring(torch.cat([self.whole(torch.relu(half)), full], dim=1)))
 
 
-def made(height: int = HEIGHT) -> UNet:
+def initial(height: int = HEIGHT) -> UNet:
     """The network with the first weights."""
     model = UNet(height)
     model.load_state_dict({name: torch.tensor(value) for name, value in initial_weights().items()})
@@ -74,27 +73,24 @@ def made(height: int = HEIGHT) -> UNet:
 
 def train(
     model: nn.Module, x: Tensor, target: Tensor, total: Callable[[Tensor], Tensor], steps: int
-) -> list[float]:
-    """The losses of SGD on the mean square error. total: a device's share of a loss -> the loss."""
+) -> Iterator[dict[str, float]]:
+    """Yield the losses of SGD on the mean square error. total: adds up devices' shares of a loss."""
     optimiser = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    losses = []
     for _ in range(steps):
         optimiser.zero_grad()
         loss = total((model(x) - target).square().sum() / (2 * 3 * HEIGHT * WIDTH))
         loss.backward()
         optimiser.step()
-        losses.append(loss.item())
-    return losses
+        yield {"loss": loss.item()}
 
 
-def single(folder: Path, steps: int) -> None:
+def single(folder: str, steps: int) -> Iterator[dict[str, float]]:
     """Train on one device; save the untrained network's output on the photographs."""
     noisy, clean = map(torch.tensor, photographs())
-    model = made()
+    model = initial()
     with torch.no_grad():
-        np.save(folder / "whole.npy", model(noisy).numpy())
-    for loss in train(model, noisy, clean, lambda share: share, steps):
-        report(loss=loss)
+        np.save(Path(folder, "whole.npy"), model(noisy).numpy())
+    return train(model, noisy, clean, lambda share: share, steps)
 
 
 def alone(block: Tensor) -> Tensor:
@@ -104,34 +100,28 @@ def alone(block: Tensor) -> Tensor:
     """
     rows = -(-HEIGHT // MESH.n_devices)
     filled = nn.functional.pad(block, (0, 0, 0, rows - block.shape[2]))
-    return made(rows)(filled)[:, :, : block.shape[2]]
+    return initial(rows)(filled)[:, :, : block.shape[2]]
 
 
-def sharded(folder: Path, steps: int) -> None:
+def sharded(folder: str, steps: int) -> Iterator[dict[str, float]]:
     """Train on the processes of a world; every one of them calls this."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     noisy, clean = (torch.tensor(reference.scatter(a, LAYOUT, MESH)[rank]) for a in photographs())
     shape = (2, 3, HEIGHT, WIDTH)
-    model = made()
+    model = initial()
     parallel = xt.nn.domain_parallel(model, LAYOUT, MESH, shape=shape)
     with torch.no_grad():
         for name, block in (("sharded", parallel(noisy)), ("alone", alone(noisy))):
             image = xt.redistribute(block, f"{LAYOUT} -> n c h w", MESH, shape=shape)
             if rank == 0:
-                np.save(folder / f"{name}.npy", image.numpy())
+                np.save(Path(folder, f"{name}.npy"), image.numpy())
 
     def total(share: Tensor) -> Tensor:
         return xt.redistribute(share, "() | sum(sp) -> ()", MESH)
 
-    for loss in train(parallel, noisy, clean, total, steps):
-        if rank == 0:
-            report(loss=loss)
+    return train(parallel, noisy, clean, total, steps)
 
 
 if __name__ == "__main__":
-    kind, where, n_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    if kind == "single":
-        single(where, n_steps)
-    else:
-        xt.testing.run_ranks(MESH.n_devices, sharded, where, n_steps)
+    run_in_torch(single, sharded, MESH.n_devices)

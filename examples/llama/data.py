@@ -1,20 +1,22 @@
-"""English text, windows of it, and the first weights: what every run starts from, in numpy and float64."""
+"""Windows of English text, and the first weights of every run, in numpy and float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from support.text import text
+from support.text import windows as text_windows
 
 Array = NDArray[np.float64]
-Characters = NDArray[np.int64]
 
 BATCH, TOKENS, WIDTH, HIDDEN = 8, 32, 32, 64
 GROUPS, QUERIES, HEAD = 2, 2, 8  # heads of keys, queries to each, and their width
 LEARNING_RATE = 0.5
+
+windows = partial(text_windows, batch=BATCH, length=TOKENS)
 
 
 class Run(NamedTuple):
@@ -24,15 +26,6 @@ class Run(NamedTuple):
     gradients: dict[str, Array]
     collectives: int = 0
     received_bytes: int = 0
-
-
-def windows(steps: int) -> Iterator[tuple[Characters, Characters]]:
-    """(characters, the next of each), [batch, tokens], the same for every run."""
-    rng, (characters, _) = np.random.default_rng(1), text()
-    for _ in range(steps):
-        starts = rng.integers(0, len(characters) - TOKENS, BATCH)
-        window = characters[starts[:, None] + np.arange(TOKENS + 1)]
-        yield window[:, :-1], window[:, 1:]
 
 
 def initial_weights() -> dict[str, Array]:

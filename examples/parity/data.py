@@ -43,12 +43,12 @@ def digits() -> tuple[Digits, Digits]:
 def batches(train: Digits, steps: int) -> Iterator[Digits]:
     """The same batches in the same order for every run; each epoch drops an incomplete last batch."""
     rng = np.random.default_rng(1)
-    n, made = len(train.labels), 0
-    while made < steps:
+    n, yielded = len(train.labels), 0
+    while yielded < steps:
         order = rng.permutation(n)
-        for start in range(0, n - BATCH + 1, BATCH)[: steps - made]:
+        for start in range(0, n - BATCH + 1, BATCH)[: steps - yielded]:
             yield train[order[start : start + BATCH]]
-            made += 1
+            yielded += 1
 
 
 def initial_weights() -> dict[str, Array]:

@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 
 import jax
+from support.runs import report_first
 from torch import Tensor
 
 import torch_bridge as xt
@@ -37,7 +38,7 @@ def train(steps: int) -> None:
     def attend(x: Tensor, w_qkv: Tensor, w_out: Tensor, move: with_torch.Move) -> Tensor:
         return in_jax(x, move(w_qkv, ONE_VALUE), move(w_out, ONE_VALUE))
 
-    with_torch.sharded(steps, attend)
+    report_first(with_torch.sharded, steps, attend)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ the block of one device; `redistribute` brings it from one layout to another.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
-from support.runs import report
+from support.jax_training import Weights, descend
+from support.runs import run_in_jax
 
 from jax_bridge import redistribute
 from jax_bridge.specs import to_named_sharding
 from parity import shardings
 from parity.data import LEARNING_RATE, MOMENTUM, N_HEADS, N_LAYERS, batches, digits, initial_weights
 from xshard import Layout
-
-Weights = dict[str, jax.Array]
 
 
 def logits(weights: Weights, images: jax.Array) -> jax.Array:
@@ -59,16 +57,6 @@ def mean_loss(weights: Weights, images: jax.Array, labels: jax.Array) -> jax.Arr
     return redistribute(losses.mean(), shardings.LOSS)
 
 
-def train_step(
-    weights: Weights, momenta: Weights, images: jax.Array, labels: jax.Array
-) -> tuple[Weights, Weights, jax.Array]:
-    """One step of SGD with momentum: element by element, so blocks need nothing from each other."""
-    loss, gradients = jax.value_and_grad(mean_loss)(weights, images, labels)
-    momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
-    weights = jax.tree.map(lambda w, m: w - LEARNING_RATE * m, weights, momenta)
-    return weights, momenta, loss
-
-
 def guess(weights: Weights, images: jax.Array) -> jax.Array:
     return redistribute(logits(weights, images), shardings.GATHER_LOGITS).argmax(axis=1)
 
@@ -82,15 +70,11 @@ def train(steps: int) -> Iterator[dict[str, float]]:
 
     train_set, test_set = digits()
     weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
-    momenta = jax.tree.map(jnp.zeros_like, weights)
-
-    # Inputs come as they were placed; outputs stay as the inputs were, and the loss is replicated.
-    specs = {name: weight.sharding.spec for name, weight in weights.items()}
-    step = jax.jit(jax.shard_map(train_step, mesh=mesh, out_specs=(specs, specs, jax.P())))
-    for batch in batches(train_set, steps):
-        images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
-        weights, momenta, loss = step(weights, momenta, images, labels)
-        yield {"loss": float(loss)}
+    placed = (
+        (place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS))
+        for batch in batches(train_set, steps)
+    )
+    weights = yield from descend(mean_loss, weights, placed, mesh, LEARNING_RATE, MOMENTUM)
 
     guesses = jax.jit(jax.shard_map(guess, mesh=mesh, out_specs=jax.P()))(
         weights, place(test_set.images, shardings.IMAGES)
@@ -99,7 +83,4 @@ def train(steps: int) -> Iterator[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", shardings.MESH.n_devices)
-    for values in train(int(sys.argv[1])):
-        report(**values)
+    run_in_jax(train, shardings.MESH.n_devices)

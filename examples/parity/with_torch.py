@@ -2,14 +2,12 @@
 
     python -m parity.with_torch {single,sharded} STEPS
 
-It is the same model both times. Only two functions differ: `place` gives this process its
-block of an array, `move` brings a block from one layout to another. On a single device a block
-is the whole array, and nothing has to move.
+The model is the same both times. Only two functions differ: `place` gives this process its block of an array,
+`move` brings a block from one layout to another. On a single device a block is the whole array.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
-from support.runs import report
+from support.runs import run_in_torch
 from torch import Tensor
 
 import torch_bridge as xt
@@ -90,14 +88,13 @@ def train(steps: int, place: Place, move: Move, attend: Attention = attention) -
     yield {"accuracy": float((guesses.numpy() == test_set.labels).mean())}
 
 
-def single(steps: int) -> None:
+def single(steps: int) -> Iterator[dict[str, float]]:
     """Train on one device."""
     torch.set_num_threads(1)  # the arrays are too small to be worth more
-    for values in train(steps, lambda array, _: torch.tensor(array), lambda block, _: block):
-        report(**values)
+    return train(steps, lambda array, _: torch.tensor(array), lambda block, _: block)
 
 
-def sharded(steps: int, attend: Attention = attention) -> None:
+def sharded(steps: int, attend: Attention = attention) -> Iterator[dict[str, float]]:
     """Train on the processes of a world; every one of them calls this."""
     rank = dist.get_rank()
 
@@ -107,14 +104,8 @@ def sharded(steps: int, attend: Attention = attention) -> None:
     def move(block: Tensor, expression: str) -> Tensor:
         return xt.redistribute(block, expression, shardings.MESH)
 
-    for values in train(steps, place, move, attend):
-        if rank == 0:  # the loss is replicated: every process has the same
-            report(**values)
+    return train(steps, place, move, attend)
 
 
 if __name__ == "__main__":
-    kind, n_steps = sys.argv[1], int(sys.argv[2])
-    if kind == "single":
-        single(n_steps)
-    else:
-        xt.testing.run_ranks(shardings.MESH.n_devices, sharded, n_steps)
+    run_in_torch(single, sharded, shardings.MESH.n_devices)

@@ -1,1 +1,0 @@
-"""The parts of port_check.py: one transformer block, its shardings, in torch, in JAX, and with bugs."""

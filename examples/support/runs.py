@@ -1,8 +1,7 @@
-"""A training run in a process of its own, and its reports while it runs.
+"""Training runs in processes of their own: the side that follows them, and the side that trains and reports.
 
-JAX fixes its number of devices when it starts and torch forks its ranks, so neither runs in
-the process that draws the progress bar. A run prints one line of JSON per step, and one at
-the end.
+JAX fixes its number of devices when it starts and torch forks its ranks, so neither runs in the process that
+draws the progress bar. A run prints one line of JSON per step, and one at the end.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = Path(__file__).parent.parent
+Report = Mapping[str, float]  # of a step, or of the whole run
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,18 @@ class Result:
     seconds: float
 
 
-def report(**values: float) -> None:
-    """One line from a run to the process that follows it."""
-    print(json.dumps(values), flush=True)
+def options(doc: str | None, steps: int | None = None) -> ArgumentParser:
+    """A parser that shows the first line of a script's docstring. steps: the default of `--steps`."""
+    parser = ArgumentParser(description=(doc or "").partition("\n")[0])
+    if steps is not None:
+        parser.add_argument("--steps", type=int, default=steps)
+    return parser
 
 
 def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
     """Start `python -m arguments`, pass on every loss as it comes, return the result.
 
-    Raises CalledProcessError if the run fails; by then its own message is on stderr.
+    Exits with status 1 if the run fails; by then its own message is on stderr.
     """
     start = time.perf_counter()
     command = [sys.executable, "-m", *arguments]
@@ -53,7 +57,8 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
             else:
                 accuracy = values["accuracy"]
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        print(subprocess.CalledProcessError(process.returncode, command), file=sys.stderr)
+        sys.exit(1)
     return Result(tuple(losses), accuracy, time.perf_counter() - start)
 
 
@@ -71,3 +76,44 @@ def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
             )
             progress.stop_task(tasks[name])
     return results
+
+
+def report(**values: float) -> None:
+    """One line from a run to the process that follows it."""
+    print(json.dumps(values), flush=True)
+
+
+def run_in_jax(train: Callable[[int], Iterable[Report]], n_devices: int) -> None:
+    """Train on devices of this process for as many steps as the command line says, and report."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n_devices)
+    for values in train(int(sys.argv[1])):
+        report(**values)
+
+
+def run_in_torch(
+    single: Callable[..., Iterator[Report]], sharded: Callable[..., Iterator[Report]], n_devices: int
+) -> None:
+    """Train as `{single,sharded} ... STEPS` on the command line says, and report.
+
+    `single` runs in this process, `sharded` on every process of a world; the words between go to both.
+    """
+    from torch_bridge.testing import run_ranks
+
+    kind, *words, steps = sys.argv[1:]
+    if kind == "single":
+        for values in single(*words, int(steps)):
+            report(**values)
+    else:
+        run_ranks(n_devices, report_first, sharded, *words, int(steps))
+
+
+def report_first(sharded: Callable[..., Iterator[Report]], *arguments: object) -> None:
+    """Train on a process of a world; the first one reports, for losses are the same on all."""
+    import torch.distributed as dist
+
+    for values in sharded(*arguments):
+        if dist.get_rank() == 0:
+            report(**values)

@@ -43,3 +43,12 @@ def failing(claims: Iterable[Any]) -> list[str]:
 def as_recorded(claims: Iterable[Any]) -> list[dict[str, Any]]:
     """Claims as a file has them."""
     return json.loads(json.dumps([claim.to_dict() for claim in claims]))
+
+
+def model_figures(data: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """The recorded steps of models, by kind of parameters, way and figure."""
+    by_kind: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["steps"]:
+        figures = {key: row[key] for key in ("collectives", "bytes", "step_s")}
+        by_kind.setdefault(row["parameters"], {})[row["way"]] = figures
+    return by_kind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.einsum import cases, claims, host, peers
-from tests.benchmarks.helpers import as_recorded, failing, quick_run, recorded
+from tests.benchmarks.helpers import failing, quick_run
 
 BOTH = "forward+backward"
 
@@ -27,15 +27,7 @@ def test_a_quick_run_compares_bytes_and_times(tmp_path: Path) -> None:
     assert all(row[key] > 0 for row in data["timed"] for key in ("ours_s", "xla_s", "faster", "noise"))
 
 
-def test_the_results_are_judged_as_the_code_judges_them() -> None:
-    data = recorded("einsum")
-    judged = claims.judge(data["cases"], data["cached_s"], data["timed"])
-    assert as_recorded(judged) == data["claims"]
-
-
 def test_host_time_is_judged_by_the_worst_contraction() -> None:
-    data = recorded("einsum_host")
-    assert as_recorded((host.judge(data["cases"]),)) == data["claims"]
     slow = host.judge([{"case": "row", "beyond_s": 16e-6}, {"case": "column", "beyond_s": 1e-6}])
     assert not slow.holds and slow.failing == ("row 16",)
 
@@ -54,7 +46,7 @@ def test_cases_are_even_and_peers_know_all_of_them() -> None:
 def judged(
     ours: int = 64, backward_flops: int = 8, cold: float = 0.01, cached: float = 1e-6, faster: float = 2
 ):
-    """The claims about two cases alike, beside an XLA and a plain planner that receive 256 bytes."""
+    """The claims about two equal cases, beside an XLA and a plain planner that receive 256 bytes."""
     plan = {"received_bytes": ours, "flops": 4, "backward_flops": backward_flops}
     theirs: dict[str, Any] = {"received_bytes": {"forward": 256, BOTH: 256}}
     row = {
@@ -82,9 +74,9 @@ def judged(
     ],
 )
 def test_every_claim_can_fail(figures: dict[str, Any], broken: list[str]) -> None:
-    found = failing(judged(**figures))
-    assert len(found) == len(broken)
-    assert all(part in statement for part, statement in zip(broken, found, strict=True)), found
+    statements = failing(judged(**figures))
+    assert len(statements) == len(broken)
+    assert all(part in each for part, each in zip(broken, statements, strict=True)), statements
 
 
 def test_an_all_reduce_that_is_sliced_counts_as_a_reduce_scatter() -> None:
