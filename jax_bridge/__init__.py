@@ -13,12 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jax_bridge.arrays.einsum import einsum
-from jax_bridge.arrays.order import stored_as
-from jax_bridge.arrays.place import place
-from jax_bridge.arrays.reshard import reshard
+from jax_bridge.arrays.reshard import place, reshard
 from jax_bridge.arrays.shard_map import shard_map
-from jax_bridge.positions import positions
-from jax_bridge.redistribution import redistribute
+from jax_bridge.arrays.stored import stored_as
+from jax_bridge.calls import redistribute
+from jax_bridge.ops import positions
 
 if TYPE_CHECKING:
     from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.program import LOG
-from jax_bridge.arrays.stored import ArrayMesh, StoredArray
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, remember
 from jax_bridge.calls import are_keys, as_array
 from jax_bridge.einsum import Product, check_given, check_shapes, einsum_blocks, plan_for
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
-from jax_bridge.mesh.context import AnyMesh, free_axes
-from jax_bridge.mesh.machine import machine
+from jax_bridge.mesh.context import AnyMesh, free_axes, machine
 from xshard import ContractionPlan, Profile
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
-from jax_bridge.autodiff.primitive import batch_dim, batched
+from jax_bridge.autodiff.function import batch_dim, batched
 from jax_bridge.calls import BlockCall, check_plan
 from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes

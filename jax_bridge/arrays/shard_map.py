@@ -18,9 +18,8 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.reshard import arrive
-from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest, remember
 from jax_bridge.calls import BlockCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array

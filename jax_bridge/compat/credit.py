@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jax_bridge import ops
+from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import Grad
-from jax_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.ops import Axes, HaloWidth
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
+from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import Grad, all_gather, all_reduce
-from jax_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.ops import Axes
 

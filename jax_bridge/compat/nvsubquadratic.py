@@ -7,8 +7,8 @@ from typing import Literal
 
 import jax
 
+from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
-from jax_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.ops import Axes
 

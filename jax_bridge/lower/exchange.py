@@ -20,11 +20,11 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
-from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds
+from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds, scheduled
 from jax_bridge.lower.transports import Transport
-from jax_bridge.mesh.axis_types import as_varying, from_bits, to_bits
-from jax_bridge.mesh.sub_axes import long_axes
-from xshard import Mesh, Sharding
+from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
+from xshard import Layout, Mesh, Sharding
+from xshard.notation.parser import Dim
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 
@@ -216,3 +216,52 @@ def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.
         return box(tiling[0][1])
     rows = [tuple(along) for _, along in itertools.groupby(tiling, key=lambda tile: tile[0][dim])]
     return lax.concatenate([tiled(row, box, dim + 1) for row in rows], dim)
+
+
+AXIS = "device"
+
+
+class SentPart(NamedTuple):
+    """The messages of block number `block`, seen as `shape`. op: how boxes at one place combine."""
+
+    block: int
+    shape: tuple[int, ...]
+    messages: tuple[Message, ...]
+    op: str | None
+
+
+class NewBlock(NamedTuple):
+    """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`.
+
+    dtypes: the dtype that travels, and the dtype of the new block.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    block: tuple[int, ...]
+    dtypes: tuple[str, str]
+    parts: tuple[SentPart, ...]
+
+
+def transfer(
+    blocks: Sequence[jax.Array], new_blocks: Sequence[NewBlock], n_devices: int, transport: Transport
+) -> Iterator[jax.Array]:
+    """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types.
+
+    Messages are between devices by number. Rows that receive nothing are zero.
+    """
+    for new in new_blocks:
+        dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
+        after, out = (
+            Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape),
+            jnp.zeros(new.shape, new.dtypes[0]),
+        )
+        for part in new.parts:
+            x = blocks[part.block].reshape(part.shape).astype(new.dtypes[0])
+            schedule = scheduled(part.messages, adds=part.op is not None)
+            if part.op:
+                out = by_rounds(schedule, part.op, x, out, after, transport)
+            else:
+                bits = by_rounds(schedule, None, to_bits(x), to_bits(out), after, transport)
+                out = from_bits(bits, out.dtype)
+        yield out.transpose(new.order).reshape(new.block).astype(new.dtypes[1])

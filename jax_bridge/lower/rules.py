@@ -23,8 +23,17 @@ from numpy.typing import NDArray
 from jax_bridge.lower.exchange import exchange
 from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
-from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, is_vmapped, ppermute, varying_axes
-from jax_bridge.mesh.sub_axes import group, spanned, subgroups
+from jax_bridge.mesh.axis_types import (
+    as_bits,
+    as_invariant,
+    as_varying,
+    group,
+    is_vmapped,
+    ppermute,
+    spanned,
+    subgroups,
+    varying_axes,
+)
 from jax_bridge.versions import cuts_of
 from xshard import Plan, Sharding, steps
 from xshard.cost.model import Fabric

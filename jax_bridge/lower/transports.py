@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.lower.schedule import Round
-from jax_bridge.mesh.axis_types import as_varying, ppermute, varying_axes
-from jax_bridge.mesh.sub_axes import long_axes
+from jax_bridge.mesh.axis_types import as_varying, long_axes, ppermute, varying_axes
 from xshard import Mesh
 
 

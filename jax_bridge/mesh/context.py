@@ -5,6 +5,7 @@ A plan covers the axes that its expression names; blocks may differ along the ot
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
-from jax_bridge.mesh.machine import machine
 from xshard import Layout, Mesh, Profile, Sharding, load_profile
 from xshard.arguments import lengths_of
+from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 from xshard.errors import MeshError, Span
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -165,3 +166,26 @@ def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
     start, stop = layout or (0, len(text))
     spans = (span for name, span in text_spans(text).axes if name == axis and start <= span[0] < stop)
     return next(spans, layout)
+
+
+def machine(profile: str | Path | Profile, mesh: Any = None) -> str | Path | Profile:
+    """The profile; for "auto" the one of the mesh's devices, or of JAX's own if it lacks devices."""
+    asked = asked_for(profile)
+    if asked != AUTO:
+        return asked
+    return _found(mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else jax.devices()[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _found(device: jax.Device) -> Profile:
+    """The machine of a device. A node is a process, several of one host, or what NVLink joins."""
+    devices = jax.devices(device.platform)
+    of_process = sum(other.process_index == device.process_index for other in devices)
+    if device.platform == "cpu":  # what leaves a process is sent by gloo, also to one of the same host
+        return machine_of("host", None if of_process == len(devices) else of_process)
+    island = getattr(device, "slice_index", None)  # of GPUs: their host, or a rack that NVLink joins
+    if device.platform == "gpu" and island is not None:
+        near = sum(other.slice_index == island for other in devices)
+    else:
+        near = of_process * (node_processes(len({other.process_index for other in devices})) or 1)
+    return machine_of(device.device_kind, near if near > 1 and near < len(devices) else None)

@@ -10,11 +10,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.calls import as_array
+from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here
 from jax_bridge.nn.ring import DeviceAttention, ring
-from jax_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, Profile, Sharding
 from xshard.contractions.attention import chosen
 from xshard.errors import DtypeError

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_bridge.calls import redistribute
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
-from jax_bridge.redistribution import redistribute
 from xshard import Layout
 from xshard.errors import ShapeError
 from xshard.notation.parser import Dim

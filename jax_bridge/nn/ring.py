@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from jax_bridge.redistribution import redistribute
 from xshard.nn.attention import HEADS, Attention, run_starts
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.context import AnyMesh, block_sharding_here
-from jax_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.errors import PlanError
 from xshard.notation.parser import Dim

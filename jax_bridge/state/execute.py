@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.reshard import reshard
-from jax_bridge.lower.transfer import AXIS, NewBlock, SentPart, transfer
+from jax_bridge.arrays.stored import remember
+from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Mesh, Plan

@@ -16,13 +16,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding
 from numpy.typing import NDArray
 
-from jax_bridge.arrays.order import order_of, remember
-from jax_bridge.arrays.place import place
-from jax_bridge.arrays.reshard import reshard
-from jax_bridge.arrays.stored import at_rest
+from jax_bridge.arrays.reshard import place, reshard
+from jax_bridge.arrays.stored import at_rest, order_of, remember
 from jax_bridge.calls import are_keys, check_dtype
-from jax_bridge.mesh.context import jax_mesh, xshard_mesh
-from jax_bridge.mesh.machine import machine
+from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.specs import from_partition_spec, storage_sharding
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array

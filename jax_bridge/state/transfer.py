@@ -13,12 +13,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
-from jax_bridge.arrays.order import check_order, remember
-from jax_bridge.arrays.place import place
-from jax_bridge.arrays.stored import are_the_same, check_even, known_layout, mesh_of
+from jax_bridge.arrays.reshard import place
+from jax_bridge.arrays.stored import are_the_same, check_even, check_order, known_layout, mesh_of, remember
 from jax_bridge.calls import are_keys, as_words
-from jax_bridge.mesh.context import jax_mesh, xshard_mesh
-from jax_bridge.mesh.machine import machine
+from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.specs import storage_sharding
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
 from jax_bridge.trees import array_leaves, is_array

@@ -22,9 +22,9 @@ from jax import lax
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
+from jax_bridge.calls import redistribute
 from jax_bridge.einsum import Product, einsum_blocks
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
-from jax_bridge.redistribution import redistribute
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Plan, Sharding, XshardError, replicas
 from xshard.contractions.ring import NEVER

@@ -18,7 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from jax_bridge.arrays.order import stored_as
+from jax_bridge.arrays.stored import stored_as
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
 from jax_bridge.torch_interop.pullback import VjpProgram, layouts_of, make_vjp_program

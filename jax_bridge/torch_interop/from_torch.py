@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.redistribution import redistribute
+from jax_bridge.calls import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.pullback import layouts_of

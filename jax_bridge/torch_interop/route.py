@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
-from jax_bridge.mesh.machine import machine as jax_machine
+from jax_bridge.mesh.context import machine as jax_machine
 from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
 from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
 from jax_bridge.torch_interop.buffers import LOG

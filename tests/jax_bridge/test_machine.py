@@ -11,7 +11,7 @@ import numpy as np
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.mesh.machine import _found, machine
+from jax_bridge.mesh.context import _found, machine
 from jax_bridge.torch_interop.route import _by_side
 from tests.jax_bridge.helpers import in_jax
 

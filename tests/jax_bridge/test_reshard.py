@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.arrays import order
+from jax_bridge.arrays import stored
 from jax_bridge.testing.timing import Timer
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
@@ -107,7 +107,7 @@ def test_the_order_of_rows_is_remembered() -> None:
     doubled = ordered * 2
     assert np.array_equal(xj.reshard(doubled, back), 2 * X)
     with pytest.MonkeyPatch.context() as debugging:
-        debugging.setattr(order, "STRICT", True)
+        debugging.setattr(stored, "STRICT", True)
         for unknown in (contiguous, X, doubled):
             with pytest.raises(
                 xs.errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"
