@@ -1,7 +1,6 @@
 """jax_bridge: JAX runs the plans of xshard, forward and backward.
 
 Rooms beside the names below, imported when they are first used:
-
 - `ops`: collectives on blocks by their usual names (`all_gather`, `halo_exchange`, ...)
 - `specs`: layouts <-> JAX's PartitionSpec and NamedSharding
 - `nn`: convolutions, pools, norms and attention on sharded arrays
@@ -38,11 +37,7 @@ __all__ = [
 ]
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
-_STATE = {
-    "load": "files",
-    "save": "files",
-    "transfer": "transfer",
-}  # imported when used, as that takes a while
+_STATE = {"load": "files", "save": "files", "transfer": "transfer"}  # imported when used: that takes a while
 
 
 def __getattr__(name: str) -> Any:

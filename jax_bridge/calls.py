@@ -1,6 +1,4 @@
-"""A call on one block as a value: from the arguments of `redistribute` to the plan, and to the block after
-it.
-"""
+"""`redistribute`: blocks on one device from one layout to another; a call on one block as a value."""
 
 from __future__ import annotations
 
@@ -35,10 +33,7 @@ SPECS = (PartitionSpec, NamedSharding)  # JAX's own functions take these, and us
 
 
 class BlockCall(NamedTuple):
-    """A redistribution of one block, without the block. The fields are the arguments of `redistribute`.
-
-    plan_given: the plan that the user passed, if any.
-    """
+    """A redistribution of one block, without the block: the arguments of `redistribute`."""
 
     sides: Sides
     plan_given: Plan | None
@@ -46,7 +41,7 @@ class BlockCall(NamedTuple):
     shape: tuple[int, ...] | None = None
     profile: str | Path | Profile = "auto"
     check_replicated: bool | None = None
-    ad: Derivatives = "linear"
+    ad: str = "linear"
 
     @classmethod
     def of(
@@ -82,9 +77,8 @@ class BlockCall(NamedTuple):
     def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
         """The block under the left layout -> the block under the right one.
 
-        mesh_axes: for a block at the border of a `shard_map`, all axes of the mesh: the block must be
-        invariant along those that the left side does not name, and equal sides leave it as it is. Default:
-        the plan's.
+        mesh_axes: at the border of a `shard_map` all axes of the mesh: the block must be invariant along
+        those that the left side does not name, and equal sides leave it as it is. Default: the plan's.
         """
         text = self.sides.text
         x = as_array(x, text)
@@ -93,37 +87,33 @@ class BlockCall(NamedTuple):
             shape = None if self.shape is None else (*self.shape, words.shape[-1])
             return keys_of(self._replace(sides=wider, shape=shape).run(words, mesh_axes))
         plan = self.plan(x)
-        if mesh_axes is not None and self.sides.src == self.sides.dst:
-            return with_entry_type(x, plan, text, mesh_axes)
-        return execute(plan, with_entry_type(x, plan, text, mesh_axes), text, self.check_replicated, self.ad)
+        x = with_entry_type(x, plan, text, mesh_axes)
+        stays = mesh_axes is not None and self.sides.src == self.sides.dst
+        return x if stays else execute(plan, x, text, self.check_replicated, self.ad)
 
 
 def execute(
-    plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: Derivatives = "linear"
+    plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: str = "linear"
 ) -> jax.Array:
     """A block of the type that `with_entry_type` gives it, under `plan.src` -> the block under `plan.dst`."""
     return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)
 
 
 def sides_of(expression: Any) -> Sides:
-    """The sides of an expression. Raises as `sides` does, and NotationError for a spec of JAX."""
+    """The sides of an expression. Raises NotationError for a spec of JAX, too."""
     if isinstance(expression, jax.Array | np.ndarray):
         raise NotationError("an array in place of the layouts", hint="the array comes first")
-    layouts = expression if isinstance(expression, tuple) else (expression,)
-    specs = [layout for layout in layouts if isinstance(layout, SPECS)]
-    if specs:
-        raise NotationError(
-            f"a {type(specs[0]).__name__} in place of a layout",
-            hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
-        )
+    for layout in expression if isinstance(expression, tuple) else (expression,):
+        if isinstance(layout, SPECS):
+            raise NotationError(
+                f"a {type(layout).__name__} in place of a layout",
+                hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
+            )
     return sides(expression)
 
 
 def as_array(x: Any, text: str) -> jax.Array:
-    """A block or array, maybe of numpy, as an array of JAX.
-
-    Raises NotationError for an expression, DtypeError if JAX would narrow the dtype or cannot hold the value.
-    """
+    """A block or array, maybe of numpy, as an array of JAX, which DtypeError says that it cannot hold."""
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, str | Layout | Plan):
@@ -153,7 +143,7 @@ def check_dtype(dtype: np.dtype, text: str) -> None:
 
 
 def check_plan(plan: Plan, what: str, shape: tuple[int, ...] | None, dtype: str) -> None:
-    """Raise for an array of another shape or dtype than a given plan is for. what: the array, in errors."""
+    """Raise for an array of another shape or dtype than a given plan is for."""
     if dtype != plan.dtype:
         raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
     if shape not in (None, plan.shape):
@@ -165,7 +155,7 @@ def with_entry_type(
 ) -> jax.Array:
     """The block, declared as `apply` needs it: varying along the source's axes, invariant along others.
 
-    axes: the others; default: the plan's. layout: the part of the text that errors mark; default: all of it.
+    axes: the others; default: the plan's. layout: the part of the text that errors mark.
     """
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)
@@ -196,10 +186,7 @@ def are_keys(x: jax.Array) -> bool:
 
 
 def as_words(keys: jax.Array, parsed: Sides) -> tuple[jax.Array, Sides, Callable[[jax.Array], jax.Array]]:
-    """PRNG keys -> their words, `[..., words]`, the expression with that dim, and the function back to keys.
-
-    Raises DtypeError for layouts under which keys would be added or filled in.
-    """
+    """PRNG keys -> their words, `[..., words]`, the expression with that dim, the function back to keys."""
     src, dst = (_with_words(layout.resolved(keys.ndim), parsed.text) for layout in parsed[:2])
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
     return jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of
@@ -207,11 +194,8 @@ def as_words(keys: jax.Array, parsed: Sides) -> tuple[jax.Array, Sides, Callable
 
 def _with_words(layout: Layout, text: str) -> Layout:
     if any(dim.overlap for dim in layout.dims) or any(kind != "copy" for kind, _ in layout.tags):
-        raise DtypeError(
-            f"PRNG keys under '{layout}'",
-            text=text,
-            hint="keys are only moved: use copy alone, and no overlap",
-        )
+        hint = "keys are only moved: use copy alone, and no overlap"
+        raise DtypeError(f"PRNG keys under '{layout}'", text=text, hint=hint)
     name = next(f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names)
     return replace(layout, dims=(*layout.dims, Dim(name)))
 
@@ -229,22 +213,20 @@ def redistribute(
     """This device's block under the left layout -> its block under the right one, differentiable.
 
     x: a block, or a pytree of blocks. layouts: `"layout -> layout"`, a pair of layouts, or a plan; for a
-    pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix with either in the place
-    of a branch. mesh: default: the mesh of the context.
-    shape: the global shape, for a pytree one for all or a tree of shapes. Default: the numbers of the layout,
-    as in `n/sizes(dp,2,3)`, else all blocks are assumed to be equal. An uneven block has the shape of the
+    pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix of these. mesh: default:
+    the mesh of the context. shape: the global shape, or a tree of shapes. Default: the numbers of the layout,
+    as in `n/sizes(dp,2,3)`, else all blocks are taken to be equal. An uneven block has the shape of the
     largest: its padding may hold anything on the way in and is zero on the way out.
-    profile: the machine to plan for. check_replicated: for debugging, compare the replicas and copies of `x`,
-    and of the cotangents in the backward pass. Default: the environment variable XSHARD_CHECK_REPLICATED.
-    ad: "linear" supports every mode of differentiation. "custom_vjp" supports reverse mode only, and jaxprs
-    show the collectives of `jax.lax`.
-    Axes that the layouts do not name are left alone: blocks may differ along them. With `check_vma=True` the
-    result is invariant along an axis that only the left side names. Blocks of PRNG keys are moved too, under
-    layouts that neither add nor overlap.
+    profile: the machine to plan for. check_replicated: for debugging, compare replicas and copies, forward
+    and backward. Default: the environment variable XSHARD_CHECK_REPLICATED.
+    ad: "linear" supports every mode of differentiation; "custom_vjp" reverse mode only, and jaxprs show the
+    collectives of `jax.lax`.
+    Blocks may differ along axes that the layouts do not name. With `check_vma=True` the result is invariant
+    along an axis that only the left side names. Blocks of PRNG keys are only moved: no sums, no overlaps.
 
     Raises while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError for an
-    undefined gradient; XshardError for layouts that do not fit the pytree. With `check_replicated` a run may
-    raise JAX's error with the text of a ReplicaError.
+    undefined gradient; XshardError for layouts that do not fit the pytree. While running: JAX's error with
+    the text of a ReplicaError.
 
     >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
     >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
@@ -262,12 +244,9 @@ def redistribute(
 
 def is_expression(value: Any) -> bool:
     """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return all(
-            isinstance(side, (Layout, *SPECS)) or (isinstance(side, str) and "->" not in side)
-            for side in value
-        )
-    return isinstance(value, (str, Plan, Sides, *SPECS))
+    if not isinstance(value, tuple) or len(value) != 2:
+        return isinstance(value, (str, Plan, Sides, *SPECS))
+    return all(isinstance(v, (Layout, *SPECS)) or (isinstance(v, str) and "->" not in v) for v in value)
 
 
 def _is_shape(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Common cases of `redistribute` under their usual names: `all_gather`, `halo_exchange`, ...
 
-Each takes the arguments of its twin in `torch_bridge` and only writes the expression. They work where
-`redistribute` does: inside `jax.shard_map` with `check_vma=True` or `False`, inside `jax.pmap` and, along one
-axis, inside `jax.vmap(axis_name=)`.
+They work where `redistribute` does: inside `jax.shard_map`, `jax.pmap` and, along one axis,
+`jax.vmap(axis_name=)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import jax
@@ -39,41 +39,28 @@ __all__ = [
 ]
 
 Grad = Literal["sum", "replicated"]
+Shape = Sequence[int] | None
 
 
 def all_gather(
-    x: jax.Array,
-    dim: int,
-    axis: Axes,
-    mesh: AnyMesh | None = None,
-    *,
-    grad: Grad,
-    shape: Sequence[int] | None = None,
+    x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad, shape: Shape = None
 ) -> jax.Array:
     """Concatenate the blocks along `axis` along `dim`: `n/axis -> n`.
 
-    grad: how the gradients of the devices' results combine. "sum": they differ and add up, and the backward
-    pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
+    grad: "sum": gradients of the devices' results differ and add up (reduce-scatter); "replicated": they are
+    equal (a slice).
     """
-    src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x)) + gradient_tag(axis, grad)
-    return _moved(x, src, dst, mesh, shape)
+    return _moved(x, {dim: sharded(axis)}, gradient_tag(axis, grad), mesh, shape)
 
 
 def reduce_scatter(
-    x: jax.Array,
-    dim: int,
-    axis: Axes,
-    mesh: AnyMesh | None = None,
-    *,
-    op: str = "sum",
-    shape: Sequence[int] | None = None,
+    x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, op: str = "sum", shape: Shape = None
 ) -> jax.Array:
     """Reduce the blocks along `axis` and shard the result along `dim`: `n | sum(axis) -> n/axis`.
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
-    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x), {dim: sharded(axis)})
-    return _moved(x, src, dst, mesh, shape)
+    return _moved(x, tag(op, axis), {dim: sharded(axis)}, mesh, shape)
 
 
 def all_reduce(
@@ -81,11 +68,10 @@ def all_reduce(
 ) -> jax.Array:
     """Reduce the blocks along `axis`; every device gets the result: `n | sum(axis) -> n`.
 
-    op: sum, mean, max or min. grad: "sum": the gradients of the devices' results add up, and the backward
-    pass all-reduces. "replicated": they are equal, and the backward pass moves nothing.
+    op: sum, mean, max or min. grad: "sum": gradients of the devices' results add up (all-reduce);
+    "replicated": they are equal (moves nothing).
     """
-    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x)) + gradient_tag(axis, grad)
-    return _moved(x, src, dst, mesh)
+    return _moved(x, tag(op, axis), gradient_tag(axis, grad), mesh)
 
 
 def all_to_all(
@@ -103,10 +89,7 @@ def all_to_all(
 
     split_order, concat_order: the orders of their rows: block, zigzag, cyclic or balanced.
     """
-    src, dst = (
-        dims(np.shape(x), {concat_dim: sharded(axis, concat_order)}),
-        dims(np.shape(x), {split_dim: sharded(axis, split_order)}),
-    )
+    src, dst = {concat_dim: sharded(axis, concat_order)}, {split_dim: sharded(axis, split_order)}
     return _moved(x, src, dst, mesh, shape)
 
 
@@ -127,8 +110,7 @@ def halo_exchange(
     zero, constant(1.5), periodic, reflect, edge, none, pole, or one for each end ("edge,zero").
     The backward pass adds the gradients of all copies of a row at its owner.
     """
-    src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x), {dim: halo(axis, width, boundary)})
-    return _moved(x, src, dst, mesh, shape)
+    return _moved(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
 
 
 def trim_halo(
@@ -148,18 +130,16 @@ def trim_halo(
     >>> jax.pmap(both, "sp")(jax.numpy.ones((1, 4))).shape  # one block on one device
     (1, 4)
     """
-    src, dst = dims(np.shape(x), {dim: halo(axis, width, boundary)}), dims(np.shape(x), {dim: sharded(axis)})
-    return _moved(x, src, dst, mesh, shape)
+    return _moved(x, {dim: halo(axis, width, boundary)}, {dim: sharded(axis)}, mesh, shape)
 
 
 def shard(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
     """Take this device's part of `dim` of a block replicated along `axis`: `n -> n/axis`.
 
-    grad: the gradient of the block. "sum": each device gets its own contribution (zero outside its part).
-    "replicated": all devices get the same, and the backward pass all-gathers.
+    grad: the gradient of the block. "sum": each device has its own addend (zero outside its part);
+    "replicated": all have the same (all-gather).
     """
-    src, dst = dims(np.shape(x)) + gradient_tag(axis, grad), dims(np.shape(x), {dim: sharded(axis)})
-    return _moved(x, src, dst, mesh)
+    return _moved(x, gradient_tag(axis, grad), {dim: sharded(axis)}, mesh)
 
 
 def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
@@ -167,8 +147,7 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
 
     Moves nothing; the backward pass all-reduces.
     """
-    block = dims(np.shape(x))
-    return _moved(x, block, block + gradient_tag(axis, "sum"), mesh)
+    return _moved(x, "", gradient_tag(axis, "sum"), mesh)
 
 
 def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int]) -> jax.Array:
@@ -184,10 +163,16 @@ def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequ
     return valid(sharding_here(layout, shape, mesh))
 
 
+_Side = dict[int, str] | str  # the shards of some dims, or a tag
+
+
 def _moved(
-    x: jax.typing.ArrayLike, src: str, dst: str, mesh: AnyMesh | None, shape: Sequence[int] | None = None
+    x: jax.typing.ArrayLike, src: _Side, dst: _Side, mesh: AnyMesh | None, shape: Shape = None
 ) -> jax.Array:
-    expression = f"{src} -> {dst}"
+    sides = (
+        dims(np.shape(x)) + side if isinstance(side, str) else dims(np.shape(x), side) for side in (src, dst)
+    )
+    expression = " -> ".join(sides)
     return redistribute(as_array(x, expression), expression, mesh, shape=shape)
 
 
@@ -206,9 +191,7 @@ def positions(
     no mesh is given.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> positions(
-    ...     "b s/zigzag(cp)", mesh, shape=(3, 8), dim="s"
-    ... ).tolist()  # one device has all rows in their order
+    >>> positions("b s/zigzag(cp)", mesh, shape=(3, 8), dim="s").tolist()  # one device has all rows
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
     shape = lengths_of(shape)
@@ -233,8 +216,5 @@ def positions(
 def _table(sharding: Sharding, dim: int) -> Table:
     """The rows of every device along the dim's axes, padded to the most."""
     axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
-
-    def rows_of(device: int) -> Table:
-        return sharding.layout.positions(sharding.mesh, sharding.shape, dim, device)
-
+    rows_of = partial(sharding.layout.positions, sharding.mesh, sharding.shape, dim)
     return table(sharding.mesh, axes, width, rows_of)

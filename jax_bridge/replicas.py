@@ -1,8 +1,8 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
 Devices compare along every axis, and then exchange the differences, so that all of them raise or none. A host
-callback that the block depends on gives the verdict, in eager and jitted programs. A block that is invariant
-along an axis is equal by JAX's own proof, and not compared along it.
+callback that the block depends on gives the verdict. A block that is invariant along an axis is equal by
+JAX's own proof, and not compared along it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from xshard.replicas import ReplicaCheck
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     """`apply`, with checks at run time, which raise JAX's error with the text of a ReplicaError.
 
-    The forward pass compares `x` along the replicas and copies of the left side; the backward pass compares
-    the cotangents of the result along the replicas and copies of the right side's dual. text: for the error.
+    The forward pass compares `x` by the left side, the backward pass the cotangents by the right side's dual.
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
     check = ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False)
@@ -46,20 +45,21 @@ class _Watched(NamedTuple):
     check: ReplicaCheck
 
 
-Watched = ReplicaCheck | _Watched
-
-
-def _watched(check: ReplicaCheck) -> Watched:
+def _watched(check: ReplicaCheck) -> ReplicaCheck | _Watched:
     return check if replicas.WATCH is None else _Watched(replicas.WATCH(check), check)
 
 
-def _compared(x: jax.Array, check: Watched | None, judge: Callable[..., jax.Array]) -> jax.Array:
-    """The block, after the comparison.
-
-    judge: the check and the differences of all devices -> True, or an error.
-    """
+def _compared(
+    x: jax.Array, check: ReplicaCheck | _Watched | None, judge: Callable[..., jax.Array]
+) -> jax.Array:
+    """The block, after the comparison. judge: check, differences of all devices -> True, or an error."""
     if isinstance(check, _Watched):
-        return _seen(x, check)
+        see, (sharding, everyone) = check.see, check.check[:2]
+        block = without_padding(x, sharding)
+        is_seen = _on_host(
+            lambda device, block: see(int(device), block.copy()), lax.axis_index(everyone.axes), block
+        )
+        return jnp.where(is_seen, x, jnp.zeros_like(x))
     if check is None or not any(_may_differ(x, axis) for axis in check.axes):
         return x
     axes, mesh = check.axes, check.mesh
@@ -91,13 +91,6 @@ def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
         np.asarray(result)[...] = True
 
     return host_callback(call, jax.ShapeDtypeStruct((), bool))(*arrays)
-
-
-def _seen(x: jax.Array, watched: _Watched) -> jax.Array:
-    """The block, after the watcher has seen it."""
-    index, block = lax.axis_index(watched.check.mesh.axes), without_padding(x, watched.check.sharding)
-    is_seen = _on_host(lambda device, block: watched.see(int(device), block.copy()), index, block)
-    return jnp.where(is_seen, x, jnp.zeros_like(x))
 
 
 def _judge(check: ReplicaCheck, table: jax.Array) -> jax.Array:
@@ -133,16 +126,16 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array, dim: int | None, along: Batch, *, entering: Watched | None, returning: Watched | None
+    x: jax.Array, dim: int | None, along: Batch, **checks: ReplicaCheck | _Watched | None
 ) -> tuple[jax.Array, int | None]:
-    for check in (entering, returning):
+    for check in checks.values():
         if isinstance(check, ReplicaCheck) and along.name in check.axes:
             raise XshardError(
                 f"check_replicated along {along.name!r}, which is a batch of vmap",
                 text=check.text,
                 hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
             )
-    return _expect(batch_first(x, dim, along.size), entering=entering, returning=returning), 0
+    return _expect(batch_first(x, dim, along.size), **checks), 0
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
@@ -153,8 +146,6 @@ _expect: Callable[..., jax.Array] = linear_primitive(
         ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering, _judge)
     ),
     abstract_eval=lambda x, **_: (x, set()),
-    transpose=lambda cotangent, entering, returning: _expect(
-        cotangent, entering=returning, returning=entering
-    ),
+    transpose=lambda ct, entering, returning: _expect(ct, entering=returning, returning=entering),
     batch=_batched,
 )

@@ -21,8 +21,7 @@ __all__ = ["from_partition_spec", "to_named_sharding", "to_partition_spec"]
 def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
     """A layout -> the equivalent spec: `sum` is unreduced, `copy` is reduced.
 
-    ndim: dims of the array, needed for `...`. JAX accepts unreduced and reduced specs only on meshes with
-    Explicit axes.
+    ndim: dims of the array, needed for `...`. JAX takes unreduced and reduced specs on Explicit axes only.
     Raises PlanError for a layout that no spec can express: with orders, overlaps, mean, max or min.
 
     >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
@@ -30,19 +29,15 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     """
     layout = Layout.parse(layout)
     layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
-    text = str(layout)
+    hint = "its blocks are contiguous; reshard keeps a dim of another order in storage order"
     for dim in layout.dims:
         if dim.overlap is not None:
-            raise PlanError("a PartitionSpec cannot have overlaps", text=text)
+            raise PlanError("a PartitionSpec cannot have overlaps", text=str(layout))
         for shard in dim.shards:
             if shard.order != "block":
-                raise PlanError(
-                    f"a PartitionSpec cannot have order '{shard}'",
-                    text=text,
-                    hint="its blocks are contiguous; reshard keeps a dim of another order in storage order",
-                )
+                raise PlanError(f"a PartitionSpec cannot have order '{shard}'", text=str(layout), hint=hint)
     if layout.tagged("mean", "max", "min"):
-        raise PlanError("a PartitionSpec can only have the reduction sum", text=text)
+        raise PlanError("a PartitionSpec can only have the reduction sum", text=str(layout))
     entries = [dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims]
     return PartitionSpec(*entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy")))
 
@@ -50,8 +45,8 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
 def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
     """A spec of an array of `ndim` dims -> the layout. names: names of the dims; default: `d0`, `d1`, ...
 
-    Raises ShapeError for more or fewer names or more dims, PlanError for a spec that leaves a dim open,
-    NotationError for anything but a spec.
+    Raises ShapeError for other numbers of names or dims, PlanError for an open dim, NotationError for
+    anything but a spec.
 
     >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
     'd0/dp d1 d2/(cp,tp)'
@@ -64,9 +59,7 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
         raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
-    cuts = cuts_of(spec)
-    entries = [*cuts, *[None] * (ndim - len(cuts))]
-    dims = []
+    entries, dims = [*cuts_of(spec), *[None] * (ndim - len(spec))], []
     for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
         axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
         if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
@@ -80,8 +73,8 @@ def to_named_sharding(
 ) -> NamedSharding:
     """A layout on a mesh of JAX -> the sharding.
 
-    Raises as `to_partition_spec` does; MeshError for anything but a mesh of JAX, and for tags on one with
-    Auto axes; NotationError for an axis that the mesh does not have.
+    Raises PlanError; MeshError for anything but a mesh of JAX, and for tags on one with Auto axes;
+    NotationError for an axis that the mesh lacks.
     """
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
@@ -100,5 +93,5 @@ def storage_layout(layout: Layout) -> Layout:
 
 
 def storage_sharding(layout: Layout, mesh: JaxMesh | AbstractMesh) -> NamedSharding:
-    """JAX's sharding of an array in storage order. Raises as `to_named_sharding` does."""
+    """JAX's sharding of an array in storage order."""
     return to_named_sharding(storage_layout(layout), mesh)

@@ -11,8 +11,6 @@ from xshard import Layout, Plan, Rules, XshardError
 from xshard.plans.expression import Sides
 from xshard.trees import Leaf, leaf_name, spread
 
-Test = Callable[[Any], bool]
-
 
 def is_array(x: Any) -> bool:
     """True for an array of any framework, and for its type or shape; False for numbers and functions."""
@@ -27,15 +25,15 @@ def is_layout(value: Any) -> bool:
 def leaves_of(
     given: Any,
     tree: Any,
-    is_value: Test = is_layout,
+    is_value: Callable[[Any], bool] = is_layout,
     *,
-    is_leaf: Test | None = None,
-    takes_value: Test = lambda _: True,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    takes_value: Callable[[Any], bool] = lambda _: True,
 ) -> list[Leaf]:
     """Every leaf of a tree with the value given for it, in JAX's order.
 
-    given: one value for all leaves, rules, or a pytree prefix with either in the place of a branch; names
-    then count from there. is_value: True for one value. takes_value: False for leaves with the value None.
+    given: one value for all leaves, rules, or a pytree prefix of these; names then count from there.
+    is_value: True for one value. takes_value: False for leaves with the value None.
     Raises XshardError if the prefix has other branches, and as `Rules.match` does.
 
     >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
@@ -48,11 +46,9 @@ def leaves_of(
     try:
         branches = structure.flatten_up_to(tree)
     except ValueError as error:
-        raise XshardError(
-            f"the expressions do not fit the arrays: {error}",
-            hint="pass one for all arrays, or a pytree prefix of the arrays with one for each; rules over "
-            "names are an xshard.Rules",
-        ) from None
+        reason = f"the expressions do not fit the arrays: {error}"
+        hint = "pass one for all arrays, or a pytree prefix of the arrays; rules over names: xshard.Rules"
+        raise XshardError(reason, hint=hint) from None
     parts = ((leaf_name(path), value, branch) for (path, value), branch in zip(values, branches, strict=True))
     return spread(parts, lambda branch: _named_leaves(branch, is_leaf), takes_value)
 
@@ -62,13 +58,9 @@ def array_leaves(given: Any, tree: Any) -> list[Leaf]:
     return leaves_of(given, tree, takes_value=is_array)
 
 
-def _named_leaves(tree: Any, is_leaf: Test | None) -> list[tuple[str, Any]]:
+def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Leaves by name. A variable of flax nnx, or a box of linen, has the name of what it is."""
-
-    def has_name(x: Any) -> bool:
-        return _is_box(x) or (is_leaf is not None and is_leaf(x))
-
-    named = jax.tree_util.tree_flatten_with_path(tree, has_name)[0]
+    named = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))[0]
     return [(leaf_name(path), x) for path, box in named for x in jax.tree.leaves(box, is_leaf=is_leaf)]
 
 

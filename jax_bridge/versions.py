@@ -1,7 +1,4 @@
-"""Everything used of JAX that JAX does not promise to keep: primitives, types along manual axes, callbacks.
-
-Written for 0.10; the only file to change for a release that differs.
-"""
+"""Everything used of JAX that JAX does not promise to keep: the only file to change for another release."""
 
 from __future__ import annotations
 
@@ -10,9 +7,11 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
+
+# Also in jax.extend.core, which imports Pallas.
+from jax._src.core import Primitive, unsafe_get_axis_names
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import Primitive, unsafe_get_axis_names_DO_NOT_USE  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -27,7 +26,7 @@ if jax.__version_info__ < OLDEST:
 
 def named_axes() -> Collection[object]:
     """The axes that collectives can name here: manual ones, and those that `vmap` has bound."""
-    return unsafe_get_axis_names_DO_NOT_USE()
+    return unsafe_get_axis_names()
 
 
 class Batch(NamedTuple):
@@ -48,11 +47,7 @@ def linear_primitive(
     batch: the array, its batch dim or None, the batch -> the result and its batch dim.
     """
     primitive = _primitive(name, **rules)
-
-    def transposed(cotangent: jax.Array, _: object, **params: object) -> list[jax.Array]:
-        return [transpose(cotangent, **params)]
-
-    ad.deflinear2(primitive, transposed)
+    ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
     jet.deflinear(primitive)
     return primitive.bind
 
@@ -62,15 +57,17 @@ def bilinear_primitive(
 ) -> Callable[..., jax.Array]:
     """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
 
-    Under differentiation the value is computed by the operations of `run`, which policies of `jax.checkpoint`
-    look for. transposes: cotangent, type of one array, the other array -> cotangent of the one.
+    transposes: cotangent, type of one array, the other array -> cotangent of the one.
     """
     primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
         terms = [primitive.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
-        return run(*primals, **params), reduce(ad.add_tangents, terms)
+        value = run(
+            *primals, **params
+        )  # not the primitive: policies of jax.checkpoint look for the operations
+        return value, reduce(ad.add_tangents, terms)
 
     ad.defbilinear(
         primitive,
@@ -104,10 +101,8 @@ def _primitive(
 
     batching.fancy_primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-    for platform, runs_there in (on_platforms or {}).items():
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(runs_there, multiple_results=False), platform=platform
-        )
+    for platform, there in (on_platforms or {}).items():
+        mlir.register_lowering(primitive, mlir.lower_fun(there, multiple_results=False), platform=platform)
     return primitive
 
 
@@ -142,10 +137,7 @@ def changed_type(manual: Any, **axes: frozenset[str]) -> Any:
 
 
 def unreduced_kind(typed: Any) -> str:
-    """The pending reduction of unreduced values, in a type along manual axes or a spec.
-
-    "sum", the only one before JAX 0.12; since then also "max" and "min".
-    """
+    """The pending reduction of unreduced values, in a type along manual axes or a spec: before 0.12 "sum"."""
     kind = getattr(typed, "unreduced_kind", None)
     return "sum" if kind is None else str(kind.name)
 
@@ -162,9 +154,6 @@ def cotangent_type(manual: Any) -> Any:
 
 
 def host_callback(function: Callable[..., None], types: Any) -> Callable[..., Any]:
-    """`function(context, results, *arguments)`, called by XLA on the memory of its device.
-
-    `jax.pure_callback` holds one of XLA's threads while others copy its arguments: with as many devices as
-    threads it deadlocks.
-    """
+    """`function(context, results, *arguments)`, called by XLA on the memory of its device."""
+    # `jax.pure_callback` holds a thread while others copy: with a device per thread it deadlocks.
     return buffer_callback(function, types, vmap_method="sequential")

@@ -1,8 +1,8 @@
 """The one differentiable function: a plan. Its gradient is the dual plan.
 
-No collective has a derivative of its own. To JAX a linear plan is a linear map,
-which supports every mode (`primitive`), or a function with a rule for reverse mode (`custom_vjp`). The
-tangent of `max` and `min` consists of linear plans, and reverse mode is its transpose.
+No collective has a derivative of its own. To JAX a linear plan is a primitive, a linear map that supports
+every mode, or a function with a rule for reverse mode (`custom_vjp`). The tangent of `max` and `min` consists
+of linear plans, and reverse mode is its transpose.
 
 The cotangent *inside* the program that the devices run always follows the duality: the cotangent of a block
 under layout `l` is a block under `l.dual`. Along a replicated axis every device holds the one cotangent of
@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,8 @@ def batch_dim(plan: Plan, cut: tuple[str, ...]) -> Dim:
 
 @lru_cache(maxsize=1024)
 def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
-    """The same steps on an array with one more dim, first, of length `n`: whole, or cut over axes of the mesh
-    that the steps do not use."""
+    """The same steps on an array with a new first dim of length `n`: whole, or cut over axes that they do not
+    use."""
     dim = batch_dim(plan, cut)
 
     def wider(layout: Layout) -> Layout:
@@ -67,21 +67,13 @@ def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
         layouts = {f.name: getattr(step, f.name) for f in fields(step)}  # type: ignore[arg-type]
         return replace(step, **{k: wider(v) for k, v in layouts.items() if isinstance(v, Layout)})  # type: ignore[type-var]
 
-    return replace(
-        plan,
-        src=wider(plan.source.layout),
-        dst=wider(plan.target.layout),
-        shape=(n, *plan.shape),
-        steps=tuple(map(stepping, plan.steps)),
-        memory_limit=plan.memory_limit and n * plan.memory_limit,
-    )
+    src, dst, steps = wider(plan.source.layout), wider(plan.target.layout), tuple(map(stepping, plan.steps))
+    limit = plan.memory_limit and n * plan.memory_limit
+    return replace(plan, src=src, dst=dst, shape=(n, *plan.shape), steps=steps, memory_limit=limit)
 
 
 def _run(x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE) -> jax.Array:
-    """The block after the plan, by collectives of `jax.lax`.
-
-    devices: the axis named by `vmap`; the first dim here has one block per device along it.
-    """
+    """The block after the plan. devices: an axis named by `vmap`: the first dim has a block per device."""
     one = partial(run, plan, transport=transport)
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
 
@@ -97,13 +89,7 @@ def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
 
 
 def batch(
-    bind: Callable[..., jax.Array],
-    x: jax.Array,
-    dim: int | None,
-    along: Batch,
-    *,
-    plan: Plan,
-    devices: str | None,
+    bind: Callable[..., Any], x: jax.Array, dim: int | None, along: Batch, *, plan: Plan, devices: str | None
 ) -> tuple[jax.Array, int | None]:
     """Batch an operation that carries a plan: the same operation with the batched plan."""
     if along.name in plan.mesh.axes and along.size > 1:
@@ -114,28 +100,17 @@ def batch(
     return bind(jnp.moveaxis(x, dim, new), plan=batched(plan, along.size), devices=devices), new
 
 
-def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
-    return _move(cotangent, plan=plan.backward, devices=devices)
-
-
 _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_move",
     run=_run,
     abstract_eval=abstract_eval,
-    transpose=_transpose,
+    transpose=lambda cotangent, *, plan, devices: _move(cotangent, plan=plan.backward, devices=devices),
     batch=lambda *block, **params: batch(_move, *block, **params),
     on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_run, transport=RAGGED)),
 )
 
 
 Move = Callable[[Plan, jax.Array], jax.Array]
-
-
-class Mode(NamedTuple):
-    """How a block, and how its tangent, goes through a plan."""
-
-    move: Move
-    tangent: Move
 
 
 def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
@@ -146,24 +121,24 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
     """
     # The constants of a boundary are not linear in x: they are filled in afterwards.
     linear = plan.tangent
-    y = MODES[ad].move(linear, x) if plan.src.is_linear else _extreme(linear, ad, x)
+    y = MODES[ad][0](linear, x) if plan.src.is_linear else _extreme(linear, ad, x)
     return y if linear is plan else with_fills(y, plan.target)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _extreme(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
-    return MODES[ad].move(plan, x)
+    return MODES[ad][0](plan, x)
 
 
 @_extreme.defjvp
 def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     """Equal shares of the winners' tangents: the transpose of this map is the cotangent plan."""
-    (x,), (tangent,), mode = primals, tangents, MODES[ad]
+    (x,), (tangent,), (forward, tangent_map) = primals, tangents, MODES[ad]
     y, plans = apply(plan, x, ad), max_min_plans(plan)
-    won = x == mode.move(plans.result, y)
-    count = mode.move(plans.count, won.astype(x.dtype))
+    won = x == forward(plans.result, y)
+    count = forward(plans.count, won.astype(x.dtype))
     share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
-    return y, mode.tangent(plans.cotangent.backward, share)
+    return y, tangent_map(plans.cotangent.backward, share)
 
 
 # `ad="custom_vjp"`: jaxprs show the collectives to their readers, as policies of `jax.checkpoint`. Forward
@@ -215,7 +190,8 @@ def _reverse_only(plan: Plan, tangent: jax.Array) -> jax.Array:
     return _pulled(tangent, plan=plan, devices=None)
 
 
-MODES = {
-    "linear": Mode(move, move),
-    "custom_vjp": Mode(lambda plan, x: _collectives(plan, _reverse_only, x), _reverse_only),
+# How a block, and how its tangent, goes through a plan.
+MODES: dict[str, tuple[Move, Move]] = {
+    "linear": (move, move),
+    "custom_vjp": (lambda plan, x: _collectives(plan, _reverse_only, x), _reverse_only),
 }

@@ -30,10 +30,7 @@ def multiplied(x: jax.Array, y: jax.Array, names: Sequence[Names], **options: An
 
 
 def _run(x: jax.Array, y: jax.Array, *, names: Any, cuts: Any, **options: Any) -> jax.Array:
-    """names: names of the dims of both, and of the result.
-
-    cuts: Explicit axes that shard the result, or None.
-    """
+    """names: names of the dims of both and of the result. cuts: Explicit axes that shard it, or None."""
     kept, sizes = names[2], dict(zip(itertools.chain(*names[:2]), (*x.shape, *y.shape), strict=True))
 
     def rows_of(i: int) -> tuple[int, int, Names, Names]:

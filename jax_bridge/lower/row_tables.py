@@ -1,7 +1,6 @@
 """Rows of padded blocks, picked by tables: the local part of every step in an SPMD program.
 
-Each device picks its own rows in one program: a table is a numpy constant with one row of positions per
-device. Every block is padded with zeros to the largest; padding stays zero.
+A table is a numpy constant with one row of positions per device. Padding with zeros stays zero.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.A
     chunk = _chunk(positions, length)
     chunks = positions[:, ::chunk] // chunk
     filled = bool((chunks < 0).any())
-    if filled:
-        chunks = np.where(chunks < 0, length // chunk, chunks)  # out of bounds: filled
+    chunks = np.where(chunks < 0, length // chunk, chunks)  # out of bounds: filled
     x = x.reshape(*x.shape[:dim], length // chunk, chunk, *x.shape[dim + 1 :])
     taken = x.at[(slice(None),) * dim + (mine(chunks.astype(np.int32), axes),)].get(
         mode="fill" if filled else "promise_in_bounds", fill_value=0, wrap_negative_indices=False
@@ -90,8 +88,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     for dim, length in enumerate(sharding.max_local_shape):
         axes = [axis for axis in sharding.layout.dims[dim].axes if mesh.size(axis) > 1]
         devices = mesh.group(0, axes)  # the same along other axes: the type stays invariant
-        values = np.zeros((len(devices), length))
-        outside = np.zeros(values.shape, bool)
+        values, outside = np.zeros((len(devices), length)), np.zeros((len(devices), length), bool)
         for i, device in enumerate(devices):
             for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:

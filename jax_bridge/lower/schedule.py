@@ -1,8 +1,7 @@
-"""Messages in rounds: in one round every device sends at most one and receives at most one.
+"""Messages in rounds, for transports that permute: every device sends and receives at most one in a round.
 
-For transports that only permute. Messages are the edges of a bipartite graph of senders and receivers, rounds
-a colouring of its edges. The minimum, the largest number of messages at one device, is always reached (König
-1916).
+Rounds colour the edges of the bipartite graph of senders and receivers. The minimum, the most messages at one
+device, is always reached (König 1916).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MOST_PADDING = 1.02  # received elements per element of the messages; above it r
 class Schedule(NamedTuple):
     """The messages of an exchange in rounds.
 
-    local: messages of devices to themselves, one shape and at most one per device in each round.
-    sent: the rounds of all other messages.
+    local: messages of devices to themselves, one shape and at most one per device in each round. sent: all
+    others. every: both, the local ones first.
     """
 
     local: tuple[Round, ...]
@@ -34,7 +33,6 @@ class Schedule(NamedTuple):
 
     @property
     def every(self) -> tuple[Round, ...]:
-        """All rounds, the local ones first."""
         return self.local + self.sent
 
 
@@ -47,14 +45,11 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
 
 
 def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
-    """The schedule of messages. adds: True if boxes are added up.
-
-    Local messages join the rounds if that adds no round: a device that receives nothing then still has a
-    box to write. Not if boxes are added up, since a sum starts with the device's own box.
-    """
+    """The schedule of messages. adds: True if boxes are added up: a sum starts with the device's own box."""
+    # Else local messages join the rounds if that adds none: devices that receive nothing still write a box.
     sent = _in_rounds([m for m in messages if not _is_local(m)])
     # The busiest device's messages bound the rounds from below: most schedules need not be tried.
-    if not adds and _busiest(map(_edge, messages)) <= len(sent):
+    if not adds and _busiest((m.src, m.dst) for m in messages) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
             return Schedule((), tuple(joint))
@@ -84,7 +79,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
-    colours = edge_colours(list(map(_edge, messages)))
+    colours = edge_colours([(m.src, m.dst) for m in messages])
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
@@ -93,21 +88,16 @@ def _coloured(messages: Sequence[Message]) -> list[Round]:
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
     """Local messages in rounds: the first of every device, then the second, ..."""
-    turns: list[list[Message]] = []
-    for _, own in itertools.groupby(local, key=lambda m: m.dst):
-        for turn, message in enumerate(own):
-            turns += [[]] if turn == len(turns) else []
-            turns[turn].append(message)
-    return [tuple(turn) for turn in turns]
+    by_device = [list(own) for _, own in itertools.groupby(local, key=lambda m: m.dst)]
+    return [tuple(m for m in turn if m is not None) for turn in itertools.zip_longest(*by_device)]
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
     """Elements that the busiest device receives, with or without the padding of the rounds."""
     elements: Counter[int] = Counter()
     for messages in schedule:
-        for message in messages:
-            if not _is_local(message):
-                elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
+        for message in itertools.filterfalse(_is_local, messages):
+            elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
     return max(elements.values(), default=0)
 
 
@@ -151,10 +141,6 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
 def _busiest(edges: Iterable[tuple[int, int]]) -> int:
     """The most edges at one vertex."""
     return max((n for side in zip(*edges, strict=True) for n in Counter(side).values()), default=0)
-
-
-def _edge(message: Message) -> tuple[int, int]:
-    return message.src, message.dst
 
 
 def _first_free(used: dict[int, int]) -> int:

@@ -34,20 +34,24 @@ class Transport(NamedTuple):
 
 def _by_ppermute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
     """One `ppermute` per round."""
-    return [
-        ppermute(box, mesh, [(m.src, m.dst) for m in messages])
-        for box, messages in zip(boxes, rounds, strict=True)
-    ]
+    pairs = ([(m.src, m.dst) for m in messages] for messages in rounds)
+    return [ppermute(box, mesh, sent) for box, sent in zip(boxes, pairs, strict=True)]
 
 
 def _by_ragged_all_to_all(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
-    """All rounds one after the other in one buffer, sent by one `ragged_all_to_all`.
-
-    That has one slice per pair of devices; if a pair has several messages, there are as many collectives.
-    """
-    result = list(boxes)
+    """All rounds in one buffer, sent by one `ragged_all_to_all`, or as many as a pair has messages."""
+    result, axes = list(boxes), long_axes(mesh)
     for sent in _once_per_pair(rounds):
-        _send_ragged(result, sent, rounds, mesh)
+        shapes = [boxes[i].shape for i in sent]
+        arguments = ragged_arguments([rounds[i] for i in sent], shapes, mesh.n_devices)
+        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in sent])
+        # The result has the type of the buffer that it is written to: zeros are declared varying.
+        new = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
+        tables = [mine(table, axes) for table in arguments]
+        arrived = lax.ragged_all_to_all(buffer, new, *tables, axis_name=axes)
+        stops = np.cumsum([math.prod(shape) for shape in shapes])
+        for i, shape, box in zip(sent, shapes, jnp.split(arrived, stops[:-1]), strict=True):
+            result[i] = box.reshape(shape)
     return result
 
 
@@ -56,49 +60,21 @@ def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
     groups: list[tuple[list[int], set[tuple[int, int]]]] = []
     for i, messages in enumerate(rounds):
         pairs = {(m.src, m.dst) for m in messages}
-        for members, taken in groups:
-            if not pairs & taken:
-                members.append(i)
-                taken |= pairs
-                break
-        else:
-            groups.append(([i], pairs))
+        group = next((group for group in groups if not pairs & group[1]), None)
+        if group is None:
+            groups.append(group := ([], set()))
+        group[0].append(i)
+        group[1].update(pairs)
     return [members for members, _ in groups]
-
-
-def _send_ragged(boxes: list[jax.Array], sent: list[int], rounds: Sequence[Round], mesh: Mesh) -> None:
-    """Replace the boxes of some rounds by those that arrive."""
-    axes = long_axes(mesh)
-    shapes = [boxes[i].shape for i in sent]
-    tables = [
-        mine(table, axes) for table in ragged_arguments([rounds[i] for i in sent], shapes, mesh.n_devices)
-    ]
-    buffer = jnp.concatenate([boxes[i].reshape(-1) for i in sent])
-    # The result has the type of the buffer that it is written to: zeros are declared varying.
-    arrived = lax.ragged_all_to_all(
-        buffer, as_varying(jnp.zeros_like(buffer), varying_axes(buffer)), *tables, axis_name=axes
-    )
-    stops = np.cumsum([math.prod(shape) for shape in shapes])
-    for i, shape, box in zip(sent, shapes, jnp.split(arrived, stops[:-1]), strict=True):
-        boxes[i] = box.reshape(shape)
-
-
-class RaggedArguments(NamedTuple):
-    """The arguments of `ragged_all_to_all` in elements, for each device (first index) and its partner."""
-
-    input_offsets: NDArray[np.int32]
-    send_sizes: NDArray[np.int32]
-    output_offsets: NDArray[np.int32]
-    recv_sizes: NDArray[np.int32]
 
 
 def ragged_arguments(
     rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
-) -> RaggedArguments:
+) -> tuple[NDArray[np.int32], ...]:
     """The place of every message in a buffer with one box per round, of the given shapes.
 
-    A round's box has the same place in all buffers. A device sends it up to the last element of the message:
-    padding along the first dim is not sent.
+    Input offsets, send sizes, output offsets and receive sizes in elements, by device and partner. A box is
+    sent up to the last element of its message: padding along the first dim is not sent.
     """
     offsets, sizes = np.zeros((2, n_devices, n_devices), np.int32)
     start = 0
@@ -108,7 +84,7 @@ def ragged_arguments(
             last = [n - 1 for n in message.shape]
             sizes[message.src, message.dst] = np.ravel_multi_index(last, shape) + 1 if shape else 1
         start += math.prod(shape)
-    return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
+    return offsets, sizes, offsets, sizes.T.copy()
 
 
 PERMUTE, RAGGED = Transport(_by_ppermute, branches=True), Transport(_by_ragged_all_to_all, branches=False)

@@ -1,4 +1,4 @@
-"""Mesh axes around a call: which are manual, in what order, and a value's type along them.
+"""Mesh axes around a call: which are manual, in what order, their sub-axes, and a value's type along them.
 
 Under `check_vma=True` a value is invariant, varying, unreduced or reduced along every manual axis. Under
 `check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing.
@@ -40,8 +40,7 @@ def axis_size(axis: Axes) -> int:
 
 def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
     """Sizes of the manual axes in mesh order, then of the axes of `also` that vmap has bound."""
-    sizes = {name: bound_size(name) for name in (*_manual(), *also)}
-    return {name: size for name, size in sizes.items() if size is not None}
+    return {name: size for name in (*_manual(), *also) if (size := bound_size(name)) is not None}
 
 
 def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -119,10 +118,9 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks are equal along the axes. Has no derivative: `autodiff` wraps it.
+    """Declare that the blocks are equal along the axes, as a plan that ends in replicas leaves them.
 
-    JAX has no such cast because it cannot know that blocks are equal. A plan that ends in replicas leaves
-    equal blocks, and every plan is checked when it is built.
+    Has no derivative: `autodiff` wraps it.
     """
     return _retyped(x, "invariant", (a for a in axes if is_typed(a)))
 

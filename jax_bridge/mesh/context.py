@@ -1,7 +1,4 @@
-"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and layouts on it.
-
-A plan covers the axes that its expression names; blocks may differ along the others.
-"""
+"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, layouts on it, and its machine."""
 
 from __future__ import annotations
 
@@ -52,20 +49,16 @@ def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | No
     with mark_errors(text):
         lengths = lengths_of(shape)
         resolved = Layout.parse(layout).resolved(len(lengths))
-        return Sharding(
-            resolved, _named_mesh(_context(mesh, (resolved,), text), resolved.axes, text), lengths
-        )
+        return Sharding(resolved, _mesh_here(mesh, (resolved,), text)[0], lengths)
 
 
 def block_sharding_here(
     x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
 ) -> Sharding:
     """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
-    layout = Layout.parse(layout)
-    text = str(layout)
+    text = str(layout := Layout.parse(layout))
     with mark_errors(text):
-        resolved = layout.resolved(x.ndim)
-        here = _named_mesh(_context(mesh, (resolved,), text), resolved.axes, text)
+        here, _ = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
         lengths = global_shape(layout, here, x.shape, text) if shape is None else shape
     sharding = sharding_here(layout, lengths, here)
     check_block_here(x.shape, sharding, text, inferred=shape is None)
@@ -75,31 +68,17 @@ def block_sharding_here(
 def check_block_here(
     local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
 ) -> None:
-    """Raise ShapeError, marking a dim, unless a block has its layout's shape.
-
-    start: position of the layout in the text.
-    """
-    check_block(
-        "the block",
-        local_shape,
-        sharding.max_local_shape,
-        sharding.layout.names,
-        text,
-        f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
-        inferred=inferred,
-        start=start,
-    )
+    """Raise ShapeError for another shape, marking a dim of the layout, which is at `start` in the text."""
+    hint = f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}"
+    expected, names = sharding.max_local_shape, sharding.layout.names
+    check_block("the block", local_shape, expected, names, text, hint, inferred=inferred, start=start)
 
 
 def machine_here(
     mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: str | Path | Profile
 ) -> tuple[Mesh, Profile]:
-    """The part of the mesh with the axes that the layouts name, and the profile for it.
-
-    mesh: default: the mesh of the context.
-    """
-    context = _context(mesh, layouts, text)
-    here = _named_mesh(context, [axis for layout in layouts for axis in layout.axes], text)
+    """The part of the mesh, or of the context's, with the axes of the layouts, and the profile for it."""
+    here, context = _mesh_here(mesh, layouts, text)
     # On a part of the mesh devices are renumbered; the links between them stay the same.
     return here, load_profile(machine(profile, mesh)).along(here.axes, context)
 
@@ -111,10 +90,13 @@ def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], 
     return _named_mesh(planned, axes, text)
 
 
-def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
-    """The mesh passed, or else the mesh around the call. Raises NotationError for an axis that it lacks."""
+def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> tuple[Mesh, Mesh]:
+    """The part with the axes of the layouts, and all, of the mesh passed or else around the call.
+
+    Raises NotationError for an axis that it lacks.
+    """
+    named = [axis for layout in layouts for axis in layout.axes]
     if mesh is None:
-        named = [axis for layout in layouts for axis in layout.axes]
         manual = bound_sizes(named)
         context = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual})
         if named and not context.axes:
@@ -123,7 +105,7 @@ def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh
         context = xshard_mesh(mesh)
     for layout in layouts:
         check_axes(layout, context, text)
-    return context
+    return _named_mesh(context, named, text), context
 
 
 def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
