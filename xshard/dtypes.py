@@ -17,16 +17,9 @@ from xshard.errors import DtypeError
 
 _NAME = re.compile(r"[<>=|]?[A-Za-z]\w{0,19}", re.ASCII)
 # Floats that numpy does not know without ml_dtypes, with the distance from 1 to the next larger number.
-_PRECISION = {
-    "bfloat16": 2**-7,
-    "float8_e4m3fn": 2**-3,
-    "float8_e5m2": 2**-2,
-    "float8_e4m3fnuz": 2**-3,
-    "float8_e5m2fnuz": 2**-2,
-    "float8_e8m0fnu": 1.0,
-    "float4_e2m1fn": 2**-1,
-    "float4_e2m1fn_x2": 2**-1,
-}
+_PRECISION = {"bfloat16": 2**-7, "float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2, "float8_e4m3fnuz": 2**-3}
+_PRECISION |= {"float8_e5m2fnuz": 2**-2, "float8_e8m0fnu": 1.0}
+_PRECISION |= {"float4_e2m1fn": 2**-1, "float4_e2m1fn_x2": 2**-1}
 # All such names, with their item sizes in bytes. Numbers of 4 bits fill a byte each, in numpy and on CPUs;
 # two of torch's are one element.
 _EXTENDED = {**dict.fromkeys(_PRECISION, 1), "bfloat16": 2, "int4": 1, "uint4": 1}

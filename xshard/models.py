@@ -69,12 +69,9 @@ def arriving_shape(
     if expected != local_shape:
         dims = zip(layout.dims, expected, local_shape, shape, strict=True)
         dim, want, rows, length = next(each for each in dims if each[1] != each[2])
-        raise ShapeError(
-            f"the block has shape {local_shape}, not {expected}",
-            text=rule.text,
-            hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
-            f"{dim.name!r} names another dim outside, and this one needs a name of its own",
-        )
+        hint = f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
+        hint += f"{dim.name!r} names another dim outside, and this one needs a name of its own"
+        raise ShapeError(f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint)
     return shape
 
 
@@ -129,18 +126,13 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     rule = rule_of(text, mesh)
     for layout, tags in ((rule.src, set()), (rule.dst, {"sum"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
-            raise NotationError(
-                f"a parameter is stored and used as values, not as '{layout}'",
-                text=text,
-                hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
-                "gradient is summed are derived",
-            )
+            hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
+            hint += "gradient is summed are derived"
+            reason = f"a parameter is stored and used as values, not as '{layout}'"
+            raise NotationError(reason, text=text, hint=hint)
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
-        raise ShapeError(
-            f"{len(rule.src.dims)} dims, the parameter has {ndim}",
-            text=text,
-            hint="'...' is any number of dims",
-        )
+        reason = f"{len(rule.src.dims)} dims, the parameter has {ndim}"
+        raise ShapeError(reason, text=text, hint="'...' is any number of dims")
     return ParameterUse(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
 
 

@@ -210,17 +210,13 @@ def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Bloc
     """One array per device of the shape that the layout gives it, all of one dtype."""
     arrays = [np.asarray(b) for b in blocks]
     if len(arrays) != sharding.mesh.n_devices:
-        raise ShapeError(
-            f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices",
-            hint=f"one block per device of {sharding.mesh!r}, row-major",
-        )
+        hint = f"one block per device of {sharding.mesh!r}, row-major"
+        raise ShapeError(f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices", hint=hint)
     for device, array in enumerate(arrays):
         if array.shape != sharding.local_shape(device):
-            raise ShapeError(
-                f"the block of device {device} has shape {array.shape}",
-                hint=f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
-                f"{sharding.local_shape(device)}",
-            )
+            hint = f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
+            hint += f"{sharding.local_shape(device)}"
+            raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:
             raise DtypeError(f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}")
     return arrays

@@ -67,14 +67,10 @@ class ReplicaCheck(NamedTuple):
         end = len(self.text)
         side = (end - len(right.lstrip()), end) if self.cotangents else (0, len(left.rstrip()))
         what = "cotangents" if self.cotangents else "blocks"
-        fault = ReplicaError(
-            f"{what} differ along {axis!r}, where one value is meant",
-            text=self.text,
-            span=side,
-            hint=f"by {difference[device, i]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
-            f"largest value is {largest[device, i]:.3g}\n  {self._way_out(axis)}",
-        )
-        return with_path(fault, self.name)
+        hint = f"by {difference[device, i]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
+        hint += f"largest value is {largest[device, i]:.3g}\n  {self._way_out(axis)}"
+        reason = f"{what} differ along {axis!r}, where one value is meant"
+        return with_path(ReplicaError(reason, text=self.text, span=side, hint=hint), self.name)
 
     def _way_out(self, axis: str) -> str:
         if not self.cotangents:

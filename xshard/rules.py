@@ -232,9 +232,5 @@ def _part_regex(part: str, pattern: str) -> str:
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:
-    return NotationError(
-        reason,
-        text=pattern,
-        span=span,
-        hint="a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'",
-    )
+    hint = "a pattern has names, '.', '*' in a part, '**' for parts, '{a,b}' and '|'"
+    return NotationError(reason, text=pattern, span=span, hint=hint)

@@ -146,11 +146,9 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
 def _machine_of(kind: str, node_devices: int | None) -> Profile:
     name = next((profile for part, profile in KINDS if part.lower() in kind.lower()), None)
     if name is None:
-        warnings.warn(
-            f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
-            f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it",
-            stacklevel=3,
-        )
+        reason = f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
+        hint = f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it"
+        warnings.warn(reason + hint, stacklevel=3)
     profile = load_profile(name or DEFAULT)
     if node_devices in (None, profile.node_devices) or profile.across is None or name in RACKS:
         return profile

@@ -250,12 +250,8 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
     links = sorted({*near, *(link for link, *_ in pieces)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-    spans = [
-        LinkSpan(
-            axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis)
-        )
-        for link, axis, size, stride in pieces
-    ]
+    origins = {axis: "" if mesh.origin(axis) == axis else mesh.origin(axis) for axis in mesh.axes}
+    spans = [LinkSpan(axis, n, links.index(link), step, origins[axis]) for link, axis, n, step in pieces]
     return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
 
 

@@ -50,11 +50,8 @@ def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]
             (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + width)
             for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
         ]
-    return tuple(
-        itertools.chain.from_iterable(
-            _spans_between(start, stop, mine, length, overlap) for start, stop in intervals if start < stop
-        )
-    )
+    spans = (_spans_between(start, stop, mine, length, overlap) for start, stop in intervals if start < stop)
+    return tuple(itertools.chain.from_iterable(spans))
 
 
 @lru_cache(maxsize=4096)

@@ -225,21 +225,15 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
         spans = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
-        raise NotationError(
-            f"mesh axis {axis!r} is used twice",
-            text=text,
-            span=spans[1],
-            hint="an axis shards one dim or carries one tag",
-        )
+        hint = "an axis shards one dim or carries one tag"
+        raise NotationError(f"mesh axis {axis!r} is used twice", text=text, span=spans[1], hint=hint)
     if len({dim.name for dim in dims}) != len(dims):
         raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
     kinds = {kind for kind, _ in tags if kind != "copy"}
     if len(kinds) > 1 and kinds & set(NONLINEAR):
-        raise NotationError(
-            f"{' and '.join(sorted(kinds))} in one layout",
-            text=text or parser.write(dims, tags),
-            hint="the result depends on their order: reduce one of them first",
-        )
+        hint = "the result depends on their order: reduce one of them first"
+        text = text or parser.write(dims, tags)
+        raise NotationError(f"{' and '.join(sorted(kinds))} in one layout", text=text, hint=hint)
 
 
 def check_axes(
@@ -250,12 +244,8 @@ def check_axes(
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
             spans = [span for name, span in parser.text_spans(text).axes if name == axis]
-            raise NotationError(
-                f"unknown mesh axis {axis!r}",
-                text=text,
-                span=spans[at] if spans else None,
-                hint=f"{where} has: {mesh.describe()}",
-            )
+            span, hint = spans[at] if spans else None, f"{where} has: {mesh.describe()}"
+            raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
 
 
 def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:

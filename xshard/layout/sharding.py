@@ -22,9 +22,7 @@ from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
 MOST_ELEMENTS = 2**60  # their bytes are counted in 64 bits
-EvenCuts = tuple[
-    tuple[tuple[str, int], ...], ...
-]  # per dim, the axes (name, size) that shard it, outermost first
+EvenCuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, its axes (name, size), outermost first
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,18 +26,13 @@ class SubAxisMesh(Mesh):
     def __init__(self, base: Mesh, split: Split) -> None:
         for axis, sizes in split:
             if len(sizes) < 2 or math.prod(sizes) != base.size(axis):
-                raise MeshError(
-                    f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}",
-                    hint="two sub-axes or more, whose sizes multiply to the size of the axis",
-                )
-        sizes_of = dict(split)
-        super().__init__(
-            {
-                name: size
-                for axis, names in _sub_axis_names(base, split).items()
-                for name, size in zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True)
-            }
-        )
+                reason = f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}"
+                hint = "two sub-axes or more, whose sizes multiply to the size of the axis"
+                raise MeshError(reason, hint=hint)
+        sizes_of, parts = dict(split), dict[str, int]()
+        for axis, names in _sub_axis_names(base, split).items():
+            parts.update(zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True))
+        super().__init__(parts)
         object.__setattr__(self, "base", base)
         object.__setattr__(self, "split", split)
 
@@ -121,11 +116,8 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         sizes[name] = end // start
         for axis, factor_names in zip(owners, factors, strict=True):
             factor_names[axis] = (*factor_names.get(axis, ()), name)
-    return Refinement(
-        Mesh(sizes),
-        tuple((axis, factors[0].get(axis, ())) for axis in src_mesh.axes),
-        tuple((axis, factors[1].get(axis, ())) for axis in dst_mesh.axes),
-    )
+    meshes = zip((src_mesh, dst_mesh), factors, strict=True)
+    return Refinement(Mesh(sizes), *(tuple((a, of.get(a, ())) for a in mesh.axes) for mesh, of in meshes))
 
 
 def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
@@ -17,11 +18,8 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
     for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
         reason = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
         if reason is not None:
-            raise ShapeError(
-                reason[1],
-                text=str(dim),
-                hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
-            )
+            hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
+            raise ShapeError(reason[1], text=str(dim), hint=hint)
         if dim.overlap is not None:
             overlap = unfolded(dim.overlap)
             if isinstance(overlap, Halo):
@@ -32,11 +30,9 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
             for end, width in zip((overlap.before, overlap.after), widths, strict=True):
                 reaches_out = any(n > 0 for n in ((width,) if isinstance(width, int) else width))
                 if not length and reaches_out and end.fill is None and end.kind != "none":
-                    raise ShapeError(
-                        f"dim {dim.name!r} lacks rows that '{end.kind}' could copy",
-                        text=str(dim),
-                        hint="an empty dim has zero, constant(c) or none beyond its ends",
-                    )
+                    hint = "an empty dim has zero, constant(c) or none beyond its ends"
+                    lacking = f"dim {dim.name!r} lacks rows that '{end.kind}' could copy"
+                    raise ShapeError(lacking, text=str(dim), hint=hint)
                 if end.kind == "pole":
                     rolled_dim(dims, i, end, shape)
 
@@ -46,24 +42,18 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
     names = [dim.name for dim in dims]
     text = str(dims[at])
     if pole.dim and pole.dim not in names:
-        raise NotationError(
-            f"no dim {pole.dim!r} to roll beyond the pole", text=text, hint=f"dims are: {' '.join(names)}"
-        )
+        hint = f"dims are: {' '.join(names)}"
+        raise NotationError(f"no dim {pole.dim!r} to roll beyond the pole", text=text, hint=hint)
     if not pole.dim and at + 1 == len(names):
         return None
     rolled = names.index(pole.dim) if pole.dim else at + 1
     if rolled == at:
-        raise NotationError(
-            f"dim {names[at]!r} has the pole and cannot be the dim that is rolled",
-            text=text,
-            hint="pole(w) names the longitude; without a name the next dim is rolled",
-        )
-    if shape[rolled] % 2:
-        raise ShapeError(
-            f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {shape[rolled]} rows",
-            text=text,
-            hint="the number of longitudes must be even",
-        )
+        reason = f"dim {names[at]!r} has the pole and cannot be the dim that is rolled"
+        hint = "pole(w) names the longitude; without a name the next dim is rolled"
+        raise NotationError(reason, text=text, hint=hint)
+    if (n := shape[rolled]) % 2:
+        reason = f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {n} rows"
+        raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
     return rolled
 
 
@@ -73,13 +63,11 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
         if isinstance(widths, int):
             continue
         if len(widths) != parts:
-            raise ShapeError(
-                f"{len(widths)} widths for {parts} parts", text=str(dim), hint="one width, or one per part"
-            )
+            reason = f"{len(widths)} widths for {parts} parts"
+            raise ShapeError(reason, text=str(dim), hint="one width, or one per part")
         if any(shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS) for shard in dim.shards):
-            raise NotationError(
-                "widths per part need contiguous parts", text=str(dim), hint="one width for all parts"
-            )
+            reason = "widths per part need contiguous parts"
+            raise NotationError(reason, text=str(dim), hint="one width for all parts")
 
 
 def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
@@ -88,11 +76,9 @@ def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
     if window.out or any(shard.order == SIZES for shard in dim.shards):
         return
     if misfit(Dim(dim.name, dim.shards), n, mesh.sizes_of(dim.axes)) is not None:
-        raise ShapeError(
-            f"{n} outputs cannot be cut like the {length} rows of dim {dim.name!r}",
-            text=str(dim),
-            hint="out=balanced cuts them evenly, out=aligned where the dim is cut",
-        )
+        reason = f"{n} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
+        hint = "out=balanced cuts them evenly, out=aligned where the dim is cut"
+        raise ShapeError(reason, text=str(dim), hint=hint)
 
 
 def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
@@ -100,34 +86,23 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     left, right = ([dim.name for dim in dims] for dims in (src, dst))
     if left == right:
         return
-    spans = text_spans(text)
+    spans, fault = text_spans(text), partial(NotationError, text=text)
     if sorted(left) != sorted(right):
         arrow = text.index(ARROW)
         odd = [s for name, s in spans.dims if name not in (left if s[0] > arrow else right)]
-        raise NotationError(
-            "dim names differ across the arrow",
-            text=text,
-            span=odd[-1] if odd else None,
-            hint=f"left: {' '.join(left)}   right: {' '.join(right)}   "
-            "(the same names, in any order; einsum sums dims)",
-        )
+        hint = f"left: {' '.join(left)}   right: {' '.join(right)}   "
+        hint += "(the same names, in any order; einsum sums dims)"
+        raise fault("dim names differ across the arrow", span=odd[-1] if odd else None, hint=hint)
     for dim, span in spans.full_dims:
         boundaries = ends_of(dim.overlap) if dim.overlap else ()
         if any(end.kind == "pole" and not end.dim for end in boundaries):
-            raise NotationError(
-                "a pole rolls the next dim, and the order of dims changes",
-                text=text,
-                span=span,
-                hint="name the dim, as in pole(w)",
-            )
+            reason = "a pole rolls the next dim, and the order of dims changes"
+            raise fault(reason, span=span, hint="name the dim, as in pole(w)")
     fills = {dim.name: values for dim in dst if (values := _fills(dim))}
     turned = [name for name in left if name in fills] != [name for name in right if name in fills]
     if turned and len(set().union(*fills.values())) > 1:
-        raise NotationError(
-            "a corner has the constant of the later dim, and the order of dims changes",
-            text=text,
-            hint="change the order in a redistribution of its own, before",
-        )
+        reason = "a corner has the constant of the later dim, and the order of dims changes"
+        raise fault(reason, hint="change the order in a redistribution of its own, before")
 
 
 def _fills(dim: Dim) -> set[float]:

@@ -77,9 +77,6 @@ def check_block(
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
     # A dim is marked where it comes first.
     where = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
-    raise ShapeError(
-        f"{what} has shape {local_shape}, not {expected}",
-        text=text,
-        span=where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None,
-        hint=hint + ("; if blocks differ in size, pass shape= (the global shape)" if inferred else ""),
-    )
+    span = where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None
+    hint += "; if blocks differ in size, pass shape= (the global shape)" if inferred else ""
+    raise ShapeError(f"{what} has shape {local_shape}, not {expected}", text=text, span=span, hint=hint)

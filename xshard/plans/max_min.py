@@ -35,12 +35,8 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         return find_plan(replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None))
 
     addends = with_kind(plan.src, "sum")
-    return MaxMinPlans(
-        result=find(plan.dst, with_kind(plan.src, "copy")),
-        count=find(addends, with_kind(plan.src, "copy")),
-        cotangent=find(plan.dst.dual, addends.dual),
-        tangent=find(addends, plan.dst),
-    )
+    result, count = (find(here, with_kind(plan.src, "copy")) for here in (plan.dst, addends))
+    return MaxMinPlans(result, count, find(plan.dst.dual, addends.dual), find(addends, plan.dst))
 
 
 def with_kind(layout: Layout, kind: str) -> Layout:

@@ -105,13 +105,8 @@ def _sharding(data: dict[str, Any]) -> Sharding:
     return Sharding(Layout.parse(data["layout"]), SubAxisMesh(mesh, split) if split else mesh, shape)
 
 
-_READERS: dict[Any, Callable[[Any], Any]] = {
-    Layout: Layout.parse,
-    Mesh: Mesh,
-    Shard: _shard,
-    Sharding: _sharding,
-    Fraction: _fraction,
-}
+_READERS: dict[Any, Callable[[Any], Any]] = {Layout: Layout.parse, Mesh: Mesh, Shard: _shard}
+_READERS |= {Sharding: _sharding, Fraction: _fraction}
 _NAMES = {int: "a whole number", str: "text"}
 
 

@@ -57,16 +57,9 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     for i, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == len(plan.stages) - 1 else stage.after.layout
-        table.append(
-            Row(
-                str(stage.step),
-                str(layout),
-                _shape_text(stage.after),
-                format_bytes(cost.received_bytes),
-                format_seconds(cost.seconds),
-                format_bytes(cost.peak_bytes),
-            )
-        )
+        received, seconds = format_bytes(cost.received_bytes), format_seconds(cost.seconds)
+        prices = received, seconds, format_bytes(cost.peak_bytes)
+        table.append(Row(str(stage.step), str(layout), _shape_text(stage.after), *prices))
         table += _phase_rows(plan, stage)
     return tuple(table)
 
@@ -104,17 +97,16 @@ def device_ranges(devices: Sequence[int]) -> str:
     """`(0, 1, 2, 3, 6)` -> `0-3,6`."""
     parts: list[list[int]] = []
     for device in devices:
-        if parts and device == parts[-1][-1] + 1:
-            parts[-1].append(device)
-        else:
-            parts.append([device])
+        if not parts or device != parts[-1][-1] + 1:
+            parts.append([])
+        parts[-1].append(device)
     return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def total(plan: Plan) -> str:
     """The price of the whole plan, with the lower bound."""
     bound = plan.bytes_lower_bound
-    ratio = (
+    times = (
         f"{plan.bytes_received / bound:.2f}x the bound of {format_bytes(bound)}"
         if bound
         else "the bound is 0 B"
@@ -124,7 +116,7 @@ def total(plan: Plan) -> str:
     if plan.objective != FORWARD:
         seconds += f" with the backward's {format_seconds(plan.backward.cost)}"
     text = (
-        f"received {format_bytes(plan.bytes_received)} ({ratio}), {sent or ''}{seconds}, "
+        f"received {format_bytes(plan.bytes_received)} ({times}), {sent or ''}{seconds}, "
         f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
     )
     return text if plan.stages else f"nothing to do: the layouts mean the same; {text}"
@@ -179,9 +171,8 @@ def _alternative_steps(
         made = overlap_paths.ways(start, goal, dtype, profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, dtype, profile)
-    whole = {"whole axes": Search(space, None).best_path} if split else {}
     return {
-        **whole,
+        **({"whole axes": Search(space, None).best_path} if split else {}),
         "direct exchange": lambda: (space.exchange(goal.layout),),
         "collectives alone": Search(space, None, exchanges=False).best_path,
         "all-gather and slice": lambda: _gather_and_slice(start, goal),
@@ -240,8 +231,7 @@ def _against_best(plan: Plan, others: Sequence[Alternative]) -> str:
     if best is None or best.plan is None:
         return "Every other way within the memory of both ends is the same plan or not possible."
     if best.cost <= plan.cost:
-        smaller = plan.peak_bytes < best.plan.peak_bytes
-        why = "holds less" if smaller else "is the plainer of the two"
+        why = "holds less" if plan.peak_bytes < best.plan.peak_bytes else "is the plainer of the two"
         return f"As fast as {best.name} under '{plan.profile.name}'; it {why}."
     fewer = (
         (best.plan.bytes_received - plan.bytes_received, "bytes received"),

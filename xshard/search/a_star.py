@@ -195,13 +195,8 @@ class Search:
             return None
         # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
-        return Path(
-            path.seconds + price.seconds,
-            path.plainness + plainness,
-            max(path.held, price.held),
-            path.least,
-            (*path.moves, (state, move)),
-        )
+        seconds, held = path.seconds + price.seconds, max(path.held, price.held)
+        return Path(seconds, path.plainness + plainness, held, path.least, (*path.moves, (state, move)))
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even shards, looked up for others."""

@@ -172,20 +172,16 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
         wanted = [_rows(wanted_rows(*asked, view.sides[d], view.shifts[d])) for view in parts]
         missing = np.intersect1d(row_numbers(missing_rows(*every)), np.concatenate([[FILL], *wanted]))
         if len(missing):
-            raise PlanError(
-                f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
-                f"'{target.layout}' has",
-                hint="a window holds the rows that its outputs read, and no others",
-            )
+            reason = f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
+            hint = "a window holds the rows that its outputs read, and no others"
+            raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
     if isinstance(dst.overlap, Fold) and src != dst:
         offered = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
         rows = _rows([*itertools.chain(*itertools.chain(*offered)), ()])
         homeless = np.intersect1d(row_numbers(missing_rows(*asked)), rows)
         if len(homeless):
-            raise PlanError(
-                f"row {homeless[0]} of dim {dst.name!r} is in no block under '{target.layout}'",
-                hint="contributions to it would be lost",
-            )
+            reason = f"row {homeless[0]} of dim {dst.name!r} is in no block under '{target.layout}'"
+            raise PlanError(reason, hint="contributions to it would be lost")
 
 
 def _rows(blocks: Sequence[Runs]) -> NDArray[np.int64]:
@@ -198,10 +194,8 @@ def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
         return
     for end in ends_of(dim.overlap):
         if end.value and layout.tagged("sum", "mean"):
-            raise PlanError(
-                f"'{layout}' fills addends with {end}, whose sum is another number",
-                hint="reduce first, or write zero",
-            )
+            reason = f"'{layout}' fills addends with {end}, whose sum is another number"
+            raise PlanError(reason, hint="reduce first, or write zero")
         if end.value:
             check_value(dtype, end.value)
         if end.sign < 0:

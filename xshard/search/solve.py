@@ -59,14 +59,11 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     for kind in ("max", "min"):
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
-            raise PlanError(
-                f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not",
-                hint=f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})",
-            )
+            hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
+            raise PlanError(f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not", hint=hint)
     if not src.is_linear and dst.tagged("sum", "mean"):
-        raise PlanError(
-            f"between '{src}' and '{dst}' a max ends and a sum begins", hint="reduce first, then redistribute"
-        )
+        reason = f"between '{src}' and '{dst}' a max ends and a sum begins"
+        raise PlanError(reason, hint="reduce first, then redistribute")
 
 
 def with_scale(

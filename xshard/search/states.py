@@ -94,11 +94,9 @@ class Space:
 
     def layout(self, state: State) -> Layout:
         """A state -> its layout."""
-        dims = tuple(
-            Dim(dim.name, tuple(self.shards[s] for s in cut))
-            for dim, cut in zip(self.start.layout.dims, state.cuts, strict=True)
-        )
-        return Layout(dims, ((self.op, tuple(self.axes[a] for a in state.sums)),))
+        dims = zip(self.start.layout.names, state.cuts, strict=True)
+        sums = ((self.op, self.names(state.sums)),)
+        return Layout(tuple(Dim(name, self.cut_by(cut)) for name, cut in dims), sums)
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
         return tuple(a for s in cut for a in self.shard_axes[s])
@@ -230,10 +228,7 @@ class Space:
         """Sharding axis -> its dim and the shards down to it."""
         known = self.tables.roles.get(state.cuts)
         if known is None:
-            known = self.tables.roles[state.cuts] = {
-                a: (d, cut[: i + 1])
-                for d, cut in enumerate(state.cuts)
-                for i, s in enumerate(cut)
-                for a in self.shard_axes[s]
-            }
+            shards = ((d, cut[: i + 1]) for d, cut in enumerate(state.cuts) for i in range(len(cut)))
+            known = {a: (d, cut) for d, cut in shards for a in self.shard_axes[cut[-1]]}
+            self.tables.roles[state.cuts] = known
         return known

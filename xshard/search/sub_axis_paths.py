@@ -218,10 +218,8 @@ def _cheapest(
     best: SubAxisPath | None = None
     for landed in gathers:
         there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
-        orders = [
-            _gathered(there, landed, order)
-            for order in permutations(d for d, cut in enumerate(landed) if cut)
-        ]
+        longer = [d for d, cut in enumerate(landed) if cut]
+        orders = [_gathered(there, landed, order) for order in permutations(longer)]
         priced = [_priced(space, moves, limit) for moves in orders]
         last = min(range(len(orders)), key=lambda i: priced[i])
         for sliced in slices:

@@ -235,15 +235,13 @@ class ReduceScatter(Step):
         return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
-        parts = even_parts(before, self.dim, self.shards)
-        return [
-            reduce_blocks(
-                self.op,
-                [take_rows(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
-            )
-            for device in range(mesh.n_devices)
-        ]
+        mesh, d, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
+        parts, results = even_parts(before, self.dim, self.shards), []
+        for device in range(mesh.n_devices):
+            part = parts[mesh.index(device, axes)]
+            addends = [take_rows(blocks[member], d, part) for member in mesh.group(device, axes)]
+            results.append(reduce_blocks(self.op, addends))
+        return results
 
     def __str__(self) -> str:
         return f"reduce_scatter {self.op} -> {self.dim}/{shards_text(self.shards)}"

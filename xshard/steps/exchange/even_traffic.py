@@ -66,10 +66,7 @@ def _dim_digits(
     """The digits of one dim, and the spans that are split into several digits."""
     split: set[LinkSpan] = set()
     row_digits: list[Digit] = []
-    ours, theirs = (
-        [LinkDigit(span, 1, span.size) for span in src],
-        [LinkDigit(span, 1, span.size) for span in dst],
-    )
+    ours, theirs = ([LinkDigit(span, 1, span.size) for span in spans] for spans in (src, dst))
     while ours and theirs:
         one, other = ours.pop(0), theirs.pop(0)
         size = min(one.size, other.size)

@@ -44,22 +44,20 @@ class Exchange(Step):
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
-        if self.node_devices is not None and (
-            ended_axes(before.layout, self.to) or begun_axes(before.layout, self.to)
+        sides = before.layout, self.to
+        for wrong, what in (
+            (ended_axes(*sides) or begun_axes(*sides), "exchanges that end or begin a sum"),
+            (any(d.overlap for layout in sides for d in layout.dims), "blocks that overlap"),
         ):
-            raise PlanError(
-                f"node_devices is not for exchanges that end or begin a sum: '{before.layout}' -> '{self.to}'"
-            )
-        if self.node_devices is not None and any(d.overlap for d in (*before.layout.dims, *self.to.dims)):
-            raise PlanError(f"node_devices is not for blocks that overlap: '{before.layout}' -> '{self.to}'")
+            if wrong and self.node_devices is not None:
+                raise PlanError(f"node_devices is not for {what}: '{before.layout}' -> '{self.to}'")
         kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
         new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
             raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
         if negates_addends(before, after):
-            raise PlanError(
-                f"a pole of '{self.to}' negates rows whose {self.op(before)} is still to be taken"
-            )
+            op = self.op(before)
+            raise PlanError(f"a pole of '{self.to}' negates rows whose {op} is still to be taken")
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:

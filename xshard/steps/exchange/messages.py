@@ -169,12 +169,11 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
 
 def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
-    mesh = after.mesh
-    return tuple(
-        (d, *fill)
-        for d, (dim, n) in enumerate(zip(after.layout.dims, after.shape, strict=True))
-        for fill in block_fills(dim, n, mesh.sizes_of(dim.axes), after.dim_device(d, device))
-    )
+    fills: list[tuple[int, int, int, float]] = []
+    for d, (dim, n) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
+        sizes, index = after.mesh.sizes_of(dim.axes), after.dim_device(d, device)
+        fills += [(d, *fill) for fill in block_fills(dim, n, sizes, index)]
+    return tuple(fills)
 
 
 @lru_cache(maxsize=8192)
@@ -182,8 +181,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)
-    cut = cut_axes(src)
-    if any(coords[mesh.position(a)] for a in begins if a not in cut):
+    if any(coords[mesh.position(a)] for a in begins if a not in cut_axes(src)):
         return ()  # only the first device along the new sum contributes
     messages = []
     for mine, theirs in view_pairs(before, after):
@@ -192,17 +190,10 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
             sizes = mesh.sizes_of(a.dim.axes)
             indices = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
-            per_dim.append(
-                [
-                    (places[s.sender], s.segments)
-                    for s in sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *indices, once)
-                    if all(
-                        coords[mesh.position(axis)] == c
-                        for axis, c in zip(a.dim.axes, places[s.sender], strict=True)
-                        if axis in begins
-                    )
-                ]
-            )
+            offered = sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *indices, once)
+            fixed = [(i, coords[mesh.position(x)]) for i, x in enumerate(a.dim.axes) if x in begins]
+            taken = ((places[s.sender], s.segments) for s in offered)
+            per_dim.append([(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)])
         for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
             for combo in itertools.product(*per_dim):
                 sender = list(coords)
