@@ -1,4 +1,4 @@
-"""The reference interpreter: plans run on numpy blocks, one per device. It is the semantics."""
+"""The reference interpreter: plans run on numpy blocks, one per device, row-major. It is the semantics."""
 
 from __future__ import annotations
 
@@ -52,11 +52,9 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
 def gather(
     blocks: Sequence[ArrayLike], layout: Layout | str, mesh: Mesh, shape: Sequence[int]
 ) -> NDArray[np.generic]:
-    """The block of every device -> the global array.
+    """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
 
-    Addends and contributions are reduced; of several copies of a row one is read: its
-    owner's, if the owner holds it.
-    Raises ShapeError for a block that does not fit the layout.
+    Addends and contributions are reduced; of several copies of a row one is read, its owner's if there.
     """
     sharding = Sharding(Layout.parse(layout), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
@@ -120,11 +118,10 @@ def pullback(
 def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Sequence[ArrayLike]) -> Any:
     """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
 
-    cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan
-    runs its backward plan; a max or min sends the cotangent to the winners in equal shares, which
-    a plan between two meshes cannot: LinearityError.
-    A contraction takes a list of the operands' blocks and gives a list of theirs; complex numbers are not
-    conjugated.
+    cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan runs its
+    backward plan; a max or min sends the cotangent to the winners in equal shares, which a plan between two
+    meshes cannot: LinearityError. A contraction takes and gives a list of the operands' blocks; complex
+    numbers are not conjugated.
     """
     if isinstance(plan, ContractionPlan):
         return _pulled(plan, given, cotangents)

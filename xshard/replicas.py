@@ -1,4 +1,4 @@
-"""The check of `check_replicated=True`: replicated blocks really are equal."""
+"""The check of `check_replicated=True`: replicated blocks are equal. The bridges measure, this judges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCH: Watcher | None = None
 
 @contextmanager
 def watched(watcher: WatcherT) -> Iterator[WatcherT]:
-    """Call `watcher` with each check that calls make: it returns a function of device number and block."""
+    """Call `watcher` with each check, instead of comparing; it returns a function of device and block."""
     global WATCH
     WATCH = watcher
     try:

@@ -25,7 +25,7 @@ from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.peers import figures
 from jax_bridge.specs import to_partition_spec
-from jax_bridge.testing.hlo import collectives
+from jax_bridge.testing.stacked import collectives
 
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")
 

@@ -19,7 +19,7 @@ from benchmarks.cases import Case
 from benchmarks.claim import Row
 from benchmarks.jax_reshard.claims import HOST, holds_more, within
 from benchmarks.jax_reshard.programs import Move
-from jax_bridge.testing.hlo import collectives
+from jax_bridge.testing.stacked import collectives
 from xshard.errors import PlanError
 
 COMPILES = 2  # the quicker one counts: the other was disturbed

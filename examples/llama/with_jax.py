@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jax_bridge as xj
-from jax_bridge.testing import hlo
+from jax_bridge.testing import stacked
 from llama.data import LEARNING_RATE, Run, initial_weights, windows
 from llama.layouts import Scheme
 from llama.model_jax import Llama
@@ -36,4 +36,4 @@ def train(scheme: Scheme, steps: int) -> Run:
         weights, gradients, loss = compiled(weights, characters, following)
         losses.append(float(loss))
     whole = {name: np.asarray(gradient) for name, gradient in gradients.items()}
-    return Run(losses, whole, len(list(hlo.collectives(program, n))), hlo.received_bytes(program, n))
+    return Run(losses, whole, len(list(stacked.collectives(program, n))), stacked.received_bytes(program, n))

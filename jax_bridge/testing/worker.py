@@ -1,13 +1,12 @@
-"""The JAX side of `xshard.testing`: functions of users, and plans, on host devices.
+"""The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices.
 
-Runs in a process of its own, since JAX makes its devices once. With types (`vma`) a replicated axis enters
-and leaves as an invariant one, so that a run tests types as well as values. Of several processes each returns
-the blocks on its own devices.
+With types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None.
 """
 
 from __future__ import annotations
 
 import pickle
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,13 +25,23 @@ from jax_bridge.calls import redistribute
 from jax_bridge.einsum import Product, einsum_blocks
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
-from xshard import ContractionPlan, Plan, Sharding, XshardError, replicas
+from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas
 from xshard.contractions.ring import NEVER
+from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.differences import Derivatives, derivatives
 from xshard.testing.moves import Recorder, Seen
-from xshard.testing.plans import is_linear, target_of
-from xshard.testing.question import OUTPUT, Answer, Devices, Question, called, draw, named_outputs
+from xshard.testing.plans import is_linear, sources_of, target_of
+from xshard.testing.question import (
+    OUTPUT,
+    Answer,
+    Derivatives,
+    Devices,
+    Question,
+    called,
+    derivatives,
+    draw,
+    named_outputs,
+)
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered
 
 Arrays = list[jax.Array]
@@ -57,10 +66,7 @@ def call_packed(packed: bytes, _timeout_s: float) -> Any:
 
 
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
-    """The answer to every question, on as many devices as its mesh has.
-
-    Raises FunctionError for a function that fails, StructureError.
-    """
+    """The answer to every question, on its mesh's devices. Raises FunctionError, StructureError."""
     with jax.enable_x64(any(question.wide for question in questions)):
         return [
             _answer(question) if isinstance(question.function, bytes) else _answer_plan(question)
@@ -229,11 +235,7 @@ class _UserProgram:
     def results(
         self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """Outputs, gradients of the inputs that have some, and updated values.
-
-        cotangents_of: the cotangents of the outputs, None for one without derivatives; without it there are
-        outputs alone.
-        """
+        """Outputs, gradients of the inputs that have some, updated values; or outputs alone."""
         if cotangents_of is None:
             return self.outputs(*inputs), [], []
         cotangents: list[Any] = []
@@ -287,10 +289,7 @@ class _UserProgram:
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """The output, varying along the axes that its layout names.
-
-    Raises StructureError where it varies along others.
-    """
+    """The output, varying along its layout's axes. Raises StructureError if it varies along others."""
     for axis in varying_axes(y) - set(sharding.layout.axes) if sharding.mesh.axes else ():
         if not is_typed(axis):
             continue
@@ -303,3 +302,75 @@ def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
             )
         y = lax.psum(y, axis)  # over one device: only its type changes
     return as_varying(y, sharding.layout.axes)
+
+
+TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
+MOST_CALLS = 100
+
+
+def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, _timeout_s: float) -> list[float]:
+    """The median time of every plan over some rounds."""
+    timers = [Timer(plan) for plan in plans]
+    # All are measured once before any is measured again: a slow spell of the machine falls on all.
+    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*by_round, strict=True)]
+
+
+def seconds_of_products(
+    n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
+) -> list[float]:
+    """The median time per dtype of a product of square matrices, on all devices at once."""
+    mesh, medians = jax.make_mesh((n_devices,), ("all",)), []
+    multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
+    with jax.enable_x64(True):
+        for dtype in dtypes:
+            x = jax.device_put(
+                jnp.ones((n_devices, rows, rows), dtype), jax.NamedSharding(mesh, jax.P("all"))
+            )
+            times = []
+            for _ in range(1 + rounds):
+                start = time.perf_counter()
+                jax.block_until_ready(multiply(x, x))
+                times.append(time.perf_counter() - start)
+            medians.append(statistics.median(times[1:]))  # the first compiles
+    return medians
+
+
+class Timer:
+    """A plan in a compiled loop, warmed up, and how often the loop goes round."""
+
+    def __init__(self, plan: Plan | ContractionPlan) -> None:
+        counter = Sharding(Layout(()), plan.mesh, ())
+        sources, dtype, n = sources_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
+        inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
+        calls = [np.ones((), np.int32)] * n, counter
+        self.program = DeviceProgram(
+            lambda calls, *blocks: [_loop(plan, calls, *blocks)],
+            plan.mesh,
+            [calls, *inputs],
+            [target_of(plan)],
+            "novma",
+        )
+        self.calls = 3
+        self.seconds()
+        self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
+
+    def seconds(self) -> float:
+        """Seconds per call; a program ends when its busiest device does."""
+        self.program.arrays[0] = jnp.full_like(self.program.arrays[0], self.calls)
+        start = time.perf_counter()
+        self.program()
+        return (time.perf_counter() - start) / self.calls
+
+
+def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) -> jax.Array:
+    """The plan on one device's blocks, `calls` times, each waiting for the one before."""
+
+    def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        blocks, _ = state
+        y = apply(plan, *blocks)
+        # The whole result is kept: if one element is all that is read, XLA computes that element alone.
+        return tuple(x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]) for x in blocks), y
+
+    result = jnp.zeros(target_of(plan).max_local_shape, operands[0].dtype)
+    return lax.fori_loop(0, calls, again, (operands, result))[1]

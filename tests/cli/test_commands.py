@@ -18,7 +18,7 @@ from xshard.cli.options import parse_shape
 from xshard.cli.selfcheck import EXAMPLES
 from xshard.plans.table import rows
 from xshard.runtimes import backends
-from xshard.testing import runtimes
+from xshard.testing import plans
 from xshard.testing.plans import answer_in_numpy
 
 ULYSSES = ("b s/cp c -> b s c/cp", "--mesh", "dp=2,cp=4", "--shape", "2,64,32")
@@ -293,7 +293,7 @@ def test_without_the_extra_the_script_says_what_to_install(package):
 
 def test_the_library_needs_neither_typer_nor_rich():
     code = """
-import sys, xshard, xshard.testing.runtimes, xshard.pictures.grid
+import sys, xshard, xshard.testing.plans, xshard.pictures.grid
 print({'typer', 'rich'} & set(sys.modules))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
@@ -352,7 +352,7 @@ def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
         ("torch_bridge.testing.worker.answers", "", 1),
         *(("jax_bridge.testing.worker.answers", mode, 1) for mode in ("vma", "novma", "pmap")),
     ]
-    for runtime in runtimes.RUNTIMES[1:]:
+    for runtime in plans.RUNTIMES[1:]:
         assert f"{runtime.name} 0 0 24 B/24 B 48 B/24 B" in words(result.stdout)
 
 
@@ -379,14 +379,14 @@ def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, ro
 def test_selfcheck_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
     right = answer_in_numpy
     monkeypatch.setattr(
-        runtimes, "answer_in_numpy", lambda q: replace(o := right(q), **{where: one_off(getattr(o, where))})
+        plans, "answer_in_numpy", lambda q: replace(o := right(q), **{where: one_off(getattr(o, where))})
     )
     assert selfcheck_one("--runtime", "numpy").exit_code == 1
 
 
 def test_selfcheck_exits_with_1_where_a_runtime_fails(monkeypatch):
     broken = replace(backends.BACKENDS["torch"], package="numpy")
-    monkeypatch.setattr(runtimes, "RUNTIMES", (runtimes.RUNTIMES[0], runtimes.Runtime("torch", broken)))
+    monkeypatch.setattr(plans, "RUNTIMES", (plans.RUNTIMES[0], plans.Runtime("torch", broken)))
     result = selfcheck_one()
     assert result.exit_code == 1
     assert "numpy 0 0" in words(result.stdout)
@@ -443,7 +443,7 @@ def test_selfcheck_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
     result = xshard("selfcheck", expression, "--mesh", "cp=2", *lengths)
     assert result.exit_code == 0, result.output
-    for runtime in runtimes.RUNTIMES:
+    for runtime in plans.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(result.stdout)
 
 

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.testing.hlo import received_bytes
-from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
+from jax_bridge.testing.stacked import lead, local, padded, received_bytes, spec, stacked, unstacked
 from tests.contractions.cases import CASES
 from tests.jax_bridge.helpers import in_jax
 from xshard.contractions.ring import rings

@@ -17,15 +17,14 @@ import xshard as xs
 from jax_bridge.lower.exchange import tiled, tilings
 from jax_bridge.lower.rules import RULES
 from jax_bridge.lower.schedule import Schedule, edge_colours, rounds
-from jax_bridge.testing.hlo import collectives
+from jax_bridge.testing.stacked import collectives
 from tests.cases import one_of_each
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
 from xshard.plans.transfer import Transfer
 from xshard.steps import Exchange, Step
 from xshard.steps.exchange.messages import messages_to
-from xshard.testing.plans import answer_in_numpy, judge, plan_question
-from xshard.testing.runtimes import RUNTIMES
+from xshard.testing.plans import RUNTIMES, answer_in_numpy, judge, plan_question
 
 MODES = {runtime.mode: runtime for runtime in RUNTIMES if runtime.mode}
 

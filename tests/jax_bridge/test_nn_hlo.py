@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jax_bridge.testing.hlo import received_bytes
+from jax_bridge.testing.stacked import received_bytes
 from tests.jax_bridge.helpers import in_jax
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.arrays import stored
-from jax_bridge.testing.timing import Timer
+from jax_bridge.testing.worker import Timer
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.testing.hlo import received_bytes
+from jax_bridge.testing.stacked import received_bytes
 from tests.jax_bridge.helpers import in_jax
 
 X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)

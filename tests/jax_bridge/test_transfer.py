@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.state import execute
-from jax_bridge.testing.hlo import received_bytes
+from jax_bridge.testing.stacked import received_bytes
 from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax, needs_flax
 from xshard.runtimes.backends import BACKENDS
 from xshard.runtimes.processes import Process

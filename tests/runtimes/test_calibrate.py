@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.runtimes import backends, disk
+from xshard.runtimes import backends
 from xshard.runtimes import calibrate as calibration
-from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
+from xshard.runtimes.calibrate import SIZES, fitted_plans, held_out_plans
 from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
 from xshard.steps import Step
 
@@ -145,7 +145,7 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
     class Answers:
         def ask(self, function, batch, rounds, *, timeout_s, quiet):
             asked.extend(batch)
-            assert (function, rounds, timeout_s) == (torch.function("timing.seconds_of_plans"), 3, 1.0)
+            assert (function, rounds, timeout_s) == (torch.function("worker.seconds_of_plans"), 3, 1.0)
             return [plan.cost for plan in batch]
 
     torch = backends.BACKENDS["torch"]
@@ -169,8 +169,8 @@ def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fadvise", lambda file, at, n, what: kept.clear())
     monkeypatch.setattr(os, "pread", slow)
-    monkeypatch.setattr(disk.time, "perf_counter", lambda: now[0])
-    found = disk.measure_disk(tmp_path, 4 * 2**22)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now[0])
+    found = calibration.measure_disk(tmp_path, 4 * 2**22)
     assert found == xs.Link(2.004e-3, float(f"{2**22 / (2e-3 + 2**22 / 1e9):.4g}"))
     assert list(tmp_path.iterdir()) == []
 
@@ -254,11 +254,11 @@ def test_a_fit_without_scipy(monkeypatch):
 
 
 def test_disks_that_cannot_be_measured(tmp_path, monkeypatch):
-    assert message(lambda: disk.measure_disk(tmp_path / "none")) == (
+    assert message(lambda: calibration.measure_disk(tmp_path / "none")) == (
         f"CalibrationError: {tmp_path / 'none'}: No such file or directory\n  a folder that can be written to"
     )
     monkeypatch.delattr(os, "posix_fadvise")
-    assert message(lambda: disk.measure_disk(tmp_path)) == (
+    assert message(lambda: calibration.measure_disk(tmp_path)) == (
         "CalibrationError: this system keeps what was read of files in memory\n"
         "  measure on Linux, or write a disk into the profile"
     )
@@ -315,7 +315,7 @@ def test_what_the_command_refuses(arguments, message):
     [("torch", "gloo processes", False, ("--disk", ".")), ("jax", "host devices", True, ("--plans",))],
 )
 def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, monkeypatch, backend, devices, rounds, more):
-    monkeypatch.setattr(disk.measure_disk, "__defaults__", (2**22,))
+    monkeypatch.setattr(calibration.measure_disk, "__defaults__", (2**22,))
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2, *more)
     result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)

@@ -15,8 +15,7 @@ from tests import oracle
 from tests.cases import CASES, one_of_each
 from xshard.plans.transfer import Transfer
 from xshard.steps import AllReduce, ReduceScatter, Step
-from xshard.testing.plans import Verdict, answer_in_numpy, judge, plan_question
-from xshard.testing.runtimes import RUNTIMES
+from xshard.testing.plans import RUNTIMES, Verdict, answer_in_numpy, judge, plan_question
 
 QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
 RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}

@@ -14,9 +14,8 @@ import pytest
 import xshard as xs
 from xshard.layout.layout import parse_expression
 from xshard.steps import Exchange, Permute
-from xshard.testing.plans import Verdict, answer_in_numpy, judge, plan_question
+from xshard.testing.plans import RUNTIMES, Verdict, answer_in_numpy, judge, plan_question
 from xshard.testing.question import Answer
-from xshard.testing.runtimes import RUNTIMES
 
 (TORCH,) = (runtime for runtime in RUNTIMES if runtime.name == "torch")
 

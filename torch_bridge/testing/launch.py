@@ -1,7 +1,4 @@
-"""Ranks on this machine: forked gloo processes, for tests, verification and first steps.
-
-None outlives a failure. torchrun starts real jobs.
-"""
+"""Ranks on this machine: forked gloo processes, for tests, verification and first steps."""
 
 from __future__ import annotations
 

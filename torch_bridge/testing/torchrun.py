@@ -1,7 +1,4 @@
-"""One node of several under torchrun's launcher: its agent, its rendezvous, and ranks that it forks.
-
-Runs in a process that has imported torch and done nothing else. `xshard.testing.nodes` starts the nodes.
-"""
+"""One node of several under torchrun's launcher: its agent, its rendezvous, and ranks that it forks."""
 
 from __future__ import annotations
 
@@ -31,10 +28,9 @@ def run(
     sent: bytes | tuple[str, ...],
     _timeout_s: float,
 ) -> None:
-    """Be one of `n` nodes with `ranks` ranks, and wait for the end of all.
+    """Be one of `n` nodes with `ranks` ranks, and wait for the end of all. Raises ChildFailedError.
 
     sent: a packed function, or a script and its words. folder: gets a file per rank, "3.result" or "3.error".
-    Raises ChildFailedError.
     """
     config = LaunchConfig(
         min_nodes=n,

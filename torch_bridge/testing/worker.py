@@ -1,13 +1,11 @@
-"""The torch side of `xshard.testing`: functions of users, and plans, on gloo ranks.
-
-Runs in a process that has imported torch and done nothing else, so that it can be forked at any time; only
-ranks unpack what users send. Ranks agree on what they return before any of them sends a gradient.
-"""
+"""The torch side of `xshard.testing` and `xshard calibrate`: user code runs in forked gloo ranks alone."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +28,20 @@ from torch_bridge.testing.launch import RankError, run_ranks
 from xshard import ContractionPlan, Plan, replicas
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
-from xshard.testing.differences import Derivatives, derivatives
 from xshard.testing.moves import Recorder, Seen, merged
-from xshard.testing.question import OUTPUT, Answer, Devices, Question, Update, called, draw, named_outputs
+from xshard.testing.plans import sources_of
+from xshard.testing.question import (
+    OUTPUT,
+    Answer,
+    Derivatives,
+    Devices,
+    Question,
+    Update,
+    called,
+    derivatives,
+    draw,
+    named_outputs,
+)
 from xshard.testing.trees import StructureError, Tree, mapped, numbered
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
@@ -57,10 +66,7 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
-    """The answer to every question, on as many ranks as its mesh has devices.
-
-    Raises FunctionError for a function that fails, RankError for a plan that does, StructureError.
-    """
+    """The answer to every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
     if any(question.update is not None for question in questions):
         preload(["torch._dynamo"], timeout_s)  # every optimiser imports it: 0.6 s in each rank
     try:
@@ -83,10 +89,9 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 def by_rank(
     items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
 ) -> list[tuple[Any, ...]]:
-    """For every item, the results of all ranks; ranks start once per number of devices.
+    """For every item, by its `mesh`, the results of all ranks; ranks start once per number of devices.
 
-    items: have a `mesh`. function: called on each rank with the items of its world, and `args`; returns a
-    result per item.
+    function: called on each rank with the items of its world, and `args`; returns a result per item.
     """
     results: dict[int, tuple[Any, ...]] = {}
     for n in sorted({item.mesh.n_devices for item in items}):
@@ -301,3 +306,71 @@ def _updated(update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tens
     make: Callable[[list[Tensor]], torch.optim.Optimizer] = pickle.loads(update.function)[0]
     make(values).step()
     return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}
+
+
+TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
+MOST_CALLS = 20
+
+
+def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, timeout_s: float) -> list[float]:
+    """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
+    return list(map(_median, by_rank(plans, _time_all, rounds, timeout_s=timeout_s)))
+
+
+def seconds_of_products(
+    n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, timeout_s: float
+) -> list[float]:
+    """The median time per dtype of a product of square matrices, on all devices at once."""
+    ranks = on_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
+    return list(map(_median, zip(*ranks, strict=True)))
+
+
+def _median(by_rank: Sequence[Sequence[float]]) -> float:
+    """Seconds by rank, round by round -> their median; of a round the busiest rank counts, as in a plan."""
+    return statistics.median(map(max, zip(*by_rank, strict=True)))
+
+
+def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[float]]:
+    """This rank's seconds per dtype, round by round."""
+    seconds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
+    for _ in range(1 + rounds):
+        for dtype in dtypes:
+            x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
+            dist.barrier()
+            start = time.perf_counter()
+            torch.mm(x, x)
+            seconds[dtype].append(time.perf_counter() - start)
+    return [times[1:] for times in seconds.values()]  # the first round warms up
+
+
+def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list[float]]:
+    """This rank's seconds per call of every plan, round by round, so that a slow spell falls on all."""
+    timers = [_PlanTimer(plan) for plan in plans]
+    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
+    return [list(times) for times in zip(*by_round, strict=True)]
+
+
+class _PlanTimer:
+    """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
+
+    def __init__(self, plan: Plan | ContractionPlan) -> None:
+        processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
+        shapes = [source.local_shape(processes.device) for source in sources_of(plan)]
+        self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
+        self.run: Callable[..., Any] = (
+            functools.partial(einsum, plan, mesh=plan.mesh)
+            if isinstance(plan, ContractionPlan)
+            else lower(plan, processes, torch.device("cpu"))
+        )
+        self.calls = 2
+        self.seconds()  # the first calls make connections
+        slowest = torch.tensor(self.seconds())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
+        self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
+
+    def seconds(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.run(*self.blocks)
+        return (time.perf_counter() - start) / self.calls

@@ -10,12 +10,11 @@ from typer.core import TyperGroup
 
 from xshard.cli.calibrate import calibrate_command
 from xshard.cli.explore.command import explore
-from xshard.cli.plan import plan_command
+from xshard.cli.plan import plan_command, show
 from xshard.cli.selfcheck import selfcheck
-from xshard.cli.show import show
 from xshard.cli.state import state
 from xshard.errors import XshardError
-from xshard.pictures.console import print_error
+from xshard.pictures.terminal import print_error
 
 
 class _Commands(TyperGroup):

@@ -19,10 +19,9 @@ from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
-from xshard.pictures.console import console, headed_table
+from xshard.pictures.terminal import console, headed_table
 from xshard.runtimes.backends import BACKENDS, backend_named
-from xshard.runtimes.calibrate import ROUNDS, calibrate
-from xshard.runtimes.calibration_plans import SIZES
+from xshard.runtimes.calibrate import ROUNDS, SIZES, calibrate
 from xshard.runtimes.fit import Sample, median_error
 
 _TEXTS = ("steps", "expression")

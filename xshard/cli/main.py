@@ -1,7 +1,4 @@
-"""The console script `xshard`, which names the missing package if the `cli` extra is not installed.
-
-It is also `python -m xshard`. The commands need typer and rich, and no other part of xshard does.
-"""
+"""The console script `xshard`, also `python -m xshard`: it names a package that is missing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Options that commands share: their types for typer, and the parsing of their text.
-
-Commands parse these values, not typer, so that errors keep their caret.
-"""
+"""Options that commands share. Commands parse these texts, not typer, so that errors keep their caret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xshard plan`: the table of a plan and of its backward."""
+"""`xshard plan`: the table of a plan and its backward; `xshard show`: a layout as a grid."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from xshard.cli.options import (
     Dtype,
     ExpressionText,
     MeshOrNone,
+    MeshText,
     ShapeOrNone,
     SizesOrNone,
     lengths_of_arrays,
     parse_devices,
 )
+from xshard.contractions.expression import contraction
 from xshard.contractions.plan import ContractionPlan
-from xshard.layout import Mesh
-from xshard.pictures.console import console
+from xshard.contractions.shapes import shapes_of
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import check_axes
+from xshard.pictures.grid import picture
+from xshard.pictures.terminal import GridText, console
 from xshard.planner import plan as make_plan
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
@@ -117,3 +122,34 @@ def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
         ("backward, how many addends won", winners.count),
         ("backward, the cotangent beside every addend", winners.cotangent),
     ]
+
+
+def show(
+    layout: Annotated[
+        str,
+        typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted."),
+    ],
+    mesh: MeshText,
+    shape: ShapeOrNone = None,
+    sizes: SizesOrNone = None,
+    dims: Annotated[
+        str, typer.Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
+    ] = "",
+) -> None:
+    """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.
+
+    Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
+    """
+    on, lengths = Mesh.parse(mesh), lengths_of_arrays(layout, shape, sizes)
+    names = tuple(filter(None, (name.strip() for name in dims.split(","))))
+    if sizes is None:
+        layouts = [Layout.parse(layout)]
+    else:
+        einsum = contraction(layout)
+        layouts = [*einsum.operands, einsum.result]
+        shapes_of(einsum, lengths["sizes"], None)  # raises for lengths that do not fit
+    for each in layouts:
+        check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
+    for each in layouts:
+        whole = lengths["shape"] if sizes is None else tuple(lengths["sizes"][name] for name in each.names)
+        console().print(GridText(picture(Sharding(each, on, whole), names)))

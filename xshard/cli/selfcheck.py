@@ -18,13 +18,20 @@ from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
-from xshard.pictures.console import console, print_error
+from xshard.pictures.terminal import console, print_error
 from xshard.planner import plan as make_plan
 from xshard.plans import table as moves
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.plans import Verdict, answer_in_numpy, backward_bytes, plan_question
+from xshard.testing.plans import (
+    RUNTIMES,
+    Runtime,
+    Verdict,
+    answer_in_numpy,
+    backward_bytes,
+    choose,
+    plan_question,
+)
 from xshard.testing.question import Answer, Question
-from xshard.testing.runtimes import RUNTIMES, Runtime, choose
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
 
@@ -61,10 +68,7 @@ class Section(NamedTuple):
 
 
 class Example(NamedTuple):
-    """An expression, its name in other systems, and a mesh to run it on.
-
-    lengths: the `shape` of an array, or the `sizes` of a contraction.
-    """
+    """An expression, its name in other systems, a mesh to run it on, and its `shape` or `sizes`."""
 
     expression: str
     elsewhere: str

@@ -16,7 +16,7 @@ from xshard.cli.options import MESH_HELP
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
-from xshard.pictures.console import console, headed_table
+from xshard.pictures.terminal import console, headed_table
 from xshard.state import Names
 from xshard.state.differences import diff_checkpoints
 from xshard.state.files import open_checkpoint, verify

@@ -72,10 +72,10 @@ class DeviceBlock:
 
 @dataclass(frozen=True)
 class Picture:
-    """The blocks of an array and the devices that hold them.
+    """The blocks of an array and the devices that hold them; strips: the drawn dims, at most two.
 
-    strips: the drawn dims, at most two. cells: one row per block of the first of two strips, one
-    column per block of the last. devices: one entry per device. notes: the roles of the mesh axes, in words.
+    cells: one row per block of the first of two strips, one column per block of the last. notes: the roles
+    of the mesh axes, in words.
     """
 
     sharding: Sharding

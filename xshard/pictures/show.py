@@ -56,8 +56,7 @@ def show(
         return
     if not find_spec("rich"):
         raise XshardError("rich is not installed", hint="pip install 'xshard[cli]'; or print a plan")
-    from xshard.pictures.console import console
-    from xshard.pictures.terminal import renderable
+    from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))
 

@@ -1,8 +1,4 @@
-"""Pictures as SVG: the grid of a sharding, and a plan as grids with what travels between them.
-
-Text outside the blocks has the colour of the text around the picture: one picture suits light and dark pages,
-without a script or a style sheet.
-"""
+"""Pictures as SVG: the grid of a sharding, and a plan as grids; text has the colour of the page around it."""
 
 from __future__ import annotations
 

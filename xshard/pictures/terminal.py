@@ -1,8 +1,9 @@
-"""Pictures and plans in a terminal, by rich; blocks have device numbers, to be read without colour."""
+"""Pictures, plans and errors in a terminal, by rich; blocks have device numbers to read without colour."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
@@ -14,11 +15,37 @@ from rich.text import Text
 
 from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
+from xshard.errors import XshardError
 from xshard.layout import Sharding
-from xshard.pictures.console import headed_table
 from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, rows_text, title
 from xshard.plans import table
 from xshard.plans.plan import Plan
+
+# Columns of a console that is not a terminal: a pipe has no width, and folded tables are hard to read.
+PIPE_WIDTH = 200
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr that prints `[2, 64]` and `:halo(1,1)` as text, not as markup."""
+    out = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = PIPE_WIDTH
+    return out
+
+
+def headed_table(*heads: str, left: Sequence[str]) -> Table:
+    """A table without rows. left: the heads of columns of text; numbers stand on the right."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
+    return table
+
+
+def print_error(error: XshardError) -> None:
+    """Print the error on stderr like the last lines of a traceback."""
+    message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+    console(stderr=True).print(message, soft_wrap=True)
+
 
 # Light backgrounds of the 256-colour palette with different hues, used in turn under black text.
 _COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)

@@ -28,10 +28,9 @@ class NoRuntimeError(XshardError):
 class Backend:
     """A framework that runs plans, by functions of its bridge's room `testing`.
 
-    package: the package to install, also the name of the extra that brings it. devices: its devices in words.
-    rounds: see `Profile`. environment: number of devices -> the variables that a process needs to have them.
-    modes: the ways in which it runs a program on its devices. world: the variable in which a launcher says
-    how many ranks there are.
+    package: also the name of the extra that brings it. devices: its devices in words. rounds: see `Profile`.
+    environment: number of devices -> the variables that a process needs. modes: the ways to run a program.
+    world: the variable in which a launcher says how many ranks there are.
     """
 
     package: str
@@ -99,8 +98,7 @@ def backend_named(name: str) -> Backend:
 def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
     """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it.
 
-    preload: modules that ranks of torch have imported when they begin.
-    Raises NoRuntimeError; FunctionError for a module that cannot be imported.
+    preload: modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError.
     """
     backend, n = BACKENDS[name], host_devices()
     if name == "torch":

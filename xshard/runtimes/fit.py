@@ -1,8 +1,4 @@
-"""Measured times -> the constants of a profile: none negative, and relative errors small.
-
-`Profile.seconds` is linear in its constants (launches, latencies, inverses of speeds); a row here holds the
-coefficients of one plan.
-"""
+"""Measured times -> the constants of a profile, which `Profile.seconds` is linear in: one row per plan."""
 
 from __future__ import annotations
 
@@ -127,12 +123,10 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|.
+    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|: so 2 counts like 1/2.
 
-    So twice as long counts like half as long; with errors relative to the seconds, half as long would count
-    for less, and all prices would be too low. Large errors count in proportion, not squared (Huber's
-    loss), since a busy machine makes single times several times too long. Solved as weighted least
-    squares, with weights that give both the same gradient.
+    Large errors count in proportion, not squared (Huber's loss), since a busy machine makes single times
+    several times too long. Weighted least squares, with weights that give the same gradient.
     """
     try:
         from scipy.optimize import nnls

@@ -1,8 +1,4 @@
-"""Processes that call functions for this one: each is started once and asked many times.
-
-One that stands still, or computes for very long, counts as hung. A framework is imported there and never
-here; which one, and with which settings, is in `backends`.
-"""
+"""Processes that import frameworks and call functions for this one: each is started once and asked often."""
 
 from __future__ import annotations
 
@@ -59,13 +55,11 @@ class Process:
         return self._child.poll() is None
 
     def ask(self, function: str, *arguments: Any, timeout_s: float, quiet: bool = False) -> Any:
-        """What `function(*arguments, timeout_s)` returns there.
+        """What `function(*arguments, timeout_s)` returns there. function: with its module.
 
-        function: with its module, as in "torch_bridge.testing.worker.run_tasks".
-        timeout_s: the longest time without progress, see `Watch`; then the process is ended, and all that it
-        has forked. quiet: do not show on standard error what it printed.
-        Raises the XshardError that the function raises; FunctionError for other errors, and where the process
-        ends or is given up.
+        timeout_s: the longest time without progress, see `Watch`; then the process ends, with all its forks.
+        quiet: do not show on standard error what it printed.
+        Raises the XshardError that the function raises; FunctionError for others, or if the process ends.
         """
         with self._turn:
             heard = os.fstat(self._stderr.fileno()).st_size
@@ -136,9 +130,8 @@ class Watch:
     """Looks at processes again and again; `why_over` says why they should be given up.
 
     spent_s: seconds of processor time that they have used, None where the system does not say.
-    limit_s: the longest time without progress. Processor time is limited too, to `limit_s` per core, which
-    an idle machine cannot spend sooner. Without processor time `limit_s` is time on the clock.
-    grace_s: added to the limit, but not to the limit in the message.
+    limit_s: the longest time without progress, and of processor time per core, which an idle machine cannot
+    spend sooner. grace_s: added to the limit, but not to the limit in the message.
     """
 
     def __init__(self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0) -> None:

@@ -1,8 +1,4 @@
-"""`python -m xshard.runtimes.server`: calls functions for another process.
-
-Reads `sys.path` and (name, arguments), each pickled, from its standard input to the end, and writes results
-of the calls, or the XshardError that they raised. The functions' modules import a framework.
-"""
+"""`python -m xshard.runtimes.server`: pickled `sys.path` and (name, arguments) in, results or errors out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`assert_equivalent`: a torch function and a JAX function, sharded, against each other and one device.
-
-`assert_mesh_invariant`: one sharded function means the same on every mesh, and on one device it is right.
-The bridges' `testing.worker` runs functions; `diagnosis` explains differences by the blocks alone, `trials`
-by another run.
-"""
+"""`assert_equivalent`: torch and JAX functions agree; `assert_mesh_invariant`: one agrees on every mesh."""
 
 from __future__ import annotations
 
@@ -11,13 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from xshard.layout import Mesh
-from xshard.testing.comparison import mismatches
+from xshard.testing.comparison import explained, located, mismatches
 from xshard.testing.mismatch import EquivalenceError
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
 from xshard.testing.runs import Function, Runs, Side, mesh_of_ones, updates_of
 from xshard.testing.trees import Tree
-from xshard.testing.trials import explained, located
 
 
 def assert_equivalent(
@@ -100,20 +94,16 @@ def assert_mesh_invariant(
 ) -> None:
     """Raise EquivalenceError unless results and gradients mean on every mesh what they mean on one device.
 
-    Blocks mean the global array that they stand for under their layout; gradients are under the dual of the
-    argument's layout. The truth is the function itself on a mesh of ones, so that no second implementation is
-    needed; there, its gradients are compared with differences.
+    Blocks mean the global array that they stand for under their layout; gradients are under the dual layout.
+    The truth is the function itself on a mesh of ones, where its gradients are compared with differences.
 
     function, args, layouts, check_vma, preload, timeout_s: as in `assert_equivalent`.
     mesh: one or several; by default axes of the layouts with 2 and 3 devices, one by one and together.
     framework: "torch" or "jax".
-    differences: False for a function with a gradient that is not its derivative (`detach`), or that cannot
-    take float64, in which differences are made.
+    differences: False if a gradient is not the derivative (`detach`), or the function takes no float64.
     tol: relative to the largest value of an array; None goes by dtype.
 
-    A mismatch has the likely cause, and the redistribution, of those that the function calls, at which the
-    meaning first went wrong. Raises before anything runs as `assert_equivalent` does; FunctionError with the
-    message of a function that raised, for example because its blocks differ in length.
+    A mismatch has the likely cause, and the first redistribution with a wrong meaning. Raises as the other.
 
     >>> import numpy as np
     >>> import torch_bridge as xt

@@ -1,7 +1,4 @@
-"""One array against another: whether they agree, and the report of a mismatch: text, and a table of rich.
-
-Agreement is relative to the largest value (`xshard.tolerances`). The likely cause is found in `diagnosis`.
-"""
+"""One array against another: whether they agree, and the report of a mismatch as text and as a table."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ def find_mismatch(
     largest: float,
     arguments: Mapping[str, Block],
 ) -> Mismatch | None:
-    """Blocks of one array against blocks of another under the same layout; None if they agree.
-
-    Under sum, mean and fold the sums of the blocks are compared. tolerance: None goes by the dtype.
-    largest: the largest value of all arrays of this kind, see `Case`.
-    """
+    """Blocks of one array against blocks of another under the same layout, or None; see `case_of`."""
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
         problem = _problem(a, b, sharding)
         if problem:
@@ -101,7 +94,7 @@ def case_of(
     largest: float,
     arguments: Mapping[str, Block],
 ) -> Case:
-    """Blocks that have the shapes of their layout, as evidence."""
+    """Blocks as evidence. tolerance: None goes by the dtype. largest: of all arrays of the kind."""
     return Case(
         settle(got, sharding),
         settle(want, sharding),

@@ -23,8 +23,7 @@ OURS = ("xshard", "torch_bridge", "jax_bridge")
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
     """A function, closures too, and its arguments, pickled. Raises FunctionError.
 
-    Functions of the user's own file are sent by value, so that the process need not import the file,
-    which may import the other framework. Installed modules are imported there.
+    The user's own file is sent by value: the process need not import it, with the other framework.
     """
     cloudpickle = _needed("cloudpickle")
     module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None

@@ -1,9 +1,9 @@
-"""Questions about plans: whole numbers, so that every sum is exact; what numpy answers, and who is right."""
+"""Questions about plans, in whole numbers: every sum is exact; the runtimes that answer, and verdicts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 from xshard import reference
 from xshard.contractions.plan import ContractionPlan
 from xshard.dtypes import itemsize, numpy_dtype, precision
-from xshard.errors import DtypeError
+from xshard.errors import DtypeError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
+from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
+from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block, Blocks
 from xshard.steps.local import Scale
 from xshard.testing.diagnosis.evidence import largest_error, settle
@@ -46,10 +48,9 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """A plan with blocks of whole numbers: contributions arbitrary, copies equal.
+    """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError.
 
-    Values are multiples of every mesh size, so that means are whole too. Raises DtypeError for a contraction
-    of whole numbers, which has no gradients.
+    Values are multiples of every mesh size, so that means are whole too.
     """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
@@ -104,11 +105,9 @@ def judge(answer: Answer, expected: Answer) -> Verdict:
 
 
 def audit(question: Question, answer: Answer) -> Verdict:
-    """An answer against the definition, without the steps of the plan.
+    """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
 
-    A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
-    scale. The gradient of a max depends on its winners, so nothing is compared there. A contraction is
-    numpy's einsum of the global arrays, and so are its gradients but for the scales of means.
+    Gradients are right but for the scales of means; those of a max depend on its winners: not compared.
     """
     plan, sources, target = question.plan, question.shardings, target_of(question.plan)
     arrays = [_named(x, source) for x, source in zip(question.inputs, sources, strict=True)]
@@ -168,3 +167,64 @@ def random_blocks(
             values = rng.integers(least, beyond, sharding.local_shape(device))
             blocks.append((values * unit).astype(numpy_dtype(dtype)))
     return blocks
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime by name. backend: the framework; none for numpy. mode: one of the backend's."""
+
+    name: str
+    backend: Backend | None = None
+    mode: str = ""
+
+    def takes(self, mesh: Mesh) -> bool:
+        """True if the runtime can run on the mesh: `pmap` knows one axis, others have to be of size 1."""
+        return self.mode != "pmap" or len(mesh.axes) == 1 or sum(n > 1 for n in mesh.sizes) == 1
+
+    def answers(self, questions: Sequence[Question], timeout_s: float) -> list[Answer]:
+        """The answer to every question. timeout_s: see `Process.ask`. Raises FunctionError."""
+        if self.backend is None:
+            return [answer_in_numpy(question) for question in questions]
+        n = max((question.mesh.n_devices for question in questions), default=1)
+        asked = [replace(question, mode=self.mode) for question in questions]
+        try:
+            answers: list[Answer] = self.backend.ask(n, "worker.answers", asked, timeout_s=timeout_s)
+        except XshardError as error:
+            raise FunctionError(
+                f"{self.name}: {error.reason}", text=error.text, span=error.span, hint=error.hint
+            ) from None
+        return answers
+
+    def judge(self, question: Question, answer: Answer, expected: Answer) -> Verdict:
+        """The answer against the reference; numpy, which is the reference, against the definition."""
+        return audit(question, answer) if self.backend is None else judge(answer, expected)
+
+
+RUNTIMES = (
+    Runtime("numpy"),
+    *(
+        Runtime(f"{name}-{mode}" if mode else name, backend, mode)
+        for name, backend in BACKENDS.items()
+        for mode in backend.modes
+    ),
+)
+
+
+def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
+    """The runtimes of these names, by default all that can take one of the meshes. Raises NoRuntimeError."""
+    known = {runtime.name: runtime for runtime in RUNTIMES}
+    for name in names:
+        if name not in known:
+            raise NoRuntimeError(f"no runtime {name!r}", hint=f"runtimes are: {', '.join(known)}")
+    if names:
+        chosen = tuple(known[name] for name in dict.fromkeys(names))
+    else:
+        chosen = tuple(runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes)))
+    for runtime in chosen:
+        if not any(map(runtime.takes, meshes)):
+            raise NoRuntimeError(
+                f"{runtime.name} cannot run on {meshes[0]!r}", hint="it knows one axis: others have size 1"
+            )
+        if runtime.backend is not None:
+            runtime.backend.check_installed(f", or leave {runtime.name} out with --runtime")
+    return chosen

@@ -1,8 +1,4 @@
-"""The pytest plugin: functions on torch ranks and on JAX devices, and tests on chosen meshes.
-
-pytest loads it wherever xshard is installed, so nothing slow is imported here: torch and JAX start in
-processes of their own when a test first asks for them, and stay.
-"""
+"""The pytest plugin: functions on torch ranks and JAX devices. It loads with pytest: imports nothing slow."""
 
 from __future__ import annotations
 
@@ -78,8 +74,8 @@ def torch_ranks() -> Callable[..., OnRanks]:
 def jax_devices() -> Callable[[int], OnDevices]:
     """`jax_devices(n)(function, *args)`: the result of the function where JAX has n host devices or more.
 
-    A failure is raised here with its own traceback; closures are allowed. Results must be picklable. JAX
-    arrays start JAX in this process: return numpy arrays to avoid that.
+    A failure is raised here with its own traceback; closures are allowed. Results must be picklable: as numpy
+    arrays, since JAX arrays start JAX in this process.
     """
 
     def devices(n: int) -> OnDevices:

@@ -27,10 +27,7 @@ Meshes = Mesh | str | Sequence[Mesh | str]
 
 @dataclass(frozen=True)
 class Problem:
-    """Checked input: names, values and layouts of all arrays among the arguments; a tree of output layouts.
-
-    arguments: the arguments with numbers for arrays, as `Question` has them.
-    """
+    """Checked input: names, values and layouts of all arrays; arguments and output layouts as trees."""
 
     names: tuple[str, ...]
     values: tuple[Block, ...]
@@ -57,11 +54,7 @@ class Problem:
 
 
 def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes | None) -> Problem:
-    """The arguments of `assert_equivalent`, checked.
-
-    function: its parameters name the arguments. mesh: None for `usual_meshes`. Raises StructureError,
-    ShapeError, NotationError, LinearityError, MeshError, DtypeError.
-    """
+    """The arguments of `assert_equivalent`, checked. mesh: None for `usual_meshes`."""
     args = tuple(args)
     if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
         raise StructureError(
@@ -100,10 +93,7 @@ def whole_layout(ndim: int) -> Layout:
 
 
 def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
-    """A whole array -> blocks under any linear layout; contributions are arbitrary but for their sum.
-
-    Zeros on all devices but one would hide a function that reads one device alone.
-    """
+    """A whole array -> blocks under any linear layout; contributions are arbitrary but for their sum."""
     layout, mesh = sharding.layout, sharding.mesh
     open_ = layout.tagged("sum", "mean") or any(isinstance(dim.overlap, Fold) for dim in layout.dims)
     if not open_ or x.dtype.itemsize < 4 or x.dtype.kind not in "fci":
@@ -204,9 +194,5 @@ def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
 
 
 def parse_meshes(text: str) -> list[Mesh]:
-    """`"dp=2,cp=2;cp=4"` -> the meshes.
-
-    >>> parse_meshes("dp=2,cp=2; cp=4")
-    [Mesh(dp=2, cp=2), Mesh(cp=4)]
-    """
+    """`"dp=2,cp=2;cp=4"` -> the meshes."""
     return [Mesh.parse(part.strip()) for part in text.split(";") if part.strip()]

@@ -1,8 +1,4 @@
-"""Questions of the kit to a runtime, and the answers: blocks per device, in and out.
-
-A question asks for the outputs and gradients of a user's function, or of a plan. The bridges'
-`testing.worker` answers, so that no framework is imported here.
-"""
+"""Questions of the kit, about a user's function or a plan, and answers of the bridges' workers."""
 
 from __future__ import annotations
 
@@ -17,7 +13,9 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh, Sharding
 from xshard.plans.plan import Plan
 from xshard.steps.base import Block
+from xshard.testing.diagnosis.evidence import in_double
 from xshard.testing.trees import StructureError, Tree, leaves
+from xshard.tolerances import DERIVATIVE
 
 Devices = tuple[Block, ...]  # the blocks of one array, one per device
 AnyPlan = Plan | ContractionPlan
@@ -26,10 +24,9 @@ OUTPUT = "output"  # the name of a result that is one array
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser step on some of the arguments.
+    """One optimiser step on the arguments at `positions`, with the leaves `arrays`.
 
-    function: packed. torch: a list of tensors -> the optimiser; JAX: (values, gradients) -> values, both
-    trees of the arguments at `positions`. arrays: the numbers of their leaves.
+    function: packed. torch: a list of tensors -> the optimiser; JAX: (values, gradients) -> values, as trees.
     """
 
     function: bytes
@@ -50,9 +47,8 @@ class Question:
     """A function, the blocks of its arguments, and the cotangents of what it returns.
 
     function: packed, see `pickling`; or a plan: its bytes and seconds are measured too. arguments: a tree
-    of numbers of `inputs`, one branch per argument. inputs, shardings: per array. results: per output; None
-    for a reference, which draws its own cotangents (`draw`) and returns them. A mesh without axes is one
-    device with unsharded arrays.
+    of numbers of `inputs`, one branch per argument. results: per output; None for a reference, which draws
+    its own cotangents (`draw`). A mesh without axes is one device with unsharded arrays.
     """
 
     function: bytes | AnyPlan
@@ -90,9 +86,8 @@ class Answer:
     """Results of a function: outputs by name, gradients and updated values by number of input.
 
     gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree, derivatives: only of
-    a reference: its cotangents by name, the tree of its outputs with numbers as leaves, and differences.
-    forward_bytes, backward_bytes: bytes that the busiest device received; None if not measured. seconds: wall
-    time of one forward and backward pass after a first one.
+    a reference. forward_bytes, backward_bytes: what the busiest device received; None if not measured.
+    seconds: wall time of one forward and backward pass after a first one.
     """
 
     outputs: Mapping[str, Devices]
@@ -140,3 +135,40 @@ def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: st
             hint="dicts, lists and tuples of arrays with the same names on both sides",
         )
     return outputs
+
+
+_DIRECTIONS = 3
+# Relative to the largest value of a block. A kink (relu, max) that lies within one is not within both.
+_STEPS = (1e-5, 1e-7)
+
+Derivatives = dict[int, tuple[Devices, Devices, float]]
+
+
+def derivatives(
+    loss: Callable[[Sequence[Block]], float], inputs: Sequence[Block], gradients: Mapping[int, Devices]
+) -> Derivatives:
+    """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
+
+    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are.
+    """
+    wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
+    by_input: Derivatives = {}
+    for i, (block,) in gradients.items():
+        rng, gradient, x = np.random.default_rng((13, i)), in_double(block), wide[i]
+        length = float(np.abs(x).max(initial=0)) or 1.0
+        got, want, size = np.zeros(_DIRECTIONS), np.zeros(_DIRECTIONS), 0.0
+        for k in range(_DIRECTIONS):
+            v = length * rng.normal(size=x.shape)
+            if x.dtype.kind == "c":
+                v = v + 1j * length * rng.normal(size=x.shape)
+            got[k] = np.vdot(gradient, v).real
+            size = max(size, float(np.linalg.norm(gradient * v)))
+            for step in _STEPS:
+                after, before = (loss([*wide[:i], x + s * v, *wide[i + 1 :]]) for s in (step, -step))
+                slope = (after - before) / (2 * step)
+                if step == _STEPS[0] or abs(slope - got[k]) < abs(want[k] - got[k]):
+                    want[k] = slope
+                if abs(want[k] - got[k]) <= DERIVATIVE / 10 * size:
+                    break
+        by_input[i] = (got,), (want,), size
+    return by_input

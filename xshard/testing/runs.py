@@ -1,7 +1,4 @@
-"""The runs of a comparison: one device first, which is the truth, then every mesh.
-
-Each question has its blocks, layouts and cotangents. The bridges' `testing.worker` answers it.
-"""
+"""The runs of a comparison: one device first, which is the truth, then every mesh."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
 from xshard.runtimes.backends import BACKENDS, kit_process
 from xshard.steps.base import Block
-from xshard.testing.differences import Derivatives
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
-from xshard.testing.question import Answer, Devices, Question, Result, Update
+from xshard.testing.question import Answer, Derivatives, Devices, Question, Result, Update
 from xshard.testing.trees import StructureError, Tree, leaves
 
 Side = Literal["torch", "jax"]
@@ -165,11 +161,7 @@ def updates_of(
     parameters: Sequence[int],
     optimisers: tuple[Function, Function] | None,
 ) -> dict[str, Update]:
-    """The optimiser step of each runtime.
-
-    Raises StructureError for parameters without optimisers or the reverse, and for parameters with gradients
-    under another layout.
-    """
+    """The optimiser step of each runtime. Raises StructureError for parameters that cannot have one."""
     if bool(parameters) != (optimisers is not None):
         raise StructureError(
             "parameters= and optimisers= belong together",

@@ -57,8 +57,6 @@ def numbered(tree: Tree) -> Tree:
 def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     """One leaf of `prefix` for every leaf of `tree`: a leaf in the place of a branch stands for all of it.
 
-    Raises StructureError if the prefix has other branches than the tree.
-
     >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """

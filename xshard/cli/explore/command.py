@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import typer
 
 from xshard.errors import XshardError
-from xshard.pictures.console import console
+from xshard.pictures.terminal import console
 
 
 def explore(

@@ -1,7 +1,4 @@
-"""The page as HTML, live or one plan in a file, and its answers to fields: pictures, tables, lines to copy.
-
-`view` runs in a process that can be ended, and refuses large questions. The looks are in `page.css`.
-"""
+"""The page as HTML, live or one plan in a file, and its answers: pictures, tables, lines to copy."""
 
 from __future__ import annotations
 

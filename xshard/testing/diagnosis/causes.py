@@ -1,8 +1,6 @@
 """Likely causes of wrong blocks: the classic mistakes of sharded code, each by the trace that it leaves.
 
-Every cause is a pure function of a `Case`: a sentence if its mistake turns the wanted blocks into the blocks
-of the run, else None. They are tried in order, exact traces before vague ones.
-They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams` (halos).
+Every cause is a pure function of a `Case`: a sentence if its mistake makes these blocks of the wanted ones.
 """
 
 from __future__ import annotations
@@ -10,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xshard.testing.diagnosis import orders, placement, seams, sums
+from xshard.testing.diagnosis import orders, placement, sums
 from xshard.testing.diagnosis.evidence import Case
 
 _FINDERS: tuple[Callable[[Case], str | None], ...] = (
     sums.zero, sums.only_first, sums.not_summed, sums.not_averaged, sums.summed, sums.averaged, sums.scaled,
     sums.other_axes, sums.own_factors, placement.stale, orders.moved_rows, placement.exchanged,
-    placement.transposed, sums.counted_argument, seams.halo_rows, seams.seam, sums.rounded,
+    placement.transposed, sums.counted_argument, placement.halo_rows, placement.seam, sums.rounded,
     placement.first_only_right, orders.positions, sums.one_addend,
 )  # fmt: skip
 CAUSES = {find.__name__.replace("_", " "): find for find in _FINDERS}

@@ -1,7 +1,4 @@
-"""Blocks of one array as they are and as they should be: the evidence for a cause.
-
-Blocks are compared if the layout determines them, else the sums of addends and contributions.
-"""
+"""Blocks of one array, or sums of addends, as they are and as they should be: the evidence."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Case:
     """got, want: a block per device, both under `sharding`, with a settled layout.
 
     tolerance: relative to the largest value wanted, or to `largest` / 100 if that is more: beside larger
-    arrays, a deviation from zero is rounding. arguments: whole arrays by name, for errors that look like one.
+    arrays, a deviation from zero is rounding. arguments: whole arrays by name.
     """
 
     got: tuple[Block, ...]
@@ -150,11 +147,7 @@ def wrong_rows(mask: Mask, dim: int) -> Mask:
 
 
 def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """All sets of axes, small before large.
-
-    >>> [*subsets(("a", "b"))]
-    [('a',), ('b',), ('a', 'b')]
-    """
+    """All sets of axes, small before large."""
     for n in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, n)
 

@@ -1,7 +1,4 @@
-"""Rows of an array in the wrong order, and the name of that order.
-
-Orders have names if a cut over mesh axes makes them, with devices in the mesh's order.
-"""
+"""Rows of an array in the wrong order, and its name, if a cut over mesh axes makes it."""
 
 from __future__ import annotations
 
@@ -81,11 +78,7 @@ def _assumed(dim: Dim, n: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
 
 
 def rows_text(rows: Mask) -> str:
-    """The rows of a mask in a sentence.
-
-    >>> rows_text(np.array([True, True, False, True]))
-    '0-1, 3'
-    """
+    """The rows of a mask in a sentence, as in `0-1, 3`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], rows, [False]]).astype(np.int8)))
     runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in edges.reshape(-1, 2)]
     more = [f"... ({rows.sum()} of {len(rows)})"] if len(runs) > _RUNS else []

@@ -1,15 +1,16 @@
-"""Mistakes of place: a block of another device, swapped dims, a local index used as a global one.
-
-Pure functions of a `Case`; see `causes`.
-"""
+"""Mistakes of place: another device's block, swapped dims, a local index, wrong rows at seams."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
+from numpy.typing import NDArray
 
-from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
+from xshard.layout.block_rows import row_spans
+from xshard.layout.runs import unrolled
+from xshard.notation.parser import Dim
+from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets, wrong_rows
 
 
 def stale(case: Case) -> str | None:
@@ -62,3 +63,124 @@ def first_only_right(case: Case) -> str | None:
                 "used where the one in the array was meant (positions, masks, offsets)"
             )
     return None
+
+
+Rows = NDArray[np.int64]
+
+_SEAMS, _ENDS = ("seams",), ("ends",)
+_MOST, _LEAST = 0.75, 0.25  # the largest part of the array near a seam; the least part of that to be wrong
+
+
+def halo_rows(case: Case) -> str | None:
+    """Blocks with right rows of their own and wrong borrowed rows."""
+    for d, dim in enumerate(case.sharding.layout.dims):
+        if dim.overlap is None:
+            continue
+        borrowed = [_borrowed(case, d, device) for device in range(len(case.got))]
+        bad = [wrong_rows(mask, d) for mask in case.wrong]
+        if any((b & ~h).any() for b, h in zip(bad, borrowed, strict=True)):
+            continue
+        device = case.wrong_devices[0]
+        instead = _borrowed_instead(case, d, device, bad[device])
+        return f"only the rows that blocks of '{dim}' borrow are wrong: {instead}"
+    return None
+
+
+def seam(case: Case) -> str | None:
+    """Wrong near the ends of blocks, or near the ends of the array."""
+    if not case.whole_wrong.any():
+        return None
+    cut = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
+    for place in (_SEAMS, _ENDS, _SEAMS + _ENDS):
+        for dims in [[d] for d in cut] + ([cut] if len(cut) > 1 else []):
+            reach = _reach(case, dims, place)
+            if reach is None:
+                continue
+            names = " or ".join(f"{case.sharding.layout.names[d]!r}" for d in dims)
+            within = f"wrong only within {reach} row{'s' * (reach > 1)} of"
+            if place == _ENDS:
+                return f"{within} the ends of {names}: the rule beyond the boundary is another"
+            side = _side(case, dims[0]) if place == _SEAMS and len(dims) == 1 else ""
+            more = "" if place == _SEAMS else " and the ends of the array"
+            return (
+                f"{within} the seams between blocks along {names}{more}{side}: "
+                "a halo is missing, too narrow, stale or from the wrong neighbour"
+            )
+    return None
+
+
+def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
+    """The fewest rows around the seams that hold all errors; None if the seams do not explain them."""
+    wrong = case.whole_wrong
+    distance = np.full(wrong.shape, max(wrong.shape))
+    for d in dims:
+        shape = [-1 if i == d else 1 for i in range(wrong.ndim)]
+        distance = np.minimum(distance, _distances(case, d, place).reshape(shape))
+    reach = int(distance[wrong].max())
+    near = distance <= reach
+    # Errors elsewhere lie far from a seam, or are few among the rows near it.
+    return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
+
+
+def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
+    """Rows between each row of a dim and the next seam or end: 0 beside it."""
+    n = case.sharding.shape[dim]
+    starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
+    rows = np.arange(n)
+    distances = [np.full(n, n), *(np.where(rows >= s, rows - s, s - 1 - rows) for s in starts)]
+    return np.asarray(np.min(distances, axis=0))
+
+
+def _starts(case: Case, dim: int) -> list[int]:
+    """Rows at which another device's block begins."""
+    owner = np.zeros(case.sharding.shape[dim], np.int64)
+    for device in range(case.sharding.mesh.n_devices):
+        for run in unrolled(case.sharding.owned(dim, device)):
+            owner[run.start : run.start + run.length] = case.sharding.dim_device(dim, device)
+    return [int(r) for r in np.flatnonzero(np.diff(owner)) + 1]
+
+
+def _side(case: Case, dim: int) -> str:
+    """The side of the seams, if all errors are on one."""
+    bad = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
+    seams = np.array(_starts(case, dim))
+    nearest = seams[np.abs(seams[None, :] - 0.5 - bad[:, None]).argmin(axis=1)]
+    if (bad >= nearest).all():
+        return ", at the beginning of blocks (rows of the previous one)"
+    if (bad < nearest).all():
+        return ", at the end of blocks (rows of the next one)"
+    return ""
+
+
+def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
+    """The rows of a block that another device owns, or that lie beyond the ends of the array."""
+    sharding = case.sharding
+    named: Dim = sharding.layout.dims[dim]
+    sizes = sharding.mesh.sizes_of(named.axes)
+    coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
+    borrowed = [
+        np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
+        for stretch in row_spans(named, sharding.shape[dim], sizes, coords)
+    ]
+    return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
+
+
+def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:
+    """The values that the wrong rows of a block hold instead."""
+    got, want = (np.moveaxis(in_double(x[device]), dim, 0) for x in (case.got, case.want))
+    if not got[bad].any():
+        return "zeros: nothing was exchanged"
+    first, last = np.flatnonzero(bad)[[0, -1]]
+    if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
+        return "rows of the previous and of the next block have changed places"
+    known = case.whole_want
+    for other in range(known.ndim):
+        if other != dim:
+            known = known.take(case.rows(other, device), axis=other)
+    known, rows = np.moveaxis(known, dim, 0), case.rows(dim, device)
+    for i in np.flatnonzero(bad):
+        for row, values in enumerate(known):
+            if row != rows[i] and case.near(got[i], values):
+                by = abs(row - int(rows[i]))
+                return f"as on device {device}, where row {row} stands in place of row {rows[i]}: off by {by}"
+    return "of no row of the array: stale, or computed"

@@ -1,7 +1,4 @@
-"""Mistakes in sums: missing, made twice, replaced by means, or with addends counted once per device.
-
-Pure functions of a `Case`; see `causes`.
-"""
+"""Mistakes in sums: missing, made twice, replaced by means, or with addends counted once per device."""
 
 from __future__ import annotations
 
@@ -185,11 +182,7 @@ def rounded(case: Case) -> str | None:
 
 
 def one_addend(case: Case) -> str | None:
-    """One of n addends in place of their sum, by statistics.
-
-    The wanted array is then the block plus an independent rest: its regression on the block has slope 1,
-    and the block explains 1/n of its variance. Noise, in contrast, makes both equal.
-    """
+    """One of n addends in place of their sum: with slope 1 it explains 1/n of the sum's variance."""
     got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
     if got.size < _SAMPLE:
         return None
