@@ -42,10 +42,8 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     lengths = whole_numbers(shape)
     if lengths is None:
         one = whole_number(shape)
-        raise ShapeError(
-            f"the shape {shown(shape)} is not a sequence of lengths",
-            hint=f"as in shape=({8 if one is None else one},)",
-        )
+        reason = f"the shape {shown(shape)} is not a sequence of lengths"
+        raise ShapeError(reason, hint=f"as in shape=({8 if one is None else one},)")
     return lengths
 
 

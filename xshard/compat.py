@@ -37,14 +37,11 @@ def all_to_all_single(
     'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
     """
     if not 3 <= len(shape) <= 5:
-        raise ShapeError(
-            f"{len(shape)} dims, not 3, 4 or 5",
-            hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any",
-        )
+        reason = f"{len(shape)} dims, not 3, 4 or 5"
+        raise ShapeError(reason, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any")
     if direction not in DIRECTIONS:
-        raise XshardError(
-            f"unknown direction {direction!r}", hint=f"it is {' or '.join(map(repr, DIRECTIONS))}"
-        )
+        reason = f"unknown direction {direction!r}"
+        raise XshardError(reason, hint=f"it is {' or '.join(map(repr, DIRECTIONS))}")
     split = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
     full = dims(shape, {channel_dim: sharded(axis)})
     gathers = direction == DIRECTIONS[0]
@@ -102,10 +99,8 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     if src == dst or ("V" in (src, dst) and None not in cuts):
         return None
     if dst == "V" and shape[:1] != (n,):
-        raise ShapeError(
-            f"a block of shape {shape} lacks an element for each of {n} devices",
-            hint="V takes the leading dim apart; S(0) cuts it",
-        )
+        reason = f"a block of shape {shape} lacks an element for each of {n} devices"
+        raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
     stacked = (1, *shape) if src == "V" else shape
     tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
     sides = (
@@ -134,8 +129,6 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
     """The shape of a block with its leading dim split: `(1, n, rows, ...)`; the 1 is the dim of devices."""
     if not shape or shape[0] % n:
         rows = f"{shape[0]} rows" if shape else "a scalar"
-        raise ShapeError(
-            f"{rows} cannot be split into {n} equal parts",
-            hint="all_to_all and redistribute take parts of any size (shape=)",
-        )
+        hint = "all_to_all and redistribute take parts of any size (shape=)"
+        raise ShapeError(f"{rows} cannot be split into {n} equal parts", hint=hint)
     return (1, n, shape[0] // n, *shape[1:])

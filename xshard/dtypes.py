@@ -60,9 +60,8 @@ def itemsize(name: str) -> int:
         dtype = np.dtype(object)
     if dtype.kind not in "fiubc":
         meant = did_you_mean(name, ("float32", "bfloat16", "int64", "complex64", *_EXTENDED), _ELSEWHERE)
-        raise DtypeError(
-            f"unknown dtype {name!r}", hint=f"{meant}as in float32, bfloat16, int64, bool, complex64"
-        )
+        hint = f"{meant}as in float32, bfloat16, int64, bool, complex64"
+        raise DtypeError(f"unknown dtype {name!r}", hint=hint)
     return dtype.itemsize
 
 
@@ -76,16 +75,14 @@ def precision(name: str) -> float:
 def check_reduction(name: str, op: str) -> None:
     """Raise DtypeError if the dtype does not allow the reduction `op`: sum, mean, max or min."""
     if name in _ONLY_MOVED:
-        raise DtypeError(
-            f"dtype {name} cannot be reduced", hint="it can only be moved: cast before the reduction"
-        )
+        hint = "it can only be moved: cast before the reduction"
+        raise DtypeError(f"dtype {name} cannot be reduced", hint=hint)
     kind = "f" if name in _EXTENDED else np.dtype(name).kind
     if op in ("sum", "mean") and kind == "b":
         raise DtypeError(f"dtype bool lacks a {op}", hint="cast to an integer, or use max (any) or min (all)")
     if op == "mean" and kind in "iu":
-        raise DtypeError(
-            f"dtype {name} lacks a mean", hint="the mean of integers need not be an integer: cast, or use sum"
-        )
+        hint = "the mean of integers need not be an integer: cast, or use sum"
+        raise DtypeError(f"dtype {name} lacks a mean", hint=hint)
     if op in ("max", "min") and kind == "c":
         raise DtypeError(f"dtype {name} lacks a {op}", hint="complex numbers are not ordered")
 
@@ -98,9 +95,8 @@ def check_value(name: str, value: float) -> None:
         return
     low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
     if not (float(value).is_integer() and low <= value <= high):
-        raise DtypeError(
-            f"dtype {name} cannot hold {value}", hint=f"its values are whole numbers from {low} to {high}"
-        )
+        hint = f"its values are whole numbers from {low} to {high}"
+        raise DtypeError(f"dtype {name} cannot hold {value}", hint=hint)
 
 
 def check_signed(name: str) -> None:
@@ -133,6 +129,5 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError:
-        raise DtypeError(
-            f"numpy has no {name} without ml_dtypes", hint="pip install 'xshard[jax]' installs it"
-        ) from None
+        reason = f"numpy has no {name} without ml_dtypes"
+        raise DtypeError(reason, hint="pip install 'xshard[jax]' installs it") from None

@@ -44,19 +44,16 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
 def gradient_tag(axis: Axes, grad: str) -> str:
     """The tag of values on every device: `copy` if gradients are summed, else "". Raises XshardError."""
     if grad not in ("sum", "replicated"):
-        raise XshardError(
-            f"unknown grad={grad!r}",
-            hint='"sum": gradients are summed along the axis; "replicated": they are equal',
-        )
+        hint = '"sum": gradients are summed along the axis; "replicated": they are equal'
+        raise XshardError(f"unknown grad={grad!r}", hint=hint)
     return tag("copy", axis) if grad == "sum" else ""
 
 
 def tag(kind: str, axis: Axes) -> str:
     """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
     if not isinstance(kind, str):
-        raise XshardError(
-            f"the operation {shown(kind)} is not text", hint='it is "sum", "mean", "max" or "min"'
-        )
+        reason = f"the operation {shown(kind)} is not text"
+        raise XshardError(reason, hint='it is "sum", "mean", "max" or "min"')
     return f" | {kind}({_axis_names(axis)})"
 
 

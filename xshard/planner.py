@@ -207,10 +207,8 @@ def _plan_between(
     src_numbers = device_numbers("source", meshes[0], devices[0])
     dst_numbers = device_numbers("destination", meshes[1], devices[1])
     if relabel and sorted(src_numbers) != sorted(dst_numbers):
-        raise MeshError(
-            "relabel=True is for two meshes over the same devices",
-            hint=f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}",
-        )
+        hint = f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}"
+        raise MeshError("relabel=True is for two meshes over the same devices", hint=hint)
     endpoints = src, dst, *meshes, src_numbers, dst_numbers
     name, machine = name_of(dtype), load_profile(profile)
     request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
@@ -221,14 +219,11 @@ def _plan_between(
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:
     if mesh is not None and src_mesh is None and dst_mesh is None:
-        raise MeshError(
-            "src_devices, dst_devices and relabel are for two meshes",
-            hint="pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
-        )
+        hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
+        raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
     if mesh is not None:
-        raise MeshError(
-            "a mesh beside src_mesh or dst_mesh", hint="pass either mesh, or src_mesh and dst_mesh"
-        )
+        hint = "pass either mesh, or src_mesh and dst_mesh"
+        raise MeshError("a mesh beside src_mesh or dst_mesh", hint=hint)
     if src_mesh is None or dst_mesh is None:
         missing = [n for n, m in (("src_mesh", src_mesh), ("dst_mesh", dst_mesh)) if m is None]
         raise MeshError(f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh=")

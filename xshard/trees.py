@@ -89,14 +89,11 @@ def prefix_branches(
         return
     values, place = children(given), f"{what[0]}{f' at {name!r}' if name else ''}"
     if parts is None or values is None:
-        raise error(
-            f"{place}: one array, but {what[1]} {given!r}", hint=f"one of the {what[1]} for each array"
-        )
+        reason = f"{place}: one array, but {what[1]} {given!r}"
+        raise error(reason, hint=f"one of the {what[1]} for each array")
     if isinstance(tree, Mapping) != isinstance(given, Mapping) or parts.keys() != values.keys():
-        raise error(
-            f"{place} and {what[1]} differ: {_described(tree, parts)}, and {_described(given, values)}",
-            hint="one for each array, or one for all arrays of a branch",
-        )
+        reason = f"{place} and {what[1]} differ: {_described(tree, parts)}, and {_described(given, values)}"
+        raise error(reason, hint="one for each array, or one for all arrays of a branch")
     for key, part in parts.items():
         whole = f"{name}.{key}" if name else str(key)
         yield from prefix_branches(

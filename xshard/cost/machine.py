@@ -57,10 +57,8 @@ def profile_of(name: str, text: str) -> Profile:
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
-            raise ProfileError(
-                f"profile {name!r} lacks a link for axes that it does not name",
-                hint='give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}',
-            )
+            hint = 'give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}'
+            raise ProfileError(f"profile {name!r} lacks a link for axes that it does not name", hint=hint)
         return Profile(
             name=data["name"],
             source=data["source"],

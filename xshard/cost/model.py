@@ -39,10 +39,8 @@ class Link:
         if self.topology not in TOPOLOGIES:
             raise ProfileError(f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}")
         if not 0 <= _number(self.latency_s) < math.inf or not _number(self.bytes_per_s) > 0:
-            raise ProfileError(
-                f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s",
-                hint="a latency is >= 0 and a bandwidth > 0",
-            )
+            reason = f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s"
+            raise ProfileError(reason, hint="a latency is >= 0 and a bandwidth > 0")
 
     def carried(self, hop: Hop) -> int:
         """Elements that the busiest link of a hop, or share of a port, carries to a device."""
@@ -93,10 +91,8 @@ class Profile:
             ("rounds", isinstance(self.rounds, bool)),
         ):
             if not fits:
-                raise ProfileError(
-                    f"a profile with {field} {shown(getattr(self, field))}",
-                    hint="names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more",
-                )
+                hint = "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
+                raise ProfileError(f"a profile with {field} {shown(getattr(self, field))}", hint=hint)
         for dtype, rate in self.flops_per_s:
             if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
                 raise ProfileError(

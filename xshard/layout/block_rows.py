@@ -95,10 +95,8 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
         plain = Dim(dim.name, shards)
         if misfit(plain, n, sizes) is None and all_owned_rows(plain, n, sizes) == tuple(every):
             return plain, n
-    raise ShapeError(
-        f"no layout can express how the {n} outputs of '{dim}' are cut",
-        hint="without out= they are cut like the dim",
-    )
+    reason = f"no layout can express how the {n} outputs of '{dim}' are cut"
+    raise ShapeError(reason, hint="without out= they are cut like the dim")
 
 
 def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:

@@ -113,10 +113,8 @@ class Layout(Pictured):
         Raises LinearityError for `max` and `min`, which have no adjoint.
         """
         if not self.is_linear:
-            raise LinearityError(
-                f"'{self}' lacks a dual: max and min are not linear",
-                hint="their gradient goes to the winners; redistribute of either bridge computes it",
-            )
+            hint = "their gradient goes to the winners; redistribute of either bridge computes it"
+            raise LinearityError(f"'{self}' lacks a dual: max and min are not linear", hint=hint)
         swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
         tags = tuple((swapped[kind], axes) for kind, axes in self.tags)
         return Layout(_linear(self.dims, turned=True), tags)
@@ -142,10 +140,8 @@ class Layout(Pictured):
         missing = ndim - len(self.dims)
         if ELLIPSIS not in self.names:
             if missing:
-                raise ShapeError(
-                    f"'{self}' has {len(self.dims)} dims, the array has {ndim}",
-                    hint="write one name per dim, or '...' for any number of unsharded dims",
-                )
+                hint = "write one name per dim, or '...' for any number of unsharded dims"
+                raise ShapeError(f"'{self}' has {len(self.dims)} dims, the array has {ndim}", hint=hint)
             return self
         missing += 1
         if missing < 0:

@@ -32,9 +32,8 @@ def as_expression(expression: Any) -> Any:
         return expression
     if isinstance(expression, list | tuple) and len(expression) == 2:
         return tuple(map(Layout.parse, expression))
-    raise NotationError(
-        f"{shown(expression)} is no expression", hint='"layout -> layout", a pair of layouts, or a plan'
-    )
+    hint = '"layout -> layout", a pair of layouts, or a plan'
+    raise NotationError(f"{shown(expression)} is no expression", hint=hint)
 
 
 def sides(expression: Expression) -> Sides:

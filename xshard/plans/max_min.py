@@ -25,10 +25,8 @@ class MaxMinPlans:
 def max_min_plans(plan: Plan) -> MaxMinPlans:
     """The plans for the gradient of a max or min. Raises LinearityError if the destination is one too."""
     if not plan.dst.is_linear:
-        raise LinearityError(
-            f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined",
-            hint="reduce it first, then redistribute",
-        )
+        reason = f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined"
+        raise LinearityError(reason, hint="reduce it first, then redistribute")
 
     def find(src: Layout, dst: Layout) -> Plan:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape

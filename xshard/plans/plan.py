@@ -100,9 +100,8 @@ class Plan(Pictured):
         for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
             for part in sharding.layout.tagged(*REDUCERS):
                 if (axis := sharding.mesh.origin(part)) != part:
-                    raise PlanError(
-                        f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes"
-                    )
+                    reason = f"axis {axis!r} is divided and holds addends"
+                    raise PlanError(reason, hint="reduce along whole axes")
 
     @cached_property
     def transfer(self) -> Transfer | None:
@@ -342,10 +341,8 @@ def _as_numbered(request: Request, by_transfer: bool) -> Plan:
     if plan is None:
         paths = transfer_paths(free := replace(request, memory_limit=None))
         least = min(_made(free, *way).peak_bytes for way in paths)
-        raise PlanError(
-            f"no plan stays within {format_bytes(request.memory_limit or 0)} per device",
-            hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
-        )
+        reason = f"no plan stays within {format_bytes(request.memory_limit or 0)} per device"
+        raise PlanError(reason, hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)")
     return plan
 
 

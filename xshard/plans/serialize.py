@@ -164,9 +164,8 @@ def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> tupl
 def _step(data: dict[str, Any], profile: Profile) -> Step:
     kind = Step.registry.get(data.get("step", ""))
     if kind is None:
-        raise PlanError(
-            f"no step {data.get('step')!r}", hint=f"steps are: {', '.join(sorted(Step.registry))}"
-        )
+        hint = f"steps are: {', '.join(sorted(Step.registry))}"
+        raise PlanError(f"no step {data.get('step')!r}", hint=hint)
     values = fields_from_plain(kind, {name: value for name, value in data.items() if name != "step"})
     machine = {"profile": profile} if "profile" in kind.__annotations__ else {}
     return kind(**values, **machine)

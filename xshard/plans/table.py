@@ -145,9 +145,8 @@ class Alternative:
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """The plan, then its alternatives for the same machine. Raises PlanError between two meshes."""
     if plan.transfer:
-        raise PlanError(
-            f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}", hint="they are ways on one mesh"
-        )
+        reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
+        raise PlanError(reason, hint="they are ways on one mesh")
     target = plan.target.in_order(plan.source.layout.names)
     start, goal = (s.with_layout(s.normal) for s in (plan.source, target))
     last = plan.steps[-1:] if target is not plan.target else ()  # the transposition

@@ -69,17 +69,14 @@ class Transfer(Step):
         device_numbers("destination", self.target.mesh, self.dst_devices)
         target = self.target.layout
         if not self.is_in_place and (kept := target.tagged("max", "min")):
-            raise PlanError(
-                f"'{target}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
-                hint=f"reduce it: write copy({','.join(kept)})",
-            )
+            reason = f"'{target}' holds a max or min over {', '.join(kept)}, which no transfer brings there"
+            raise PlanError(reason, hint=f"reduce it: write copy({','.join(kept)})")
         if self.senders and (
             len(self.senders) != len(self.pieces)
             or any(s not in piece.holders for s, piece in zip(self.senders, self.pieces, strict=True))
         ):
-            raise PlanError(
-                f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
-            )
+            reason = f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
+            raise PlanError(reason)
 
     @cached_property
     def is_in_place(self) -> bool:

@@ -47,9 +47,8 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
-        raise PlanError(
-            "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
-        ) from None
+        hint = "pip install scipy, or xshard with its extra 'relabel'"
+        raise PlanError("relabel=True needs scipy", hint=hint) from None
     # The fewest elements in all; then for the busiest device, never more than if all stay; then fewest moves.
     places = np.arange(len(lacking))
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
@@ -113,10 +112,8 @@ def _check(request: Request) -> None:
     for end in (request.source, request.target):
         check_moves(end, end, request.dtype)
         if overlaps(end):
-            raise PlanError(
-                f"'{end.layout}' overlaps, and overlaps move on one mesh",
-                hint="trim or fold before, widen after",
-            )
+            reason = f"'{end.layout}' overlaps, and overlaps move on one mesh"
+            raise PlanError(reason, hint="trim or fold before, widen after")
     for kind, _ in request.source.layout.tags:
         if kind != "copy":
             check_reduction(request.dtype, kind)

@@ -65,10 +65,8 @@ class Search:
             raise PlanError("no path of collectives leads there")
         if path is None:
             least = replace(self, memory_limit=None)._least_peak_bytes()
-            raise PlanError(
-                f"no plan stays within {format_bytes(self.memory_limit or 0)} per device",
-                hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
-            )
+            reason = f"no plan stays within {format_bytes(self.memory_limit or 0)} per device"
+            raise PlanError(reason, hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)")
         return path
 
     @cached_property

@@ -53,10 +53,8 @@ def best_path(
     fitting = [way for way in candidates if memory_limit is None or way[3] <= memory_limit]
     if not fitting:
         least = min(way[3] for way in candidates)
-        raise PlanError(
-            f"no plan stays within {format_bytes(memory_limit or 0)} per device",
-            hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
-        )
+        hint = f"the least any plan needs is {format_bytes(least)} ({least} bytes)"
+        raise PlanError(f"no plan stays within {format_bytes(memory_limit or 0)} per device", hint=hint)
     return min(fitting)[-1]
 
 
@@ -77,9 +75,8 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
         if isinstance(a.overlap, Fold):
             check_reduction(dtype, "sum")
             if not src.is_linear:
-                raise PlanError(
-                    f"'{src}' is a max of blocks that overlap as contributions", hint="reduce the max first"
-                )
+                reason = f"'{src}' is a max of blocks that overlap as contributions"
+                raise PlanError(reason, hint="reduce the max first")
         _check_lost(source, target, d)
         for dim, layout in ((a, src), (b, dst)):
             _check_boundaries(dim, layout, dtype)

@@ -121,18 +121,15 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         return whole
     numbers = whole_numbers(devices)
     if numbers is None:
-        raise MeshError(
-            f"the devices of the {end} are {shown(devices)}", hint="one number per device, as in (0, 1)"
-        )
+        reason = f"the devices of the {end} are {shown(devices)}"
+        raise MeshError(reason, hint="one number per device, as in (0, 1)")
     devices = numbers
     for device in devices:
         if not isinstance(device, int) or isinstance(device, bool) or device < 0:
             raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
     if len(devices) != mesh.n_devices:
-        raise MeshError(
-            f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}",
-            hint="one number per device, in the order of the mesh",
-        )
+        reason = f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
+        raise MeshError(reason, hint="one number per device, in the order of the mesh")
     if len(set(devices)) != len(devices):
         twice = next(d for d in devices if devices.count(d) > 1)
         raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")
