@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch_bridge import compat, dtensor, errors, live, nn, ops, testing  # noqa: F401
     from torch_bridge.autodiff.pending import PendingTensor
     from torch_bridge.contractions.einsum import einsum
-    from torch_bridge.mesh.positions import positions
+    from torch_bridge.mesh.process_mesh import positions
     from torch_bridge.models.explain import explain
     from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
     from torch_bridge.models.parallelize import parallelize
@@ -35,7 +35,7 @@ _MODULES = {
     "load_state_dict": "models.state",
     "no_sync": "models.parallel",
     "parallelize": "models.parallelize",
-    "positions": "mesh.positions",
+    "positions": "mesh.process_mesh",
     "redistribute": "redistribution",
     "save": "state.files",
     "state_dict": "models.state",

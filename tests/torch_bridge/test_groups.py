@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
+from torch_bridge.mesh.failures import timeout_of
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
-from torch_bridge.mesh.waiting import timeout_of
 from xshard import reference
 from xshard.layout.layout import parse_expression
 

@@ -1,11 +1,16 @@
-"""User-supplied blocks -> tensors, with an error for anything else that suggests what to pass."""
+"""User-supplied blocks -> tensors, and refusals of reentrant checkpoints inside `torch.func.functional_call`.
+
+Such a checkpoint runs its function again in the backward pass. By then `functional_call` has ended and the
+module has its own parameters: torch sends the gradients to them, past the moves that made the swapped ones.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.pending import PendingTensor
@@ -40,3 +45,36 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+_HINT = (
+    "its second pass, within the backward pass, has the module's own parameters: gradients would be wrong; "
+    "pass use_reentrant=False"
+)
+
+
+def check_not_swapped() -> None:
+    """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`."""
+    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return  # only the forward pass of an autograd.Function disables it: a stack is slow to read
+    frame, is_checkpointed = sys._getframe(1), False
+    while frame is not None:
+        name = frame.f_code.co_qualname
+        is_checkpointed |= name == "CheckpointFunction.forward"  # also Megatron's and DeepSpeed's
+        if is_checkpointed and name == "functional_call":
+            raise XshardError("a reentrant checkpoint inside torch.func.functional_call", hint=_HINT)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Raise XshardError if a reentrant checkpoint made the outputs of the module `path`, under swapped
+    parameters."""
+    nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
+from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor
-from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_bridge.autodiff.recomputed import check_not_swapped
+from torch_bridge.autodiff.blocks import check_not_swapped
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.dtensor.function import (

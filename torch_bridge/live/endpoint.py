@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from torch_bridge.live.heartbeat import PAUSE_S, Heartbeat, LostVersionError
+from torch_bridge.mesh.failures import within
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
-from torch_bridge.mesh.waiting import within
 from torch_bridge.state.execute import execute
 from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
 from torch_bridge.state.processes import all_or_none

@@ -20,7 +20,7 @@ from torch_bridge.live.endpoint import Endpoint
 from torch_bridge.live.heartbeat import PAUSE_S, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
-from torch_bridge.redistribution.two_meshes import tensor_device_of
+from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
 from xshard import Profile, XshardError, load_profile
 from xshard.state import TreePlan

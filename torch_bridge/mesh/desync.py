@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import DesyncError
+from torch_bridge.mesh.failures import timeout_of, within
 from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
-from torch_bridge.mesh.waiting import timeout_of, within
 from xshard.arguments import is_on
 
 # Whether every call is compared, as with `debug=True`.

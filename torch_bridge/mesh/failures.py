@@ -1,14 +1,18 @@
-"""Errors of a backend, reported in terms of the plan that was running."""
+"""How long processes wait for each other and for their store, and errors of a backend in terms of a plan."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
-from torch_bridge.mesh.waiting import timeout_of
 
 
 def name_place(error: Exception, place: str) -> None:
@@ -57,3 +61,50 @@ def _explained(ranks: Sequence[int], error: RuntimeError) -> str:
         + (f"\n  the backend says: {said[0]}" if said else "")
         + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
     )
+
+
+T = TypeVar("T")
+
+_GRACE = timedelta(seconds=2)  # for what is over in time to say so itself
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group wait."""
+    options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
+    return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
+
+
+def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
+    """The result of a call of a store, or its error. Raises DistStoreError if neither comes in time."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((call(*args), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    # As long as it waits, later calls of this store wait too: they come here as well.
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        result, error = answers.get(timeout=(timeout + _GRACE).total_seconds())
+    except queue.Empty:
+        waited = f"the store of the processes has not answered within {timeout.total_seconds():g} s"
+        raise dist.DistStoreError(waited) from None
+    if error is not None:
+        raise error
+    return result
+
+
+def check_store(store: Any, timeout: timedelta) -> None:
+    """Raise DistStoreError unless a store answers in time. One that cannot be asked, as a fake, passes."""
+    try:
+        within(timeout, store.check, ["xshard"])
+    except dist.DistError:
+        raise
+    except RuntimeError:
+        return
+
+
+def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    return getattr(group._get_backend(device), "options", None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
-from torch_bridge.mesh.waiting import timeout_of, within
+from torch_bridge.mesh.failures import timeout_of, within
 from xshard import Profile
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.recomputed import check_no_checkpoint
+from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.nn.layers import Layer
 from torch_bridge.nn.placed import Placement, record, recorded
 from torch_bridge.nn.propagation_rules import tensors_in

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.mesh.positions import positions
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike, positions
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute

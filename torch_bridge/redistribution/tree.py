@@ -16,8 +16,13 @@ from torch_bridge.lower.buckets import BucketedExecutable
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.desync import CallFacts, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
-from torch_bridge.redistribution.one import call_of, compare, redistribute_one
-from torch_bridge.redistribution.two_meshes import Endpoints, redistribute_between
+from torch_bridge.redistribution.blocks import (
+    Endpoints,
+    call_of,
+    compare,
+    redistribute_between,
+    redistribute_one,
+)
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked

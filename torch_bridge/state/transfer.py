@@ -13,7 +13,7 @@ from torch_bridge.calls.transfer import ranks_of
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
-from torch_bridge.redistribution.two_meshes import tensor_device_of
+from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.execute import execute
 from torch_bridge.state.facts import (
     described,

@@ -1,4 +1,4 @@
-"""Redistribution of one tensor from one mesh of processes to another."""
+"""One tensor or DTensor, redistributed now, outside of compilers: on one mesh, or between two."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
-from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.function import Redistribute, apply
+from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.calls.transfer import TransferCall, check_block, ranks_of
+from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.lower.transfer import cross
-from torch_bridge.mesh.desync import compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of
-from torch_bridge.replicas import Expect, comparisons_between
-from xshard import Profile
+from torch_bridge.mesh.desync import CallFacts, compare_call, compare_ranks
+from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
+from torch_bridge.replicas import Expect, checked, comparisons_between
+from xshard import Profile, replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
-from xshard.errors import DtypeError, MeshError
+from xshard.errors import DtypeError, MeshError, PlanError
 from xshard.plans.expression import Expression, sides
 from xshard.plans.plan import Plan
 from xshard.replicas import are_checked
@@ -122,3 +125,58 @@ def tensor_device_of(
     uses_cuda = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
     kind = dst_mesh.device_type if isinstance(dst_mesh, DeviceMesh) else "cuda" if uses_cuda else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def call_of(
+    x: Tensor,
+    layouts: Any,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+    comm_dtype: CommDtypeLike,
+) -> MoveCall:
+    """The call with the arguments of `redistribute`; a DTensor brings its mesh and its shape."""
+    if is_dtensor(x):
+        from torch_bridge.dtensor.placements import whole_of
+
+        shape, mesh = whole_of(x, mesh, shape), x.device_mesh
+    return MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
+
+
+def redistribute_one(
+    x: Tensor, call: MoveCall, async_op: bool = False, check_replicated: bool | None = None, name: str = ""
+) -> Tensor | PendingTensor:
+    """The result of a call. name: the tensor's, for errors about its replicas."""
+    compares = replicas.are_checked(check_replicated) and not x.is_meta
+    if type(x) not in PLAIN and is_dtensor(x):
+        if async_op:
+            raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
+        from torch_bridge.dtensor.redistribution import redistribute_by_layouts
+
+        return redistribute_by_layouts(x, call, compares, name)
+    executable = call.executable_for(x)
+    if compares:
+        y = checked(x, executable, process_mesh(call.mesh), call.text, name)
+    elif async_op and executable.is_linear:
+        return PendingTensor.begin(x, executable)
+    else:
+        y = apply(executable, x)
+    return PendingTensor(y, y.shape, y) if async_op else y
+
+
+def compare(x: Tensor, layouts: Any, mesh: MeshLike | None, *options: Any) -> None:
+    """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
+
+    def facts() -> CallFacts:
+        call, block = call_of(x, layouts, mesh, *options), x
+        if is_dtensor(x):
+            from torch_bridge.dtensor.function import local_block
+            from torch_bridge.dtensor.redistribution import move_by_layouts
+
+            move_by_layouts(x, call)
+            block = local_block(x)
+        requires_grad = x.requires_grad and torch.is_grad_enabled()
+        return call.facts((block.shape, block.dtype, block.device), requires_grad)
+
+    text = sides(layouts).text if isinstance(layouts, Plan) else str(layouts)
+    compare_call(x.device_mesh if is_dtensor(x) else mesh, text, facts)
