@@ -21,8 +21,8 @@ from xshard.replicas import ReplicaCheck
 
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
-    """Run an executable on a block, comparing the replicas and copies of `x`, and those of the result's
-    cotangent. Raises ReplicaError, with the user's expression `text`, on all ranks, here or in the backward
+    """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
+    ReplicaError, with the user's expression `text`, on all ranks, here or in the backward
     pass."""
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)

@@ -24,60 +24,44 @@ class InFlight:
     finish: Callable[[], Tensor] | None = None
     derivatives: dict[Any, InFlight] = field(default_factory=dict)
 
-    def to(self, kind: Any, executable: Executable) -> InFlight:
-        """A new execution of a derivative, kept in `derivatives[kind]` for the map that ends it."""
-        self.derivatives[kind] = InFlight(executable)
-        return self.derivatives[kind]
-
 
 @dataclass(frozen=True, eq=False)
-class Start:
-    """The first half of a plan: a block -> a tensor of shape `(*batch, 0)` that stands for the block in
-    flight."""
+class Half:
+    """One half of a plan for autograd: a block -> a tensor of shape `(*batch, 0)` that stands for it while it
+    is in flight (`begins`), or this tensor -> the result."""
 
     in_flight: InFlight
+    begins: bool
     batch: tuple[int, ...] = ()
     is_linear: bool = True
 
     def __call__(self, block: Tensor) -> Tensor:
-        self.in_flight.finish = self.in_flight.executable.begin(block)
-        return block.new_empty((*self.batch, 0))
-
-    @property
-    def backward(self) -> Finish:
-        return Finish(self.in_flight.derivatives.pop("backward"), self.batch)
-
-    @property
-    def tangent(self) -> Start:
-        return Start(self.in_flight.to("tangent", self.in_flight.executable.tangent), self.batch)
-
-    def batched(self, n: int) -> Start:
-        return Start(self.in_flight.to(n, self.in_flight.executable.batched(n)), (n, *self.batch))
-
-
-@dataclass(frozen=True, eq=False)
-class Finish:
-    """The second half: the tensor that stands for a block in flight -> the result."""
-
-    in_flight: InFlight
-    batch: tuple[int, ...] = ()
-    is_linear: bool = True
-
-    def __call__(self, _: Tensor) -> Tensor:
+        if self.begins:
+            self.in_flight.finish = self.in_flight.executable.begin(block)
+            return block.new_empty((*self.batch, 0))
         finish, self.in_flight.finish = self.in_flight.finish, None
         assert finish is not None, "a plan ends once"
         return finish()
 
     @property
-    def backward(self) -> Start:
-        return Start(self.in_flight.to("backward", self.in_flight.executable.backward), self.batch)
+    def backward(self) -> Half:
+        return self._half("backward", lambda plan: plan.backward, not self.begins, self.batch)
 
     @property
-    def tangent(self) -> Finish:
-        return Finish(self.in_flight.derivatives.pop("tangent"), self.batch)
+    def tangent(self) -> Half:
+        return self._half("tangent", lambda plan: plan.tangent, self.begins, self.batch)
 
-    def batched(self, n: int) -> Finish:
-        return Finish(self.in_flight.derivatives.pop(n), (n, *self.batch))
+    def batched(self, n: int) -> Half:
+        return self._half(n, lambda plan: plan.batched(n), self.begins, (n, *self.batch))
+
+    def _half(
+        self, kind: Any, derive: Callable[[Executable], Executable], begins: bool, batch: tuple[int, ...]
+    ) -> Half:
+        """A half of a derivative: the one that begins it leaves its execution for the one that ends it."""
+        derivatives = self.in_flight.derivatives
+        if begins:
+            derivatives[kind] = InFlight(derive(self.in_flight.executable))
+        return Half(derivatives[kind] if begins else derivatives.pop(kind), begins, batch)
 
 
 class PendingTensor:
@@ -96,8 +80,8 @@ class PendingTensor:
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Begin to move a block; all processes begin and end theirs in the same order."""
         in_flight = InFlight(executable)
-        token = Redistribute.apply(Start(in_flight), block)
-        return cls(lambda: Redistribute.apply(Finish(in_flight), token), executable.shape, block)
+        token = Redistribute.apply(Half(in_flight, begins=True), block)
+        return cls(lambda: Redistribute.apply(Half(in_flight, begins=False), token), executable.shape, block)
 
     def wait(self) -> Tensor:
         """The result, a plain tensor. Raises CollectiveError."""

@@ -22,7 +22,6 @@ from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import TRACED, MoveCall, check_no_transform
 from torch_bridge.comm_dtype import comm_dtype_of
-from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower, lower_traced
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
 from xshard import Mesh, Plan
@@ -100,20 +99,10 @@ def _raise_refusal() -> None:
 
 
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
-    (x,), shape = blocks, options.pop("shape", None)
-    return apply(_traced_executable(x, expression, mesh, shape, options), x)
-
-
-TRACED["redistribute"] = _redistribute
-
-
-def _traced_executable(
-    x: Tensor, expression: Any, mesh: Any, shape: Sequence[int] | None, options: dict[str, Any]
-) -> Executable:
-    """The executable to record for a block; the length of a dim that no step shards, which affects only
-    prices, stays a symbol: the plan is made for a number near its first value that no step could divide
-    evenly."""
+    """A redistribution of one block; the length of a dim that no step shards, which affects only prices,
+    stays a symbol: the plan is made for a number near its first value that no step could divide evenly."""
     check_no_transform()
+    (x,), shape = blocks, options.get("shape")
     call = MoveCall.of(expression, mesh, None, options.get("profile", "auto"), options.get("comm_dtype"))
     backward = comm_dtype_of(call.comm_dtype, x.dtype).backward
     differentiated = x.requires_grad and torch.is_grad_enabled()
@@ -127,27 +116,25 @@ def _traced_executable(
         with unset_fake_temporarily():  # groups and cached tensors must be real
             plan, processes = call.plan((lengths, x.dtype, x.device))
             executable = lower(plan, processes, x.device).casting(x.dtype, backward)
-            plans = _plans(executable, differentiated)
+            plans = [plan]
+            if differentiated:
+                derived = (executable.backward,) if executable.is_linear else executable.winners
+                plans += [each.plan for each in derived]
         names = plan.source.layout.names
         sharded = {d for d in free if not all(_is_unsharded(p, names[d]) for p in plans)}
         if not sharded:
             break
         free -= sharded
     symbols = {names[d]: x.shape[d] for d in free}
-    return lower_traced(plan, processes, x.device, symbols).casting(x.dtype, backward)
+    return apply(lower_traced(plan, processes, x.device, symbols).casting(x.dtype, backward), x)
+
+
+TRACED["redistribute"] = _redistribute
 
 
 def _coprime(symbol: Any, n_devices: int) -> int:
     """The first value of a symbol, or the next number that is coprime to the number of devices."""
     return next(n for n in itertools.count(symbol.node.hint) if math.gcd(n, n_devices) == 1)
-
-
-def _plans(executable: Executable, differentiated: bool) -> list[Plan]:
-    """The plans of the forward and backward pass. Raises LinearityError, DtypeError without a gradient."""
-    if not differentiated:
-        return [executable.plan]
-    derived = (executable.backward,) if executable.is_linear else executable.winners
-    return [executable.plan, *(each.plan for each in derived)]
 
 
 def _is_unsharded(plan: Plan, name: str) -> bool:

@@ -21,7 +21,6 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
-    World,
     check_device,
     process_mesh,
     require_mesh,
@@ -153,7 +152,7 @@ class MoveCall(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _executable(call: MoveCall, block: Block, world: World) -> Executable:
+def _executable(call: MoveCall, block: Block, world: object) -> Executable:
     """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(block)
     _, dtype, device = block

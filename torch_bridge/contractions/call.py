@@ -25,7 +25,6 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
-    World,
     check_device,
     process_mesh,
     require_mesh,
@@ -141,7 +140,7 @@ def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:
 
 @lru_cache(maxsize=4096)
 def _executable(
-    call: EinsumCall, blocks: tuple[Block, ...], differentiated: bool, world: World
+    call: EinsumCall, blocks: tuple[Block, ...], differentiated: bool, world: object
 ) -> ContractionExecutable:
     """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(blocks)

@@ -24,15 +24,7 @@ from torch_bridge.dtensor.placements import dtensor_of, from_placements, layout_
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
-from torch_bridge.mesh.process_mesh import (
-    World,
-    callers,
-    check_world,
-    dtensor_axes,
-    dtensor_mesh,
-    takes_part,
-    world,
-)
+from torch_bridge.mesh.process_mesh import callers, check_world, dtensor_axes, dtensor_mesh, takes_part, world
 from xshard import Layout, Mesh, Profile, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
@@ -79,7 +71,7 @@ class RedistributeDTensor(torch.autograd.Function):
         if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
             ctx.save_for_backward(block)
         block = block.to(move.op_dtype)
-        for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device):
+        for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device, world()):
             block = executable(block)
         return dtensor_of(block.to(move.out_dtype), move.dst.mesh, move.dst.placements, x.shape)
 
@@ -168,23 +160,18 @@ def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...
         )
 
 
-def executables(
-    move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
-) -> tuple[Executable | TransferExecutable, ...]:
-    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
-    Raises as `redistribute` does, and MeshError where the meshes have different processes."""
-    return _executables(move, shape, local_shape, device, world())
-
-
 @lru_cache(maxsize=1024)
-def _executables(
+def executables(
     move: DTensorMove,
     shape: tuple[int, ...],
     local_shape: tuple[int, ...],
     device: torch.device,
-    world: World,
+    world: object,
 ) -> tuple[Executable | TransferExecutable, ...]:
-    """Cached by the world too: its groups end with it."""
+    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
+
+    Cached by the world too: its groups end with it. Raises as `redistribute` does, and MeshError.
+    """
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)

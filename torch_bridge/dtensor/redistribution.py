@@ -36,7 +36,14 @@ from torch_bridge.dtensor.placements import (
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, dtensor_mesh, takes_part
+from torch_bridge.mesh.process_mesh import (
+    callers,
+    check_device,
+    dtensor_axes,
+    dtensor_mesh,
+    takes_part,
+    world,
+)
 from torch_bridge.replicas import comparison_of
 from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.arguments import shown
@@ -263,7 +270,7 @@ def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable
     """The block, its executable, and the function from its result to the DTensor's; None if autograd records
     the move, or if it is not one executable on one mesh."""
     move, block = move_by_layouts(x, call), local_block(x)
-    parts = executables(move, tuple(x.shape), tuple(block.shape), block.device)
+    parts = executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
     if (x.requires_grad and torch.is_grad_enabled()) or len(parts) != 1:
         return None
 

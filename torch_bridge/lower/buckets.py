@@ -50,7 +50,7 @@ class BucketedExecutable:
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the executables in each bucket: of equal collectives and dtype, by the size of the
+        """Numbers of the executables in each bucket, with equal collectives and dtype, by the size of the
         largest block, which all processes agree on."""
         sizes, keys = [], []
         for i, executable in enumerate(self.executables):

@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Any] = {
 TAG, MESSAGES, _LARGE = 7011, "xshard.messages", 1 << 17
 
 
-class _Works(NamedTuple):
+class Works(NamedTuple):
     """Several operations under way that are waited for as one."""
 
     works: Sequence[dist.Work]
@@ -71,12 +71,7 @@ class _Works(NamedTuple):
             work.wait()
 
 
-_UNWATCHED = nullcontext()
-
-
-def _is_watched() -> bool:
-    """Whether a profiler or a dispatch mode is active: only then is recording a name worth its 6 us."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+_UNWATCHED = nullcontext()  # recording a name takes 6 us
 
 
 def _in_turn(sizes: Sequence[int]) -> list[slice]:
@@ -180,18 +175,19 @@ class Collective:
         _, (_, sent, arrives) = self._peers
         return sum(rows.stop - rows.start for rows in (sent, arrives)) * messages.itemsize >= _LARGE
 
-    def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
+    def _sent_directly(self, out: Tensor, messages: Tensor) -> Works:
         """Begin to receive and then send messages from rank to rank: so both ways are used at once, as gloo's
         word that one is ready to receive is not behind all that one sends."""
         group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
-        with torch.profiler.record_function(MESSAGES) if _is_watched() else _UNWATCHED:
+        is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+        with torch.profiler.record_function(MESSAGES) if is_watched else _UNWATCHED:
             works = [group.recv([part], rank, TAG) for rank, _, rows in others if len(part := out[rows])]
             works += [
                 group.send([part], rank, TAG) for rank, rows, _ in others if len(part := messages[rows])
             ]
         if arrives.stop > arrives.start:
             out[arrives] = messages[sent]
-        return _Works(works)
+        return Works(works)
 
     @cached_property
     def _peers(self) -> list[tuple[int, slice, slice]]:
@@ -204,13 +200,11 @@ class Collective:
     @cached_property
     def _options(self) -> tuple[Any, Any]:
         """The options of a call that waits for its end, and of one that does not."""
-        return self._made_options(async_op=False), self._made_options(async_op=True)
-
-    def _made_options(self, *, async_op: bool) -> Any:
-        options = _OPTIONS[self.kind]()
-        options.asyncOp = async_op
-        if self.op is not None:
-            options.reduceOp = _OPS[self.op]
+        options = _OPTIONS[self.kind](), _OPTIONS[self.kind]()
+        for each, async_op in zip(options, (False, True), strict=True):
+            each.asyncOp = async_op
+            if self.op is not None:
+                each.reduceOp = _OPS[self.op]
         return options
 
     def _functional(self, messages: Tensor) -> Tensor:

@@ -152,7 +152,6 @@ class Executable:
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-
         return during(lambda: self._place(move), act, *args)
 
     def _place(self, move: Move) -> str:

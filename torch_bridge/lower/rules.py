@@ -48,8 +48,7 @@ def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) ->
 def lower_traced(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int]
 ) -> Executable:
-    """As `lower`, for one trace of a compiler, of which tensors made here become part. lengths: as in
-    `Site`."""
+    """As `lower`, for one trace of a compiler; tensors made here become part of it. lengths: as in `Site`."""
     again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
     moves = list(_moves(plan, processes, tensor_device, lengths))
     return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
@@ -209,10 +208,8 @@ def _messages(
     if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
         order.sort(key=lambda found: found[0] != rank)
     whole = Packing(site.shapes[1], tuple(m for _, m in order), None, op, tuple(fills))
-
-    if not _communicates(site):
+    if not steps.Exchange(site.after.layout).traffic(site.before).received:  # of any device of the mesh
         return lambda block: whole.place(block, [m.read(block) for m in own])
-
     sent, received = packing(site.shapes[0], outgoing), packing(site.shapes[1], incoming)
 
     def put_together(block: Tensor, messages: Sequence[Tensor]) -> Tensor:
@@ -231,11 +228,6 @@ def _messages(
         unpack,
         lambda block, parts: put_together(block, received.split_each(parts)),
     )
-
-
-def _communicates(site: Site) -> bool:
-    """Whether any device of the mesh sends another anything: the same on all of them."""
-    return bool(steps.Exchange(site.after.layout).traffic(site.before).received)
 
 
 def _embed(step: steps.Embed, site: Site) -> Move:

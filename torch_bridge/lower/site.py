@@ -45,12 +45,11 @@ class Site(NamedTuple):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
-        before, after = map(self._shape, (self.before, self.after))
-        return before, after
-
-    def _shape(self, end: Sharding) -> tuple[int, ...]:
-        lengths = zip(end.layout.names, end.local_shape(self.device), strict=True)
-        return tuple((self.lengths or {}).get(name, n) for name, n in lengths)
+        before, after = (
+            zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2]
+        )
+        symbols = self.lengths or {}
+        return tuple(symbols.get(d, n) for d, n in before), tuple(symbols.get(d, n) for d, n in after)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""

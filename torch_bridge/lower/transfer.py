@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.lower.collectives import CARRIERS
+from torch_bridge.lower.collectives import CARRIERS, Works
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
@@ -137,7 +137,7 @@ def _transferred(
         ranks = sorted({rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)})
         begun = call_backend("an exchange", ranks, dist.batch_isend_irecv, work)
         meanwhile()
-        call_backend("an exchange", ranks, _wait, begun)
+        call_backend("an exchange", ranks, Works(begun).wait)
     return [
         each.whole.place(block, [arrived[i, rank] for rank, _ in each.received])
         if each.whole
@@ -260,8 +260,3 @@ def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.devic
 def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """The same bits, as another dtype of the same size."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()

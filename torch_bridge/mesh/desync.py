@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -21,7 +21,6 @@ from xshard.arguments import is_on
 
 # Whether every call is compared, as with `debug=True`.
 ALWAYS = is_on("XSHARD_DEBUG")
-
 
 LISTED = 8  # most facts that an error lists
 
@@ -106,19 +105,15 @@ class _Channel:
         except RuntimeError as error:  # DistStoreError, of a TCPStore
             missing = [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
             if missing:  # else all have come since
-                self._missed(missing, mine, timeout, error)
+                call, callers_ = f"'{mine['asked']}'", _ranks_text(self.ranks)
+                raise DesyncError(
+                    f"{_ranks_text(missing)} did not come to {call} within {timeout.total_seconds():g} s",
+                    hint=f"{callers_} of the mesh all call it, in the same order, with equal debug=",
+                ) from error
         return dict(zip(self.ranks, map(json.loads, store.multi_get(keys)), strict=True))
 
     def _key(self, number: int, rank: int) -> str:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
-
-    def _missed(
-        self, missing: Sequence[int], mine: Mapping[str, object], timeout: timedelta, error: Exception
-    ) -> NoReturn:
-        raise DesyncError(
-            f"{_ranks_text(missing)} did not come to '{mine['asked']}' within {timeout.total_seconds():g} s",
-            hint=f"{_ranks_text(self.ranks)} of the mesh all call it, in the same order, with equal debug=",
-        ) from error
 
 
 @functools.cache
@@ -129,30 +124,21 @@ def _channel(ranks: tuple[int, ...], world: dist.ProcessGroup) -> _Channel:
 
 def _differing(reports: Mapping[int, dict]) -> list[str]:
     """The names of facts that must be equal and differ, in a fixed order."""
-    everything = list(reports.values())
-    parts: dict[tuple[int, ...], list[dict]] = {}
-    for one in everything:
-        parts.setdefault(tuple(one["part"]), []).append(one)
-    names = _unequal([one["everywhere"] for one in everything])
-    for members in parts.values():
-        names += _unequal([one["within"] for one in members])
-    return list(dict.fromkeys(names))
-
-
-def _unequal(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    return [
-        name
-        for name in {name: None for one in facts for name in one}
-        if len({one.get(name) for one in facts}) > 1
-    ]
+    parts: dict[tuple[int, ...], list[dict[str, str]]] = {}
+    for one in reports.values():
+        parts.setdefault(tuple(one["part"]), []).append(one["within"])
+    names: dict[str, None] = {}
+    for facts in ([one["everywhere"] for one in reports.values()], *parts.values()):
+        everything = dict.fromkeys(name for one in facts for name in one)
+        names |= {name: None for name in everything if len({one.get(name) for one in facts}) > 1}
+    return list(names)
 
 
 def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncError:
     def describe(one: dict) -> str:
         facts = {**one["own"], **one["within"], **one["everywhere"]}
-        return ", ".join(
-            [f"'{one['asked']}'", *(f"{name} {facts.get(name)}" for name in (*one["own"], *differing))]
-        )
+        shown = (f"{name} {facts.get(name)}" for name in (*one["own"], *differing))
+        return ", ".join([f"'{one['asked']}'", *shown])
 
     return DesyncError(
         f"the ranks disagree about a redistribution: {', '.join(differing)}",
@@ -162,9 +148,7 @@ def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncErro
 
 def _failed(reports: Mapping[int, dict]) -> DesyncError:
     def describe(one: dict) -> str:
-        return f"'{one['asked']}'" + (
-            f"\n{one['failure']}".replace("\n", "\n    ") if "failure" in one else ""
-        )
+        return "\n    ".join([f"'{one['asked']}'", *one.get("failure", "").splitlines()])
 
     bad = [rank for rank, one in reports.items() if "failure" in one]
     return DesyncError(f"{_ranks_text(bad)} cannot do what the others can", hint=_lines(reports, describe))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -35,7 +34,15 @@ def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> Non
     """Raise CollectiveError if a backend's error in the operation `what` of some ranks means a lost peer."""
     # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
     if type(error) is RuntimeError or isinstance(error, dist.DistError):
-        raise CollectiveError(_failed(what), hint=_explained(ranks, error)) from error
+        world, said = dist.group.WORLD, str(error).strip().splitlines()
+        waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
+        hint = (
+            f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"
+            " or made another call"
+            + (f"\n  the backend says: {said[0]}" if said else "")
+            + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
+        )
+        raise CollectiveError(_failed(what), hint=hint) from error
 
 
 def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
@@ -51,18 +58,6 @@ def _failed(what: str) -> str:
     return f"{what} failed on rank {dist.get_rank()}"
 
 
-def _explained(ranks: Sequence[int], error: RuntimeError) -> str:
-    world = dist.group.WORLD
-    waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
-    said = str(error).strip().splitlines()
-    return (
-        f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"
-        " or made another call"
-        + (f"\n  the backend says: {said[0]}" if said else "")
-        + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
-    )
-
-
 T = TypeVar("T")
 
 _GRACE = timedelta(seconds=2)  # for what is over in time to say so itself
@@ -70,7 +65,8 @@ _GRACE = timedelta(seconds=2)  # for what is over in time to say so itself
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the collectives of a group wait."""
-    options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
+    backends = (group._get_backend(kind) for kind in sorted(group._device_types, key=str))
+    options = (getattr(backend, "options", None) for backend in backends)
     return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
 
 
@@ -104,7 +100,3 @@ def check_store(store: Any, timeout: timedelta) -> None:
         raise
     except RuntimeError:
         return
-
-
-def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    return getattr(group._get_backend(device), "options", None)

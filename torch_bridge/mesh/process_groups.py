@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -69,23 +67,16 @@ def _made(
     check_store(store, timeout)  # there they meet
     # torch must not take ranks of another program for global ones.
     known = list(ranks) if dist.get_rank() in ranks else []
-    with _without_device(world):
+    # With a device, torch splits the world's communicator, which takes all ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
         group, _ = c10d._new_process_group_helper(
             len(ranks), ranks.index(rank), known, backend, store, name, timeout=timeout, group_desc="xshard"
         )
-    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-    return group
-
-
-@contextmanager
-def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
-    """Unbind the world's device: with one, torch splits its communicator, which takes all ranks."""
-    bound = world.bound_device_id
-    world.bound_device_id = None
-    try:
-        yield
     finally:
         world.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
 
 
 class _Work(dist.Work):

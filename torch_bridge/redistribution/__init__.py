@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped
+from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike
@@ -19,9 +19,8 @@ from torch_bridge.redistribution.blocks import (
     Endpoints,
     call_of,
     compare,
-    is_between,
     redistribute_between,
-    redistribute_one,
+    redistributed,
 )
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import Profile
@@ -147,13 +146,11 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     if is_tree and async_op:
         raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
     two_meshes = src_mesh is not None or dst_mesh is not None or requires_grad or relabel
-    if (
-        two_meshes
-        or x is None
-        or dtype is not None
-        or device is not None
-        or (type(layouts) is Plan and is_between(x, layouts, mesh))
-    ):
+    two_meshes = two_meshes or x is None or dtype is not None or device is not None
+    if type(layouts) is Plan:  # without a mesh its device numbers have to be ranks
+        is_block = isinstance(x, Tensor) and not is_dtensor(x)
+        two_meshes = two_meshes or bool(layouts.transfer) or (mesh is None and is_block)
+    if two_meshes:
         if mesh is not None or async_op or comm_dtype is not None:
             raise MeshError(
                 "mesh=, async_op= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= and "
@@ -170,4 +167,4 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     if debug:
         compare(x, *arguments)
     call = MoveCall.of(*arguments) if type(x) in PLAIN else call_of(x, *arguments)
-    return redistribute_one(x, call, async_op, check_replicated)
+    return redistributed(x, call, async_op, check_replicated)

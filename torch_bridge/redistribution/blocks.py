@@ -16,7 +16,6 @@ from torch_bridge.autodiff.function import Redistribute, apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.calls.transfer import TransferCall, check_block, ranks_of
-from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh.desync import CallFacts, compare_call, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
@@ -40,11 +39,6 @@ class Endpoints(NamedTuple):
     requires_grad: bool
     relabel: bool
     profile: str | Path | Profile
-
-
-def is_between(x: Any, plan: Plan, mesh: MeshLike | None) -> bool:
-    """Whether a plan runs between ranks: it has two meshes, or its device numbers have to be ranks."""
-    return bool(plan.transfer) or (mesh is None and isinstance(x, Tensor) and not is_dtensor(x))
 
 
 def redistribute_between(
@@ -127,23 +121,16 @@ def tensor_device_of(
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def call_of(
-    x: Tensor,
-    layouts: Any,
-    mesh: MeshLike | None,
-    shape: Sequence[int] | None,
-    profile: str | Path | Profile,
-    comm_dtype: CommDtypeLike,
-) -> MoveCall:
+def call_of(x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, *options: Any) -> MoveCall:
     """The call with the arguments of `redistribute`; a DTensor brings its mesh and its shape."""
     if is_dtensor(x):
         from torch_bridge.dtensor.placements import whole_of
 
         shape, mesh = whole_of(x, mesh, shape), x.device_mesh
-    return MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
+    return MoveCall.of(layouts, mesh, shape, *options)
 
 
-def redistribute_one(
+def redistributed(
     x: Tensor, call: MoveCall, async_op: bool = False, check_replicated: bool | None = None, name: str = ""
 ) -> Tensor | PendingTensor:
     """The result of a call. name: the tensor's, for errors about its replicas."""

@@ -21,7 +21,7 @@ from torch_bridge.redistribution.blocks import (
     call_of,
     compare,
     redistribute_between,
-    redistribute_one,
+    redistributed,
 )
 from xshard.arguments import limit_of
 from xshard.errors import located
@@ -39,14 +39,6 @@ class _Leaf(NamedTuple):
     @property
     def call(self) -> MoveCall:
         return call_of(self.x, *self.arguments)
-
-
-class _Part(NamedTuple):
-    """A block that may share collectives. finish: makes the result of the block's result."""
-
-    block: Tensor
-    executable: Executable
-    finish: Callable[[Tensor], Tensor]
 
 
 def redistribute_tree(
@@ -79,7 +71,7 @@ def redistribute_tree(
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
         if i not in results:
             with located(leaf.place):
-                results[i] = redistribute_one(leaf.x, call, False, check_replicated, leaf.place)
+                results[i] = redistributed(leaf.x, call, False, check_replicated, leaf.place)
     return tree_unflatten([results[i] for i in range(len(tensors))], tree_structure(tree))
 
 
@@ -126,9 +118,10 @@ def _is_shape(value: Any) -> bool:
 
 
 def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) -> dict[int, Any]:
-    """The results of the tensors that may share collectives, by index, once every tensor is checked. Those
-    whose gradient is not a plan (max, min) or may have any placements (a DTensor's) travel alone."""
-    parts: dict[int, _Part] = {}
+    """The results of the tensors that may share collectives, by index, once every tensor is checked. A
+    max or min, as its gradient is not a plan, and DTensors with a gradient travel alone."""
+    # The block, its executable, and the function from its result to the tensor's.
+    parts: dict[int, tuple[Tensor, Executable, Callable[[Tensor], Tensor]]] = {}
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
         with located(leaf.place):
             if is_dtensor(leaf.x):
@@ -138,19 +131,19 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
             else:
                 prepared = leaf.x, call.executable_for(leaf.x), lambda y: y
         if prepared is not None and prepared[1].is_linear:
-            parts[i] = _Part(*prepared)
+            parts[i] = prepared
     results: dict[int, Any] = {}
     for records in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
         some = {
             i: part
             for i, part in parts.items()
-            if (part.block.requires_grad and torch.is_grad_enabled()) == records
+            if (part[0].requires_grad and torch.is_grad_enabled()) == records
         }
         if some:
-            joint = BucketedExecutable(tuple(part.executable for part in some.values()), limit)
-            blocks = Redistribute.apply(joint, *(part.block for part in some.values()))
-            results |= {i: some[i].finish(y) for i, y in zip(some, blocks, strict=True)}
+            blocks, executables, finish = zip(*some.values(), strict=True)
+            moved = Redistribute.apply(BucketedExecutable(executables, limit), *blocks)
+            results |= {i: end(y) for i, end, y in zip(some, finish, moved, strict=True)}
     return results
 
 
