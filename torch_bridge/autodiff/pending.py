@@ -65,11 +65,8 @@ class Half:
 
 
 class PendingTensor:
-    """The result of a redistribution in flight; any use waits for it.
-
-    Functions of torch take it as a tensor, and it has a tensor's methods and operators; `wait()` returns the
-    tensor. Its shape, dtype and device are known at once.
-    """
+    """The result of a redistribution in flight; any use as a tensor waits for it, and `wait()` returns the
+    tensor. Its shape, dtype and device are known at once."""
 
     def __init__(self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor) -> None:
         self._result: Tensor | CollectiveError | Callable[[], Tensor] = result

@@ -22,14 +22,7 @@ from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower_traced
 from torch_bridge.mesh.desync import CallFacts
 from torch_bridge.mesh.machine import machine
-from torch_bridge.mesh.process_mesh import (
-    MeshLike,
-    ProcessMesh,
-    check_device,
-    process_mesh,
-    require_mesh,
-    world,
-)
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
 from xshard import Mesh, Plan, Profile
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
@@ -76,7 +69,7 @@ class EinsumCall(NamedTuple):
     ) -> EinsumCall:
         """The call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
         if mesh is not None:
-            require_mesh(mesh)
+            as_mesh(mesh)
         travels = None if comm_dtype is None else comm_dtypes(comm_dtype)
         limit = limit_of(memory_limit)
         call = cls(expression, mesh, None, asked_for(profile), limit, travels, overlap)
@@ -96,7 +89,7 @@ class EinsumCall(NamedTuple):
 
     def plan(self, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
-        operands, processes = self.contraction, process_mesh(require_mesh(self.mesh, HINT))
+        operands, processes = self.contraction, process_mesh(as_mesh(self.mesh, HINT))
         layouts = (*operands.operands, operands.result)
         for layout in layouts:
             check_axes(layout, processes.mesh, operands.text)

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.calls.move import MoveCall
-from torch_bridge.calls.transfer import TransferCall
+from torch_bridge.calls.move import MoveCall, TransferCall
 from torch_bridge.dtensor.placements import dtensor_of, from_placements, layout_of_gradient, to_placements
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
@@ -169,9 +168,7 @@ def executables(
     world: object,
 ) -> tuple[Executable | TransferExecutable, ...]:
     """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
-
-    Cached by the world too: its groups end with it. Raises as `redistribute` does, and MeshError.
-    """
+    Cached by the world too: its groups end with it. Raises as `redistribute` does, and MeshError."""
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)

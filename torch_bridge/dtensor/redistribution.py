@@ -45,7 +45,7 @@ from torch_bridge.mesh.process_mesh import (
     world,
 )
 from torch_bridge.replicas import comparison_of
-from xshard import Layout, Mesh, Profile, Sharding, XshardError
+from xshard import Layout, Profile, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError
@@ -159,6 +159,7 @@ def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
     return kept
 
 
+@lru_cache(maxsize=4096)
 def _end(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -166,25 +167,14 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """One end of the move of a DTensor; along `kept` blocks differ as no layout says. Raises PlanError,
-    ShapeError, NotationError."""
-    return End(mesh, *_blocks(dtensor_axes(mesh), placements, shape, layout, kept))
-
-
-@lru_cache(maxsize=4096)
-def _blocks(
-    axes: Mesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    layout: Layout | str | None,
-    kept: frozenset[int],
-) -> tuple[tuple[Placement, ...], Layout]:
-    """The placements at one end, with dims counted from 0, and the layout of the blocks. Raises as `_end`."""
+    """One end of the move of a DTensor, its dims counted from 0; along `kept` blocks differ as no layout
+    says."""
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     read = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
+    axes = dtensor_axes(mesh)
     inferred = layout_of(read, axes, shape)
     if layout is None:
-        return placements, inferred
+        return End(mesh, placements, inferred)
     explicit = positional(Layout.parse(layout), len(shape))
     for axis, placement in zip(axes.axes, read, strict=True):
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
@@ -194,7 +184,7 @@ def _blocks(
                 f"'{layout}' contradicts the placement {placement} of axis '{axis}'",
                 hint="a layout gives sizes and orders for the cuts that the placements name",
             )
-    return placements, explicit
+    return End(mesh, placements, explicit)
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:

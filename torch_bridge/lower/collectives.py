@@ -85,13 +85,10 @@ Pending = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a group: every rank sends one flat tensor and receives another.
-
-    kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: messages from rank to rank, at most
-    one from every rank, which compilers cannot record. op: sum, max or min, if it reduces.
-    sent, received: the number of elements of each message, in order: one per rank, or a single one
-    if all ranks receive, or send, the same. is_even: whether all messages of all ranks have one size.
-    """
+    """One collective of a group: every rank sends one flat tensor and receives another. kind: all_gather,
+    all_reduce, reduce_scatter, all_to_all, or permute: at most one message from every rank, which compilers
+    cannot record. sent, received: elements of each message, one per rank or a single one if all are the same.
+    is_even: all messages of all ranks have one size."""
 
     kind: str
     group: Group

@@ -19,12 +19,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A block of `shape` as messages, in the order in which they are sent or received.
-
-    counts: the number of messages per rank; None: one each.
-    op: how messages that share rows combine: sum, max or min. For max and min they share all rows or none.
-    fills: constant rows that no message brings, written in this order.
-    """
+    """A block of `shape` as messages, in the order in which they are sent or received. counts: the number of
+    messages per rank; None: one each. op: how messages that share rows combine; for max and min they share
+    all rows or none. fills: constant rows that no message brings, written in this order."""
 
     shape: tuple[int, ...]
     messages: tuple[Subarray, ...]
@@ -137,12 +134,8 @@ class Packing:
     @cached_property
     def _row(self) -> int | None:
         """The dim along which the messages, concatenated in order, are the block, if there is one."""
-        if (
-            self._joined is None
-            or self._negates
-            or self.fills
-            or any(len(m.boxes) > 1 for m in self.messages)
-        ):
+        several = any(len(m.boxes) > 1 for m in self.messages)
+        if self._joined is None or self._negates or self.fills or several:
             return None
         dim, order = self._joined
         return dim if order == sorted(order) else None

@@ -31,11 +31,8 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Subarray:
-    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box.
-
-    rows: None stands for all rows of a dim; their number may be a symbol.
-    sign: the factor by which it is multiplied when it is put into the block.
-    """
+    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d (None: all rows), box by box.
+    sign: the factor by which it is multiplied when it is put into the block."""
 
     shape: tuple[int, ...]
     rows: tuple[Runs | None, ...]

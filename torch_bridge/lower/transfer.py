@@ -33,13 +33,10 @@ _ALIGNED = 16  # bytes of the largest element, a complex number
 
 @dataclass(frozen=True, eq=False)
 class TransferExecutable:
-    """A plan between two meshes as this process executes it; an empty tensor stands for no block.
-
-    before, after: the steps on the source's and on the destination's mesh. sent: ranks and the parts of
-    its block that they get. received: ranks and the parts of its new block that come from them, in the
-    order in which they are put together in `whole`. Its own rank is in both where it keeps a part. None
-    or nothing where it is not at that end, or has nothing to do there.
-    """
+    """A plan between two meshes as this process executes it: `before` on the source's mesh, `after` on the
+    destination's. sent, received: ranks, its own too, with the parts of its block that they get, or of its
+    new block that come from them, in the order in which they are put together in `whole`. None or nothing
+    where it is not in that mesh."""
 
     plan: Plan
     tensor_device: torch.device

@@ -26,11 +26,9 @@ LISTED = 8  # most facts that an error lists
 
 
 class CallFacts(NamedTuple):
-    """A call that a rank is about to make, as facts: name -> value, as text.
-
-    everywhere: facts that must be equal on all ranks that meet. within: facts that must be equal on the
-    ranks of `part`, with which this rank communicates. own: facts that may differ, for the error.
-    """
+    """A call that a rank is about to make, as facts: name -> value, as text. Equal are `everywhere` on all
+    ranks that meet, and `within` on the ranks of `part`, with which this rank communicates. `own` may differ,
+    for the error."""
 
     everywhere: dict[str, str]
     within: dict[str, str]
@@ -41,13 +39,9 @@ class CallFacts(NamedTuple):
 def compare_ranks(
     ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts], timeout: timedelta | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Meet other ranks -> the facts of each, if all are about to make the same call; else all of them raise.
-
-    ranks: the global ranks that meet, this one among them. asked: the call in the user's own words.
-    prepare: returns the facts, and sends nothing; an error that it raises is reported to the others.
-    timeout: how long they wait for each other; by default as long as collectives do.
-    Raises DesyncError; if all ranks fail, the error that `prepare` raised.
-    """
+    """Meet other ranks -> the facts of each, if all are about to make the same call. Else all of them raise
+    DesyncError; if all fail, the error that `prepare` raised. `prepare` sends nothing. asked: the call in the
+    user's words."""
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None

@@ -25,11 +25,8 @@ from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes that communicate: a process group, and the mesh device of each of its ranks.
-
-    process_group: a `ProcessGroup`; None where tensors are without data (`meta`), and nothing is sent.
-    graph_name: its name where a compiler records its collectives, which are then functions of tensors.
-    """
+    """Processes that communicate: a process group (None for `meta`, where nothing is sent), and the mesh
+    device of each of its ranks. graph_name: its name where a compiler records its collectives."""
 
     process_group: Any
     devices: tuple[int, ...]
@@ -192,7 +189,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def require_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
+def as_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
     """The mesh. Raises MeshError for None, and for a value that is not a mesh."""
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint=hint)

@@ -15,13 +15,7 @@ from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.redistribution.blocks import (
-    Endpoints,
-    call_of,
-    compare,
-    redistribute_between,
-    redistributed,
-)
+from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import Profile
 from xshard.errors import MeshError, PlanError
@@ -167,4 +161,4 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     if debug:
         compare(x, *arguments)
     call = MoveCall.of(*arguments) if type(x) in PLAIN else call_of(x, *arguments)
-    return redistributed(x, call, async_op, check_replicated)
+    return move_one(x, call, async_op, check_replicated)

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute, apply
 from torch_bridge.autodiff.pending import PendingTensor
-from torch_bridge.calls.move import PLAIN, MoveCall
-from torch_bridge.calls.transfer import TransferCall, check_block, ranks_of
+from torch_bridge.calls.move import PLAIN, MoveCall, TransferCall, check_part, ranks_of
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh.desync import CallFacts, compare_call, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
@@ -73,7 +72,7 @@ def redistribute_between(
     executable = cross(plan, tensor_device, dist.group.WORLD)
     if requires_grad:
         executable.plan_gradient()
-    check_block(block, plan)
+    check_part(block, plan)
     block = torch.empty(0, dtype=dtype, device=tensor_device) if block is None else block
     # Every process has a node in the graph, or none has: in the backward pass they wait for each other.
     if not requires_grad or not block.requires_grad:
@@ -130,7 +129,7 @@ def call_of(x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, *options
     return MoveCall.of(layouts, mesh, shape, *options)
 
 
-def redistributed(
+def move_one(
     x: Tensor, call: MoveCall, async_op: bool = False, check_replicated: bool | None = None, name: str = ""
 ) -> Tensor | PendingTensor:
     """The result of a call. name: the tensor's, for errors about its replicas."""

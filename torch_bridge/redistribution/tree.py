@@ -12,17 +12,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_struct
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.calls.move import MoveCall
-from torch_bridge.lower.buckets import BucketedExecutable
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
-from torch_bridge.redistribution.blocks import (
-    Endpoints,
-    call_of,
-    compare,
-    redistribute_between,
-    redistributed,
-)
+from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked
@@ -71,7 +64,7 @@ def redistribute_tree(
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
         if i not in results:
             with located(leaf.place):
-                results[i] = redistributed(leaf.x, call, False, check_replicated, leaf.place)
+                results[i] = move_one(leaf.x, call, False, check_replicated, leaf.place)
     return tree_unflatten([results[i] for i in range(len(tensors))], tree_structure(tree))
 
 

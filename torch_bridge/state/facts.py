@@ -18,7 +18,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from torch_bridge.calls.transfer import ranks_of
+from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.state.leaves import local_array, tensors_and_constants
