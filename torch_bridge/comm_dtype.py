@@ -32,11 +32,7 @@ def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None
 
 
 def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
-    """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind.
-
-    >>> comm_dtype_of((torch.bfloat16, None), torch.float32)
-    CommDtype(forward=torch.bfloat16, backward=torch.float32)
-    """
+    """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind."""
     travels = CommDtype(*(block if d is None else d for d in comm_dtypes(comm_dtype)))
     for dtype in travels:
         if dtype != block and _kind(dtype) != _kind(block):

@@ -42,9 +42,8 @@ def all_gather(
     grad: the meaning of the results' gradients. "sum": each is an addend of its own, and the backward pass
     reduce-scatters. "replicated": they are equal, and it slices.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(dp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(dp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.all_gather(x, 0, "dp", mesh, grad="sum").tolist())[1]
     [1, 2, 1, 2]
     """
@@ -60,9 +59,8 @@ def reduce_scatter(
 
     op: sum, mean, max or min. The backward pass all-gathers.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(tp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
     [4]
     """
@@ -77,9 +75,8 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     op: sum, mean, max or min. grad: "sum": the results' gradients are addends, and the backward pass
     all-reduces. "replicated": they are equal, and it sends nothing.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(tp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
@@ -101,9 +98,8 @@ def all_to_all(
 
     split_order, concat_order: the order of the new and of the old cut: block, zigzag, cyclic, balanced.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([[1, 2]]), Mesh(cp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([[1, 2]]), xs.Mesh(cp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.all_to_all(x, 1, 0, "cp", mesh).tolist())[1]
     [[2], [2]]
     """
@@ -117,9 +113,8 @@ def shard(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     grad: the gradient of the block. "sum": an addend on each device (its part, and zeros elsewhere).
     "replicated": the same on all devices; the backward pass all-gathers.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(tp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.shard(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
@@ -131,9 +126,8 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
 
     Sends nothing; the backward pass all-reduces.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(tp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
@@ -157,9 +151,8 @@ def halo_exchange(
     a layout: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
     The backward pass adds the gradients of copied rows at their owner.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(sp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([1, 2]), xs.Mesh(sp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.halo_exchange(x, 1, 0, "sp", mesh, boundary="edge").tolist())
     [[1, 1, 2, 1], [2, 1, 2, 2]]
     """
@@ -179,9 +172,8 @@ def trim_halo(
 ) -> Tensor:
     """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([0, 1, 2, 0]), Mesh(sp=2)
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> x, mesh = torch.tensor([0, 1, 2, 0]), xs.Mesh(sp=2)
     >>> xt.testing.run_ranks(2, lambda: xt.ops.trim_halo(x, 1, 0, "sp", mesh).tolist())[1]
     [1, 2]
     """

@@ -209,7 +209,27 @@ class TransferCall(NamedTuple):
             ranks = plan.src_devices if self.src_mesh is None else ranks_of(self.src_mesh)
             plan = plan if plan.transfer or ranks == plan.src_devices else replace(plan, devices=ranks)
         else:
-            plan = self._planned()
+            if self.src_mesh is None or self.dst_mesh is None:
+                raise MeshError(
+                    "two meshes are needed", hint="redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
+                )
+            if self.shape is None or self.dtype is None:
+                missing = "shape" if self.shape is None else "dtype"
+                raise ShapeError(
+                    f"the global {missing} is missing",
+                    hint="shape= and dtype= of the global array: processes without a block know neither",
+                )
+            plan = find_plan(
+                self.expression,
+                src_mesh=mesh_of(self.src_mesh),
+                dst_mesh=mesh_of(self.dst_mesh),
+                shape=self.shape,
+                dtype=self.dtype,
+                src_devices=ranks_of(self.src_mesh),
+                dst_devices=ranks_of(self.dst_mesh),
+                relabel=self.relabel,
+                profile=machine(self.profile),
+            )
         last, n = max(*plan.src_devices, *plan.dst_devices), dist.get_world_size()
         if last >= n:
             raise MeshError(
@@ -217,30 +237,6 @@ class TransferCall(NamedTuple):
                 hint="device numbers of a plan are global ranks",
             )
         return plan
-
-    def _planned(self) -> Plan:
-        if self.src_mesh is None or self.dst_mesh is None:
-            raise MeshError(
-                "two meshes are needed", hint="redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
-            )
-        if self.shape is None or self.dtype is None:
-            missing = "shape" if self.shape is None else "dtype"
-            raise ShapeError(
-                f"the global {missing} is missing",
-                hint="shape= and dtype= of the global array: processes without a block know neither",
-            )
-        assert not isinstance(self.expression, Plan)
-        return find_plan(
-            self.expression,
-            src_mesh=mesh_of(self.src_mesh),
-            dst_mesh=mesh_of(self.dst_mesh),
-            shape=self.shape,
-            dtype=self.dtype,
-            src_devices=ranks_of(self.src_mesh),
-            dst_devices=ranks_of(self.dst_mesh),
-            relabel=self.relabel,
-            profile=machine(self.profile),
-        )
 
     def facts(self, x: Tensor | None, requires_grad: bool) -> CallFacts:
         """What ranks compare before this call with a block. Raises as `check_part` does."""

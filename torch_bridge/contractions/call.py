@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,11 @@ from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_alo
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower_traced
 from torch_bridge.mesh.desync import CallFacts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
-from xshard import Mesh, Plan, Profile
+from xshard import Profile
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
@@ -40,6 +39,7 @@ from xshard.plans.expression import check_block
 
 Shapes = tuple[tuple[int, ...], ...]
 
+_lower_traced = partial(lower_traced, lengths={})
 HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 
 
@@ -98,7 +98,13 @@ class EinsumCall(NamedTuple):
         name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
-            _check_plan(plan, processes.mesh, name, self.shapes)
+            about: Any = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
+            if plan.mesh != processes.mesh:
+                raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}", **about)
+            if plan.dtype != name:
+                raise DtypeError(f"the plan is for {plan.dtype}, the operands have {name}", **about)
+            if self.shapes not in (None, plan.shapes):
+                raise ShapeError(f"the plan is for {plan.shapes} arrays, not {self.shapes}", **about)
         else:
             axes = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
             links = links_along(machine(self.profile, device), axes, processes)
@@ -150,12 +156,8 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
         call = EinsumCall.of(expression, mesh, **options)
         executable = _executable(call, lengths, differentiated, world())
-    lowering = replace(executable.lowering, lower=_lowered)
+    lowering = replace(executable.lowering, lower=_lower_traced)
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
-
-
-def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    return lower_traced(plan, processes, tensor_device, {})
 
 
 TRACED["einsum"] = _traced
@@ -183,16 +185,6 @@ def check_number(given: Contraction, tensors: Sequence[object]) -> None:
     if len(tensors) != len(given.operands):
         what = f"{len(tensors)} tensors for {len(given.operands)} operands"
         raise NotationError(what, text=given.text, hint=HINT)
-
-
-def _check_plan(plan: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes | None) -> None:
-    about: Any = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
-    if plan.mesh != mesh:
-        raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
-    if plan.dtype != dtype:
-        raise DtypeError(f"the plan is for {plan.dtype}, the operands have {dtype}", **about)
-    if shapes not in (None, plan.shapes):
-        raise ShapeError(f"the plan is for {plan.shapes} arrays, not {shapes}", **about)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:

@@ -63,11 +63,10 @@ def einsum(
     ShapeError for a block that does not fit, on its own process; with XSHARD_DEBUG=1 ranks first compare
     their calls, and all of them raise DesyncError.
 
-    >>> import torch, torch.distributed as dist, torch_bridge as xt
-    >>> from xshard import Mesh
+    >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
     >>> def layer():
     ...     x, w = torch.ones(1, 4), torch.full((4, 1), dist.get_rank())
-    ...     return xt.einsum("s/tp d, d f/tp -> s f/tp", x.long(), w, mesh=Mesh(tp=2)).tolist()
+    ...     return xt.einsum("s/tp d, d f/tp -> s f/tp", x.long(), w, mesh=xs.Mesh(tp=2)).tolist()
     >>> xt.testing.run_ranks(2, layer)
     [[[0], [0]], [[4], [4]]]
     """

@@ -187,16 +187,9 @@ Factors = Mapping[str, int]  # an axis that cuts the dim -> its split factor, in
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
-    """Split factors -> the cuts of a dim of `length`; None where they are no nesting and no length is given.
-
-    None, too, if torch itself reads them in two ways: as the order of axes that they say, and as pieces of
-    an uneven length.
-
-    >>> cuts_of({"a": 2, "b": 1}, Mesh(a=2, b=2), None)
-    (Shard(axes=('b',), order='block', numbers=()), Shard(axes=('a',), order='block', numbers=()))
-    >>> [str(cut) for cut in cuts_of({"a": 4}, Mesh(a=2), 16)]
-    ['cyclic(a,2)']
-    """
+    """Split factors -> the cuts of a dim of `length`. None if they are no nesting and the length is unknown,
+    or
+    if torch itself reads them in two ways: as an order of axes, and as pieces of an uneven length."""
     order = _nesting(factors, mesh)
     nested = None if order is None else tuple(Cut((axis,)) for axis in order)
     if length is None or order == [*factors]:

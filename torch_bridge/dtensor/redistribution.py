@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -69,9 +69,9 @@ def redistribute(
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
 
-    Means the same as `DTensor.redistribute`, and takes transitions that that refuses: from anything to any
-    `Partial`, to another mesh of the same processes, and from and to blocks of any sizes. The result is
-    a new tensor; its gradient may come in any placements.
+    Means the same as `DTensor.redistribute`, which refuses more: any `Partial` as a destination, another mesh
+    of the same processes, blocks of any sizes. The result is a new tensor; its gradient may come in any
+    placements.
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
@@ -83,10 +83,9 @@ def redistribute(
     src_layout, dst_layout: the layout of the blocks where placements do not determine it, such as
     `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
     profile, debug: as in `redistribute`.
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its blocks
-    move like replicas, and so does their gradient; otherwise DTensor reduces it first, by its own rules and
-    with its own gradient.
-    A process outside the mesh keeps its empty block, as in torch.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its blocks and
+    their gradient move like replicas; otherwise DTensor reduces it first, by its own rules and with its own
+    gradient. A process outside the mesh keeps its empty block, as in torch.
 
     Raises, before anything is sent, MeshError (other processes), PlanError (placements that have no layout,
     or that DTensor cannot hold), ShapeError, NotationError.
@@ -127,7 +126,13 @@ def redistribute(
         move = move_of(
             dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
         )
-        _check_gradient(move)
+        won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
+        axes = dtensor_axes(dtensor.device_mesh).axes
+        if any(isinstance(p, Partial) and a in won for a, p in zip(axes, gradient or (), strict=False)):
+            raise PlanError(
+                f"the gradient of blocks under '{move.src.layout}' goes to the largest, or smallest, of them",
+                hint="grad_placements has Replicate() there",
+            )
         return move
 
     compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
@@ -199,17 +204,6 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
     return Shard(dim)
 
 
-def _check_gradient(move: DTensorMove) -> None:
-    won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
-    axes = dtensor_axes(move.src.mesh).axes
-    partial = {a for a, p in zip(axes, move.gradient or (), strict=False) if isinstance(p, Partial)}
-    if partial & set(won):
-        raise PlanError(
-            f"the gradient of blocks under '{move.src.layout}' goes to the largest, or smallest, of them",
-            hint="grad_placements has Replicate() there",
-        )
-
-
 def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> None:
     """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
     ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
@@ -235,8 +229,12 @@ def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorM
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
     """The DTensor after a call. compares: whether replicas are compared; name: the tensor's, for errors."""
-    run = partial(RedistributeDTensor.apply, x, move_by_layouts(x, call))
-    return _permuted(_checked(x, run, call.text, name) if compares else run(), call)
+    if compares:
+        _compare_replicas(x, call.text, name, cotangents=False)
+    y = RedistributeDTensor.apply(x, move_by_layouts(x, call))
+    if compares and y.requires_grad:
+        y.register_hook(lambda gradient: _compare_replicas(gradient, call.text, name, cotangents=True))
+    return _permuted(y, call)
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
@@ -278,15 +276,6 @@ def _permuted(y: DTensor, call: MoveCall) -> Tensor:
     src, dst, _ = sides(call.expression)
     names, order = (side.resolved(y.ndim).names for side in (src, dst))
     return y if names == order else y.permute([names.index(name) for name in order])
-
-
-def _checked(x: DTensor, run: Callable[[], DTensor], text: str, name: str) -> DTensor:
-    """Call `run`; compares the replicas of `x`, and the replicas of the result's gradient."""
-    _compare_replicas(x, text, name, cotangents=False)
-    y = run()
-    if y.requires_grad:
-        y.register_hook(lambda gradient: _compare_replicas(gradient, text, name, cotangents=True))
-    return y
 
 
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:

@@ -34,17 +34,12 @@ _ALL_GATHER, _ALL_TO_ALL, _REDUCE_SCATTER = (
 FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
+_FLOATS = "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"
 CARRIERS = {
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-    torch.int16: torch.float16,
-    torch.uint16: torch.float16,
+    **dict.fromkeys((*(getattr(torch, f"float8_{name}") for name in _FLOATS), *FOUR_BITS), torch.uint8),
+    **dict.fromkeys((torch.int16, torch.uint16), torch.float16),
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
-    **dict.fromkeys(FOUR_BITS, torch.uint8),
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -80,7 +80,7 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     joint = replace(collectives[0], sent=_totals(sent), received=_totals(received), is_even=is_even)
     messages = blocks[0].new_empty(sum(joint.sent))
     for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
-        move.sent.write(block, parts)
+        move.sent.write(block, move.sent.split_each(parts))
     arrived = joint.run(messages, (sum(joint.received),))
     shares = _dealt(arrived, received)
     return [move.place(block, parts) for move, block, parts in zip(packed, blocks, shares, strict=True)]

@@ -69,14 +69,11 @@ class Packing:
         if is_symbolic(self.shape):
             return torch.cat([m.read(block).reshape(-1) for m in self.messages])
         out = block.new_empty(sum(self.sizes))
-        self._write(block, self.split(out))
+        self.write(block, self.split(out))
         return out
 
     def write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copy the messages of the block into flat tensors, one per rank."""
-        self._write(block, self.split_each(parts))
-
-    def _write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy the messages of the block into tensors of their shapes."""
         for m, part in zip(self.messages, parts, strict=True):
             m.write(block, part)
 

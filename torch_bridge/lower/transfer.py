@@ -186,8 +186,16 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
             hint="this dtype only moves: cast before the reduction",
         )
     sending = plan.steps.index(transfer) if transfer else len(plan.steps)
-    before = _at_end(plan, plan.stages[:sending], plan.src_devices, tensor_device, group)
-    after = _at_end(plan, plan.stages[sending + 1 :], plan.dst_devices, tensor_device, group)
+
+    def steps(stages: tuple[Stage, ...], ranks: tuple[int, ...]) -> Executable | None:
+        """The steps on one mesh as this process executes them; None where it has none."""
+        if not stages or rank not in ranks:
+            return None
+        part = plan.part(stages)
+        return lower(part, _processes(part.mesh, ranks, group), tensor_device)
+
+    before = steps(plan.stages[:sending], plan.src_devices)
+    after = steps(plan.stages[sending + 1 :], plan.dst_devices)
     if transfer is None or not _sends(plan):
         return TransferExecutable(plan, tensor_device, group, before, (), (), None, after)
     if "threaded" in dist.get_backend_config(group):
@@ -219,20 +227,6 @@ def _place(plan: Plan) -> str:
 
 def _sends(plan: Plan) -> bool:
     return plan.transfer is not None and not plan.transfer.is_in_place
-
-
-def _at_end(
-    plan: Plan,
-    stages: tuple[Stage, ...],
-    ranks: tuple[int, ...],
-    tensor_device: torch.device,
-    group: dist.ProcessGroup,
-) -> Executable | None:
-    """The steps on one mesh as this process executes them; None where it has none."""
-    if not stages or rank_in(group) not in ranks:
-        return None
-    part = plan.part(stages)
-    return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)

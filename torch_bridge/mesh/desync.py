@@ -110,10 +110,8 @@ class _Channel:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
 
 
-@functools.cache
-def _channel(ranks: tuple[int, ...], world: dist.ProcessGroup) -> _Channel:
-    """Cached by the world too: its store ends with it, and threads may each have their own."""
-    return _Channel(ranks, world)
+# Cached by the world too: its store ends with it, and threads may each have their own.
+_channel = functools.cache(_Channel)
 
 
 def _differing(reports: Mapping[int, dict]) -> list[str]:

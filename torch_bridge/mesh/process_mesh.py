@@ -70,7 +70,7 @@ class ProcessMesh:
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes that differ from this one along `axes` only; all of them call this the first time."""
-        axes = self._in_mesh_order(axes)
+        axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._groups:
             process_group = self.process_group(axes)
             members = dist.get_process_group_ranks(process_group)
@@ -83,7 +83,7 @@ class ProcessMesh:
 
     def along(self, axes: Sequence[str]) -> ProcessMesh:
         """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone."""
-        axes = self._in_mesh_order(axes)
+        axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._parts:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
             ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
@@ -107,9 +107,6 @@ class ProcessMesh:
 
             self._factored[split] = ProcessMesh(sub_axis_mesh, self.ranks, self.device, process_group)
         return self._factored[split]
-
-    def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(sorted(axes, key=self.mesh.position))
 
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
@@ -298,17 +295,13 @@ def positions(
 ) -> Tensor:
     """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
 
-    -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent.
-    shape: global. dim: its name or its index. device: the result's; default: the
-    `DeviceMesh`'s, else the CPU.
+    -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent. Raises as
+    `xshard.Layout.positions` and `redistribute` (MeshError) do.
+    shape: global. dim: its name or index. device: the result's; default: the `DeviceMesh`'s, else the CPU.
 
-    Raises as `xshard.Layout.positions` and `redistribute` (MeshError) do.
-
-    >>> import torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> xt.testing.run_ranks(
-    ...     2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), shape=(3, 8), dim="s").tolist()
-    ... )
+    >>> import torch_bridge as xt, xshard as xs
+    >>> layout, mesh = "b s/zigzag(cp)", xs.Mesh(cp=2)
+    >>> xt.testing.run_ranks(2, lambda: xt.positions(layout, mesh, shape=(3, 8), dim="s").tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if device is None:

@@ -59,42 +59,38 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
 ) -> Any:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
-    All processes of the mesh call it, with equal arguments except the values of `x`, and with
-    equal `requires_grad`. The result is a new tensor, contiguous unless dims change their order, as in
-    `n/dp d -> d n`: that is a view of the received tensor. `x` is left as it is. On `meta` the result is the
-    shape and dtype alone, and nothing is sent.
+    All processes of the mesh call it, with equal arguments except the values of `x`, and with equal
+    `requires_grad`. The result is a new tensor, contiguous unless dims change their order (`n/dp d -> d n` is
+    a view of the received tensor). On `meta` it has the shape and dtype alone, and nothing is sent.
 
-    x: a tensor, a DTensor, or a list, dict or tree of them. The tensors of a tree share collectives if
-    they have one dtype and the same steps over the same processes, forward and backward.
-    layouts: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run
-    as it is. Axes that the layouts do not name are left alone: blocks may differ along them. For a tree: one
-    for all tensors, `xshard.Rules` over their names (`"layers.*.weight"`), or a list or dict nested like the
-    tree, with either in the place of a branch.
+    x: a tensor, a DTensor (placed as the left layout says; the result is one too, but between two meshes a
+    block), or a list, dict or tree of them. The tensors of a tree share collectives if they have one dtype
+    and the same steps over the same processes, forward and backward.
+    layouts: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run as it
+    is. Axes that they do not name are left alone: blocks may differ along them. For a tree: one for all
+    tensors, `xshard.Rules` over their names (`"layers.*.weight"`), or a list or dict nested like the tree,
+    with either in the place of a branch.
     mesh: a `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; a DTensor brings its own.
     src_mesh, dst_mesh: two meshes instead of one; all processes of the world call it. Each may be a part of
     the world; device i of an `xshard.Mesh` is rank i. `x` is None on processes outside the source, and so is
     the result on processes outside the destination. A plan needs no mesh: its device numbers are ranks.
-    shape: the global shape, needed if blocks differ in size and the layout does not give their sizes, as
-    `n/sizes(dp,2,3)` does. Without it all blocks are assumed to have the shape of `x`: if they do not,
-    processes make different plans and may hang. Two meshes need it, too. For a tree: nested like `layouts`.
+    shape: the global shape, needed between two meshes, and if blocks differ in size and the layout does not
+    give their sizes, as `n/sizes(dp,2,3)` does. Without it all blocks are assumed to have the shape of `x`:
+    if they do not, processes make different plans and may hang. For a tree: nested like `layouts`.
     profile: the machine to plan for.
-    comm_dtype: the dtype in which blocks travel and are added, forward and backward, or a pair of
-    dtypes; None is the dtype of `x`. A narrower one compresses, a wider one adds exactly.
+    comm_dtype: the dtype in which blocks travel and are added, or a pair for forward and backward; None is
+    the dtype of `x`. A narrower one compresses, a wider one adds exactly.
     bucket_bytes: about how many bytes of a tree a device sends together; the default is all, which needs
     memory for a second copy.
-    async_op: return at once, with a `PendingTensor` that any use waits for. All processes wait for
-    theirs in the same order.
+    async_op: return at once, with a `PendingTensor` that any use waits for, in one order on all processes.
     debug: first compare the call with the other ranks' calls: if they differ or one of them fails,
     all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
-    backward pass, which all processes must then run. Default: the environment variable
-    XSHARD_CHECK_REPLICATED.
-    A DTensor must be placed as the left layout says, and the result is a DTensor; a block between two meshes.
-
+    backward pass, which all processes must then run. Default: XSHARD_CHECK_REPLICATED.
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
-    block. device: the result's there. requires_grad: whether the blocks get a gradient: then processes
-    outside the destination get an empty tensor instead of None, and all of them call `backward`
-    (`y.sum().backward()` will do there). relabel: as in `xshard.plan`.
+    block. device: the result's there. requires_grad: the blocks get a gradient: processes outside the
+    destination get an empty tensor, and all of them call `backward` (`y.sum().backward()` will do there).
+    relabel: as in `xshard.plan`.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (the gradient is not defined), on all processes, with the name of the tensor in a tree; ShapeError for
@@ -102,11 +98,10 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     group's timeout, or raise too with `debug`. CollectiveError, on the others, when a process of the mesh has
     ended. With `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
-    >>> import torch, torch.distributed as dist, torch_bridge as xt
-    >>> from xshard import Mesh
+    >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
     >>> def turn():
     ...     x = torch.full((1, 4), dist.get_rank())
-    ...     return xt.redistribute(x, "s/cp c -> s c/cp", Mesh(cp=2))
+    ...     return xt.redistribute(x, "s/cp c -> s c/cp", xs.Mesh(cp=2))
     >>> [y.tolist() for y in xt.testing.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     >>> def gather():
@@ -156,7 +151,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
         return between(x, layouts, shape, endpoints, debug, check_replicated)
     arguments = layouts, mesh, shape, profile, comm_dtype
     if is_tree:
-        return redistribute_tree(x, *arguments, bucket_bytes, debug, check_replicated)
+        return redistribute_tree(x, arguments, bucket_bytes, debug, check_replicated)
     x = x if type(x) in PLAIN else as_tensor(x)
     if debug:
         compare(x, *arguments)

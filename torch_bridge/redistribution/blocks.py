@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,39 +40,50 @@ class Endpoints(NamedTuple):
 
 
 def redistribute_between(
-    x: Tensor | None,
-    layouts: Expression,
-    shape: Sequence[int] | None,
-    endpoints: Endpoints,
-    debug: bool = False,
-    check_replicated: bool | None = None,
+    x: Any, layouts: Expression, shape: Any, endpoints: Endpoints, debug: bool, check_replicated: bool | None
 ) -> Tensor | None:
     """`redistribute` of a block, of a DTensor, or of None on a process outside the source."""
     check_world()
-    _, dst_mesh, _, device, requires_grad, *_ = endpoints
+    src_mesh, dst_mesh, dtype, device, requires_grad, relabel, profile = endpoints
 
     def prepared() -> tuple[Tensor | None, TransferCall]:
-        return _call_of(x, layouts, shape, endpoints)
+        """This process's block, and the call; a DTensor brings the source's mesh and the global shape."""
+        block, source, lengths = None if x is None else as_tensor(x), src_mesh, shape
+        if is_dtensor(block):
+            from torch_bridge.dtensor.placements import local_of, whole_of
+
+            source, lengths = block.device_mesh, whole_of(block, None, shape)
+            if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(source), ranks_of(source)):
+                raise MeshError(
+                    f"the DTensor is on {source!r}, not on {src_mesh!r}", hint="leave src_mesh out"
+                )
+            both = layouts if isinstance(layouts, Plan) else sides(layouts)
+            text, has_block = f"{both.src} -> {both.dst}", dist.get_rank() in callers(source)
+            block = local_of(block, both.src, text) if has_block else None
+        block_dtype = dtype if block is None else block.dtype
+        name = None if block_dtype is None else name_of(block_dtype)
+        lengths = None if lengths is None else lengths_of(lengths)
+        return block, TransferCall(layouts, source, dst_mesh, lengths, name, relabel, profile)
 
     if debug and not torch.compiler.is_compiling():
         text = f"{layouts.src} -> {layouts.dst}" if isinstance(layouts, Plan) else str(layouts)
 
-        def facts() -> Any:
+        def facts() -> CallFacts:
             block, call = prepared()
             return call.facts(block, requires_grad)
 
         compare_ranks(tuple(range(dist.get_world_size())), text, facts)
     block, call = prepared()
     plan = call.plan()
-    dtype = getattr(torch, plan.dtype)
-    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+    plan_dtype = getattr(torch, plan.dtype)
+    if requires_grad and not (plan_dtype.is_floating_point or plan_dtype.is_complex):
         raise DtypeError(f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can")
     tensor_device = tensor_device_of(block, device, dst_mesh)
     executable = cross(plan, tensor_device, dist.group.WORLD)
     if requires_grad:
         executable.plan_gradient()
     check_part(block, plan)
-    block = torch.empty(0, dtype=dtype, device=tensor_device) if block is None else block
+    block = torch.empty(0, dtype=plan_dtype, device=tensor_device) if block is None else block
     # Every process has a node in the graph, or none has: in the backward pass they wait for each other.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
@@ -84,27 +94,6 @@ def redistribute_between(
     y = Redistribute.apply(executable, Expect.apply(block, entering, None) if entering else block)
     y = Expect.apply(y, None, returning) if returning and requires_grad else y
     return y if requires_grad or dist.get_rank() in plan.dst_devices else None
-
-
-def _call_of(
-    x: Any, layouts: Expression, shape: Sequence[int] | None, endpoints: Endpoints
-) -> tuple[Tensor | None, TransferCall]:
-    """This process's block, and the call; a DTensor brings the source's mesh and the global shape."""
-    src_mesh, dst_mesh, dtype, _, _, relabel, profile = endpoints
-    x = None if x is None else as_tensor(x)
-    if is_dtensor(x):
-        from torch_bridge.dtensor.placements import local_of, whole_of
-
-        mesh, shape = x.device_mesh, whole_of(x, None, shape)
-        if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(mesh), ranks_of(mesh)):
-            raise MeshError(f"the DTensor is on {mesh!r}, not on {src_mesh!r}", hint="leave src_mesh out")
-        src_mesh = mesh
-        both = layouts if isinstance(layouts, Plan) else sides(layouts)
-        x = local_of(x, both.src, f"{both.src} -> {both.dst}") if dist.get_rank() in callers(mesh) else None
-    dtype = dtype if x is None else x.dtype
-    name = None if dtype is None else name_of(dtype)
-    lengths = None if shape is None else lengths_of(shape)
-    return x, TransferCall(layouts, src_mesh, dst_mesh, lengths, name, relabel, profile)
 
 
 def tensor_device_of(
@@ -161,8 +150,8 @@ def compare(x: Tensor, layouts: Any, mesh: MeshLike | None, *options: Any) -> No
 
             move_by_layouts(x, call)
             block = local_block(x)
-        requires_grad = x.requires_grad and torch.is_grad_enabled()
-        return call.facts((block.shape, block.dtype, block.device), requires_grad)
+        facts_of = block.shape, block.dtype, block.device
+        return call.facts(facts_of, x.requires_grad and torch.is_grad_enabled())
 
     text = sides(layouts).text if isinstance(layouts, Plan) else str(layouts)
     compare_call(x.device_mesh if is_dtensor(x) else mesh, text, facts)

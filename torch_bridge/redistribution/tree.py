@@ -35,21 +35,14 @@ class _Leaf(NamedTuple):
 
 
 def redistribute_tree(
-    tree: Any,
-    layouts: Any,
-    mesh: MeshLike | None,
-    shape: Any,
-    profile: Any,
-    comm_dtype: Any,
-    bucket_bytes: int | str | None = None,
-    debug: bool = False,
-    check_replicated: bool | None = None,
+    tree: Any, arguments: tuple, bucket_bytes: int | str | None, debug: bool, check_replicated: bool | None
 ) -> Any:
     """`redistribute` of every tensor of a tree, with fewer collectives: each result is the same as alone."""
+    layouts, mesh, shape, *options = arguments
 
     def leaves() -> list[_Leaf]:
         return [
-            _Leaf(place, x, (expression, None if is_dtensor(x) else mesh, whole, profile, comm_dtype))
+            _Leaf(place, x, (expression, None if is_dtensor(x) else mesh, whole, *options))
             for place, x, expression, whole in _spread(tree, layouts, shape)
         ]
 
