@@ -44,12 +44,12 @@ def seconds(
 
 
 def medians(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, float]:
-    """The median seconds of every call; options: as those of `seconds`."""
+    """The median seconds of every call; options: passed on to `seconds`."""
     return {name: statistics.median(turns) for name, turns in seconds(calls, rounds, **options).items()}
 
 
 def slowest(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, list[float]]:
-    """Seconds of every call on the slowest torch rank of each turn; options: as those of `seconds`."""
+    """Seconds of every call on the slowest torch rank of each turn; options: passed on to `seconds`."""
     import torch
     import torch.distributed as dist
 

@@ -69,6 +69,11 @@ def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Lay
     return xs.Layout(dims, (("sum", tuple(sums)),))
 
 
+def is_in_order(layout: xs.Layout, mesh: xs.Mesh) -> bool:
+    """Whether the axes that cut a dim come in the mesh's order."""
+    return all(list(dim.axes) == sorted(dim.axes, key=mesh.position) for dim in layout.dims)
+
+
 def _case(entry: dict[str, Any]) -> Case:
     return Case(
         entry["name"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_bridge as xt
 from benchmarks import by_turns
@@ -65,6 +67,16 @@ def compared(ways: Mapping[str, Calls], rounds: int) -> Figures:
         sent = float(sum(once.received)), float(sum(twice.received))
         received[name] = dict(zip(("forward_bytes", "both_bytes"), sent, strict=True))
     return {name: received[name] | times for name, times in medians(ways, rounds, dist.barrier).items()}
+
+
+@contextmanager
+def fake_group(n: int) -> Iterator[None]:
+    """A world of `n` ranks without any other process: nothing is sent."""
+    dist.init_process_group("fake", rank=1, world_size=n, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[Any]:

@@ -1,4 +1,4 @@
-"""xshard in a minute: what a move sends, which gradient is right, and one model trained in torch and in JAX.
+"""xshard in a minute: the bytes of a move, the right gradient, and one model trained in torch and in JAX.
 
     python examples/demo.py
 

@@ -1,4 +1,4 @@
-"""Train a transformer in torch whose attention is a JAX function, and compare every loss with torch alone.
+"""Train a transformer in torch, its attention a JAX function, and compare every loss with torch alone.
 
     python examples/jax_layer_in_torch.py
 

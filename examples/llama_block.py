@@ -6,7 +6,7 @@ Grouped-query attention, SwiGLU, RMSNorm and rotary embeddings: every product is
 and both models (llama/model_torch.py, llama/model_jax.py, 60 lines each) read the same expressions
 (llama/layouts.py). The expressions make them tensor- and sequence-parallel, or ZeRO-3: nothing else says what
 is sent, nor which gradients are added up. In float64, so that all but the order of additions is the same.
-The exit status is 1 if a loss or a gradient is not that of one process, or if nothing was learned.
+The exit status is 1 if a loss or a gradient differs from one process, or if nothing was learned.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The batch is cut over `dp`, layers over `tp`. The encoder is replicated by DistributedDataParallel and cut
 over `tp` by layouts alone; the decoder is cut over `tp` by DTensor and over `dp` by FSDP2. Both call
 redistribute in the middle of their forward pass. Characters of Python's own documentation are the data.
-The exit status is 1 if a loss or a gradient is not that of one process.
+The exit status is 1 if a loss or a gradient differs from one process.
 """
 
 from __future__ import annotations

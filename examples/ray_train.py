@@ -4,7 +4,7 @@
     python examples/ray_train.py
 
 Ray makes the world of processes, and a mesh is laid over it as under torchrun. A profile given to the script
-is XSHARD_PROFILE on all workers. The exit status is 1 if a loss or a gradient is not that of one process.
+is XSHARD_PROFILE on all workers. The exit status is 1 if a loss or a gradient differs from one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # as torchrun has it
 
 
 def train(config: dict[str, int]) -> None:
-    """What each worker runs. The first reports losses and gradients, which all have."""
+    """Train on a worker. The first reports losses and gradients, which all have."""
     results = together(config["steps"])
     where = {"machine": machine("auto").name, "local": ray.train.get_context().get_local_world_size()}
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from support.runs import EXAMPLES, options
 from xshard.formatting import format_bytes
 from xshard.state import plan_transfer
 
-TOLERANCE = 1e-9  # of a loss, in float64; those of two versions differ by far more
+TOLERANCE = 1e-9  # of a loss, in float64; two versions differ by far more
 
 
 def main() -> int:
@@ -47,8 +47,8 @@ def main() -> int:
 
 
 def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
-    """What the server says, as it comes. killed: the version that the first trainer dies in, or 0."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where both programs meet
+    """The lines of the server, as they come. killed: the version that the first trainer dies in, or 0."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # both programs meet here
     started = []
 
     def start(program: str, *arguments: int) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
 
 
 def judge(lines: Iterable[dict[str, Any]], last: int, console: Console) -> int:
-    """Print what the server says, and what is wrong with it; 0 if nothing is."""
+    """Print the server's answers, and what is wrong with them; 0 if nothing is."""
     version, apart = 0, 0.0
     for row in lines:
         version, apart = row["version"], max(apart, row["apart"])

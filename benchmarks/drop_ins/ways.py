@@ -18,10 +18,9 @@ import torch.distributed.nn.functional as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.drop_ins import transcribed
-from benchmarks.torch_calls import Calls, Figures, calls, compared, medians
+from benchmarks.torch_calls import Calls, Figures, calls, compared, fake_group, medians
 from torch_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
 OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
@@ -87,7 +86,7 @@ VERBS = (
         (2, 64, 512),
         {
             OURS: lambda x: nvsubquadratic.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
-            RAW: transcribed.SplitToFull.apply,
+            RAW: transcribed.split_to_full,
             FUNCTIONAL: _functional_sequence,
             DTENSOR: lambda x: _in_natural_order(_dtensor(Shard(2), Shard(1))(x)),
         },
@@ -98,7 +97,7 @@ VERBS = (
         (64, 1024),
         {
             OURS: ksuit.all_gather_grad,
-            RAW: lambda x: torch.cat(transcribed.AllGatherGrad.apply(x)),
+            RAW: lambda x: torch.cat(transcribed.all_gather_grad(x)),
             FUNCTIONAL: lambda x: torch.cat(functional.all_gather(x)),
             DTENSOR: _dtensor(Shard(0), Replicate(), Partial()),
         },
@@ -119,7 +118,7 @@ VERBS = (
         (64, 1024),
         {
             OURS: ksuit.all_reduce_sum_grad,
-            RAW: transcribed.ReducedSum.apply,
+            RAW: transcribed.reduced_sum,
             DTENSOR: _dtensor(Partial(), Replicate()),
         },
     ),
@@ -127,7 +126,7 @@ VERBS = (
         "HaloExchange",
         "CREDIT",
         (1, 16, 64, 64),
-        {OURS: credit.HaloExchange(transcribed.HALO), RAW: transcribed.Halo.apply, DTENSOR: _gathered_halo},
+        {OURS: credit.HaloExchange(transcribed.HALO), RAW: transcribed.halo, DTENSOR: _gathered_halo},
     ),
     Verb(
         "all_reduce_cross_replica_sum(.., True)",
@@ -135,7 +134,7 @@ VERBS = (
         (64, 1024),
         {
             OURS: lambda x: poptorch.all_reduce_cross_replica_sum(x, dist.get_world_size(), True),
-            RAW: transcribed.SummedGradient.apply,
+            RAW: transcribed.summed_gradient,
             DTENSOR: _dtensor(Replicate(), Replicate(), Partial()),
         },
         replicas=True,
@@ -146,7 +145,7 @@ VERBS = (
         (64, 1024),
         {
             OURS: lambda x: poptorch.all_to_all_single_cross_replica(x, dist.get_world_size()),
-            RAW: transcribed.AllToAllSingle.apply,
+            RAW: transcribed.all_to_all_single,
             FUNCTIONAL: lambda x: functional.all_to_all_single(torch.empty_like(x), x),
         },
     ),
@@ -160,11 +159,8 @@ def on_a_rank(rounds: int) -> list[Figures]:
 
 def host(ranks: int, rounds: int) -> list[Figures]:
     """Seconds that the host needs per call, by verb: no rank waits for another, nothing is sent."""
-    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
-    try:
+    with fake_group(ranks):
         return [medians(_calls(verb), rounds) for verb in VERBS]
-    finally:
-        dist.destroy_process_group()
 
 
 def _calls(verb: Verb) -> dict[str, Calls]:

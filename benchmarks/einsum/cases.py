@@ -58,15 +58,8 @@ class Case:
         self, objective: str, flops_limit: int | None, profile: str | xs.Profile = "bandwidth"
     ) -> xs.ContractionPlan:
         """Our plan."""
-        return xs.plan(
-            self.expression,
-            self.mesh,
-            sizes=dict(self.sizes),
-            dtype=self.dtype,
-            profile=profile,
-            flops_limit=flops_limit,
-            objective=objective,
-        )
+        options = {"profile": profile, "flops_limit": flops_limit, "objective": objective}
+        return xs.plan(self.expression, self.mesh, sizes=dict(self.sizes), dtype=self.dtype, **options)
 
 
 def load() -> tuple[Case, ...]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 
 import xshard as xs
 from benchmarks.claim import Claim, Named, Row, mean, none_of, worst
 from benchmarks.einsum.cases import Case
-from benchmarks.planner.timing import LOOK_UPS, clear_caches, quickest
+from benchmarks.planner.timing import clear_caches, look_up_s, quickest
 
 FORWARD, BOTH = "forward", "forward+backward"
 TIMED_DEVICES = 8
@@ -74,16 +73,11 @@ def cold_s(case: Case, flops_limit: tuple[int, int]) -> dict[str, float]:
 
 def cached_s(cases: Sequence[Case]) -> float:
     """Seconds to get a plan again, the median of the cases."""
-    return statistics.median(map(_look_up_s, cases))
-
-
-def _look_up_s(case: Case) -> float:
-    options = {"sizes": dict(case.sizes), "dtype": case.dtype, "profile": xs.load_profile("bandwidth")}
-    xs.plan(case.expression, case.mesh, **options)
-    start = time.process_time()
-    for _ in range(LOOK_UPS):
-        xs.plan(case.expression, case.mesh, **options)
-    return (time.process_time() - start) / LOOK_UPS
+    profile = xs.load_profile("bandwidth")
+    return look_up_s(
+        ((c.expression, c.mesh), {"sizes": dict(c.sizes), "dtype": c.dtype, "profile": profile})
+        for c in cases
+    )
 
 
 def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[Claim, ...]:

@@ -10,7 +10,6 @@ have no data. An all-to-all counts as on GPUs; on CPUs DTensor gathers instead.
 from __future__ import annotations
 
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +21,16 @@ from torch import distributed
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import xshard as xs
+from benchmarks.cases import is_in_order
 from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.peers import figures
+from benchmarks.planner.peers.dtensor import device_mesh
 
-MOST_RANKS = 64
 MOST_S = 10.0  # processor seconds of a case: on meshes of three axes DTensor plans some for minutes
 NOTHING_SENT = ("wait_tensor", "_wrap_tensor_autograd")
 # (bytes sent in, bytes that come back, devices) -> bytes received.
@@ -75,9 +74,9 @@ def measured(case: Case) -> Row:
     layouts = (*case.contraction.operands, case.contraction.result)
     if len(layouts) != 3:
         return {"reason": "not two operands"}
-    if not all(_is_in_order(layout, case.mesh) for layout in layouts):
+    if not all(is_in_order(layout, case.mesh) for layout in layouts):
         return {"reason": "axes that cut a dim in another order than the mesh's"}
-    mesh = _device_mesh(case.mesh)
+    mesh = device_mesh(case.mesh)
     *operands, result = (_placements(layout, case.mesh) for layout in layouts)
     try:
         on_gpu = mock.patch.object(placement_types, "shard_dim_alltoall", _all_to_all)
@@ -96,10 +95,6 @@ def measured(case: Case) -> Row:
         return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
 
 
-def _is_in_order(layout: xs.Layout, mesh: xs.Mesh) -> bool:
-    return all(list(dim.axes) == sorted(dim.axes, key=mesh.position) for dim in layout.dims)
-
-
 def _placements(layout: xs.Layout, mesh: xs.Mesh) -> tuple[Any, ...]:
     cut = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
     return tuple(Shard(cut[axis]) if axis in cut else Replicate() for axis in mesh.axes)
@@ -109,15 +104,6 @@ def _array(case: Case, layout: xs.Layout, mesh: DeviceMesh) -> DTensor:
     shape = xs.Sharding(layout, case.mesh, case.shape(layout)).max_local_shape
     block = torch.empty(shape, dtype=getattr(torch, case.dtype), device="meta")
     return DTensor.from_local(block, mesh, _placements(layout, case.mesh), run_check=False)
-
-
-def _device_mesh(mesh: xs.Mesh) -> DeviceMesh:
-    if not distributed.is_initialized():
-        distributed.init_process_group("fake", rank=0, world_size=MOST_RANKS, store=FakeStore())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ranks = torch.arange(mesh.n_devices).reshape(mesh.sizes)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axes)
 
 
 @contextmanager

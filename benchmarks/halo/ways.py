@@ -13,10 +13,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_bridge as xt
-from benchmarks.torch_calls import Calls, Figures, calls, compared, medians
+from benchmarks.torch_calls import Calls, Figures, calls, compared, fake_group, medians
 
 DIM = 2  # rows of a (batch, channels, rows, columns) array
 AXIS = "sp"
@@ -70,11 +69,8 @@ def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> Figures:
 
 def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Figures:
     """Seconds that the host needs per call: no rank waits for another, nothing is sent."""
-    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
-    try:
+    with fake_group(ranks):
         return medians(_calls(torch.ones(*shape), rows), rounds)
-    finally:
-        dist.destroy_process_group()
 
 
 def _calls(block: Tensor, rows: int) -> dict[str, Calls]:

@@ -29,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_rank = on_ranks(RANKS, steps, layers, tokens, rounds)
     by_kind = {kind: largest([rank[kind] for rank in by_rank]) for kind in by_rank[0]}
     record.console().print(shown(by_kind))
-    rows = [
-        {"parameters": kind, "way": way, **row} for kind, ways in by_kind.items() for way, row in ways.items()
-    ]
+    flat = [(kind, way, row) for kind, ways in by_kind.items() for way, row in ways.items()]
+    rows = [{"parameters": kind, "way": way, **row} for kind, way, row in flat]
     judged, title = claims(by_kind), "Rules beside the other ways"
     libraries, facts = ("torch", "transformers"), {"ranks": RANKS, "backend": "gloo"}
     return finish(options, title, judged, *libraries, rows={"steps": rows}, **facts)

@@ -9,7 +9,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import xshard as xs
 from benchmarks.cases import Case
@@ -37,7 +38,7 @@ def cold_s(case: Case, profile: xs.Profile) -> float:
 
 def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
     """Seconds to get a plan again, the median of the cases; layouts are given as text."""
-    return statistics.median(_look_up_s(case, profile) for case in cases)
+    return look_up_s(((f"{c.src} -> {c.dst}", c.mesh, c.shape, c.dtype), {"profile": profile}) for c in cases)
 
 
 def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
@@ -60,13 +61,16 @@ def clear_caches() -> None:
                     value.cache_clear()
 
 
-def _look_up_s(case: Case, profile: xs.Profile) -> float:
-    expression = f"{case.src} -> {case.dst}"
-    xs.plan(expression, case.mesh, case.shape, case.dtype, profile=profile)
-    start = time.process_time()
-    for _ in range(LOOK_UPS):
-        xs.plan(expression, case.mesh, case.shape, case.dtype, profile=profile)
-    return (time.process_time() - start) / LOOK_UPS
+def look_up_s(calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> float:
+    """Processor seconds to get a plan again, the median of the calls of `xs.plan`."""
+    seconds = []
+    for arguments, options in calls:
+        xs.plan(*arguments, **options)
+        start = time.process_time()
+        for _ in range(LOOK_UPS):
+            xs.plan(*arguments, **options)
+        seconds.append((time.process_time() - start) / LOOK_UPS)
+    return statistics.median(seconds)
 
 
 def quickest(work: Callable[[], object], before: Callable[[], object]) -> float:

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,12 +46,8 @@ MOVES = {
 @contextmanager
 def nobody(device: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of processes that do not exist, on a fake process group; calls are planned for GPUs."""
-    dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
-    try:
-        with xs.use_profile("h100"):
-            yield init_device_mesh(device, (RANKS,), mesh_dim_names=("a",))
-    finally:
-        dist.destroy_process_group()
+    with torch_calls.fake_group(RANKS), xs.use_profile("h100"):
+        yield init_device_mesh(device, (RANKS,), mesh_dim_names=("a",))
 
 
 def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """How fast blocks are packed and unpacked, beside `Tensor.copy_` of as many bytes.
 
-On a GPU if there is one, else on the CPU; nothing is sent. Packing is compared with two copies: of
-contiguous memory, and of rows in pieces, as a cut through the columns makes them.
+On a GPU if there is one, else on the CPU; nothing is sent. Packing is compared with copies of
+contiguous memory and of rows in pieces, as a cut through the columns makes them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def tokens(cut: str) -> str:
 
 
 def gather(cut: str) -> str:
-    """Keys or values of a device's rows -> those of all rows, a copy for each device's own queries."""
+    """Keys or values of a device's rows -> of all rows, a copy for each device's own queries."""
     return f"b {cut} h e -> b s h e | copy(cp)"
 
 

@@ -17,7 +17,7 @@ from xshard import Layout, Mesh
 
 
 class Context(NamedTuple):
-    """Where a sequence of `length` rows is: how it is cut over a mesh, and which device this process is.
+    """A sequence of `length` rows that is cut over a mesh, and the device of this process.
 
     move: (block, expression, global shape) -> the block it becomes.
     """
@@ -72,8 +72,8 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Ten
         for x in (k, v)
     )
     rows, done = context.rows, []
-    ends = (rows.diff() != 1).nonzero().flatten() + 1
-    for mine, queries in zip(rows.tensor_split(ends), q.transpose(1, 2).tensor_split(ends, 2), strict=True):
+    runs = (rows.diff() != 1).nonzero().flatten() + 1
+    for mine, queries in zip(rows.tensor_split(runs), q.transpose(1, 2).tensor_split(runs, 2), strict=True):
         seen = int(mine[-1]) + 1
         mask = mine[:, None] >= torch.arange(seen)
         done.append(F.scaled_dot_product_attention(queries, k[:, :, :seen], v[:, :, :seen], mask))

@@ -14,23 +14,12 @@ import numpy as np
 from support.jax_training import Weights, descend
 from support.runs import run_in_jax
 
-from domain.data import (
-    GROUPS,
-    HEIGHT,
-    LAYOUT,
-    LEARNING_RATE,
-    MESH,
-    MOMENTUM,
-    WIDTH,
-    Array,
-    initial_weights,
-    photographs,
-)
+from domain import data
 from jax_bridge import redistribute
 from jax_bridge.nn import Sharded, conv_general_dilated, group_norm, interpolate, max_pool
 from jax_bridge.specs import to_named_sharding
 
-SHAPE = (2, 3, HEIGHT, WIDTH)
+SHAPE = (2, 3, data.HEIGHT, data.WIDTH)
 
 
 def network(weights: Weights, x: Sharded) -> Sharded:
@@ -40,7 +29,7 @@ def network(weights: Weights, x: Sharded) -> Sharded:
     quarter = max_pool(half, (1, 1, 3, 3), (1, 1, 2, 2), ((0, 0), (0, 0), (1, 1), (1, 1)))
     quarter = activated(weights, "norm_middle", conv(weights, "middle", quarter))
     half = conv(weights, "merge", beside(up(weights, quarter), half))
-    whole = interpolate(relu(half), (*half.sharding.shape[:2], HEIGHT, WIDTH), "linear")
+    whole = interpolate(relu(half), (*half.sharding.shape[:2], data.HEIGHT, data.WIDTH), "linear")
     return conv(weights, "last", beside(whole, full))
 
 
@@ -64,7 +53,7 @@ def shifted(weights: Weights, name: str, x: Sharded) -> Sharded:
 
 def activated(weights: Weights, name: str, x: Sharded) -> Sharded:
     scale, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-    return relu(group_norm(x, GROUPS, scale, bias, feature_dim=1))
+    return relu(group_norm(x, data.GROUPS, scale, bias, feature_dim=1))
 
 
 def relu(x: Sharded) -> Sharded:
@@ -80,26 +69,26 @@ def beside(a: Sharded, b: Sharded) -> Sharded:
 
 def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array:
     """The mean square error: the sum of all devices' shares."""
-    y = network(weights, Sharded(noisy, LAYOUT, shape=SHAPE))
+    y = network(weights, Sharded(noisy, data.LAYOUT, shape=SHAPE))
     error = jax.tree.map(lambda a: a - clean, y).owned().block
     return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
 
 
 def train(steps: int) -> Iterator[dict[str, float]]:
     """Train from the shared start: the losses."""
-    mesh = jax.make_mesh(MESH.sizes, MESH.axes)
-    rows = to_named_sharding(LAYOUT, mesh)
+    mesh = jax.make_mesh(data.MESH.sizes, data.MESH.axes)
+    rows = to_named_sharding(data.LAYOUT, mesh)
 
-    def padded(images: Array) -> jax.Array:
+    def padded(images: data.Array) -> jax.Array:
         """Blocks on devices are equally large; the rows of the padding are never read."""
-        fill = -HEIGHT % MESH.n_devices
+        fill = -data.HEIGHT % data.MESH.n_devices
         wide = np.pad(images, ((0, 0), (0, 0), (0, fill), (0, 0)), constant_values=np.nan)
         return jax.device_put(wide, rows)
 
-    batch = tuple(map(padded, photographs()))
-    weights: Weights = jax.device_put(initial_weights(), jax.NamedSharding(mesh, jax.P()))
-    return descend(mean_loss, weights, [batch] * steps, mesh, LEARNING_RATE, MOMENTUM)
+    batch = tuple(map(padded, data.photographs()))
+    weights: Weights = jax.device_put(data.initial_weights(), jax.NamedSharding(mesh, jax.P()))
+    return descend(mean_loss, weights, [batch] * steps, mesh, data.LEARNING_RATE, data.MOMENTUM)
 
 
 if __name__ == "__main__":
-    run_in_jax(train, MESH.n_devices)
+    run_in_jax(train, data.MESH.n_devices)

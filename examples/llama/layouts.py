@@ -1,8 +1,8 @@
 """Every layout of the block: torch and JAX read the same expressions.
 
-A scheme says where weights and tokens are; what has to be sent, and when, follows from that. b: batch,
+A scheme lays out weights and tokens; all that has to be sent, and when, follows. b: batch,
 s: tokens, t: the tokens that are looked at, v: characters, d: width, g: heads of keys and values, r: heads of
-queries that share one of them, h: those, its key and its value, k: width of a head, n: gate and value,
+queries that share one of them, h: these, its key and its value, k: width of a head, n: gate and value,
 f: width of the feed-forward.
 """
 
@@ -25,7 +25,7 @@ class Scheme:
     expressions: Mapping[str, str]
 
     def stored(self, weight: str) -> str:
-        """Where a weight is, which is the last operand of the expression of its name."""
+        """The layout of a weight, which is the last operand of the expression of its name."""
         return self.expressions[weight].partition("->")[0].rpartition(", ")[2].strip()
 
     def alone(self) -> Scheme:

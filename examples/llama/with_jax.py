@@ -15,7 +15,7 @@ Weights = dict[str, jax.Array]
 
 
 def train(scheme: Scheme, steps: int) -> Run:
-    """One training run. What is received is counted before XLA joins collectives."""
+    """One training run. Received bytes are counted before XLA joins collectives."""
     mesh, n = jax.make_mesh(scheme.mesh.sizes, scheme.mesh.axes), scheme.mesh.n_devices
     stored = {name: scheme.stored(name) for name in initial_weights()}
 

@@ -51,7 +51,7 @@ def _train(scheme: Scheme, steps: int) -> Run:
 
 
 def _whole(scheme: Scheme, runs: Sequence[Run]) -> Run:
-    """What the processes have, put together."""
+    """One run, with the gradients of all processes put together."""
 
     def gathered(name: str, shape: tuple[int, ...]) -> Array:
         return reference.gather(

@@ -5,7 +5,7 @@ where it is used. One question decides its tag: over which axes is the work spli
 
 - Over `dp` and `sp`, for every weight that acts on tokens: each device uses a copy of its own, and
   the copies' gradients add up. That is `copy(dp,sp)`, and the gradient is a reduce-scatter.
-- Over `dp` only, for the classifier, which comes after the mean over the sequence: that is
+- Over `dp` only, for the classifier, which comes after the mean over the sequence: its tag is
   `copy(dp)`. Along `sp` the devices repeat the same work and get the same gradient; adding it
   up would count it twice. An axis that is not named holds one logical value.
 
@@ -49,7 +49,7 @@ WEIGHTS = {
 
 
 def weight_expression(name: str) -> str:
-    """The expression of a weight: `"0.qkv"`, that of layer 0, has the one of `"qkv"`."""
+    """The expression of a weight: `"0.qkv"`, in layer 0, has the same as `"qkv"`."""
     return WEIGHTS[name.rpartition(".")[2]]
 
 

@@ -2,7 +2,7 @@
 
     python -m parity.with_both STEPS
 
-The model is that of `with_torch`, the attention that of `with_jax`; neither was written for the other. Blocks
+The model is from `with_torch`, the attention from `with_jax`; neither was written for the other. Blocks
 pass from one to the other without a copy, and gradients pass back to torch's weights.
 """
 

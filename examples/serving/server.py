@@ -1,6 +1,6 @@
 """The server: `python -m serving.server PORT LAST` answers on two ranks, and receives versions in a thread.
 
-Decides which version answers: the newest that all ranks have, since they get it at different moments.
+The newest version that all ranks have answers, since they get it at different moments.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def serve(port: int, last: int) -> None:
             number, answers, apart = newest, 0, 0.0
         tree = versions.arrived[number]
         with torch.no_grad():
-            found = loss(tree["weights"], window(0), cut=True)
-        answers, apart = answers + 1, max(apart, abs(found.item() - tree["loss"].item()))
+            answer = loss(tree["weights"], window(0), cut=True)
+        answers, apart = answers + 1, max(apart, abs(answer.item() - tree["loss"].item()))
         if lost:
             tell(lost=lost)
             answers, apart, versions.lost = 0, 0.0, ""

@@ -37,18 +37,18 @@ def loss_table(results: Results, rows: int | None = None) -> Table:
     """
     with_accuracy = any(not math.isnan(result.accuracy) for result in results.values())
     relative = differences(results)
-    made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
-    made.add_column("step", "accuracy\nseconds" if with_accuracy else "seconds", justify="right")
+    table = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
+    table.add_column("step", "accuracy\nseconds" if with_accuracy else "seconds", justify="right")
     for name, result in results.items():
         accuracy = f"{result.accuracy:.1%}\n" if with_accuracy else ""
-        made.add_column(name, f"{accuracy}{result.seconds:.1f}", justify="right")
-    made.add_column("difference", "largest\n" * with_accuracy + f"{relative.max():.1e}", justify="right")
+        table.add_column(name, f"{accuracy}{result.seconds:.1f}", justify="right")
+    table.add_column("difference", "largest\n" * with_accuracy + f"{relative.max():.1e}", justify="right")
     last = len(relative) - 1
     steps = range(last + 1) if rows is None else sorted({round(i * last / (rows - 1)) for i in range(rows)})
     for step in steps:
         losses = [f"{result.losses[step]:.6f}" for result in results.values()]
-        made.add_row(str(step + 1), *losses, f"{relative[step]:.1e}")
-    return made
+        table.add_row(str(step + 1), *losses, f"{relative[step]:.1e}")
+    return table
 
 
 def concluded(console: Console, results: Results, complaints: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """A peer's plan as steps of ours, so that one model prices both.
 
-Decides how a peer's operation becomes steps. Shardy splits axes: its plans use a refined mesh with the same
+Shardy splits axes: its plans use a refined mesh with the same
 devices. A peer's operation that is several of our steps (a gather along two dims) has the price of these
 steps in the best order, or of one step: one launch, one copy of the result.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What a peer plans for a case.
+    """A peer's plan for a case.
 
     mesh: the case's mesh, with some axes split. spots: before the first operation and after each. kinds: the
     operations, by our names.
@@ -65,8 +65,8 @@ class PeerPlan:
     @cached_property
     def operations(self) -> tuple[tuple[Step, ...], ...]:
         """Every operation as steps of ours. Raises NotConvertibleError."""
-        ends = zip(self.kinds, self.spots[:-1], self.spots[1:], strict=True)
-        return tuple(_steps(kind, a, b) for kind, a, b in ends)
+        operations = zip(self.kinds, self.spots[:-1], self.spots[1:], strict=True)
+        return tuple(_steps(kind, a, b) for kind, a, b in operations)
 
     def plan(self, case: Case, profile: xs.Profile) -> xs.Plan:
         """The steps as a plan, which checks that they lead from end to end. Raises PlanError."""
@@ -89,25 +89,16 @@ class PeerPlan:
         return self.plan(case, xs.load_profile("bandwidth")).bytes_received
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
-            "spots": [{"cuts": spot.cuts, "sums": spot.sums} for spot in self.spots],
-            "kinds": self.kinds,
-            "plan_s": self.plan_s,
-        }
+        return {**asdict(self), "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PeerPlan:
-        return cls(
-            xs.Mesh(data["mesh"]),
-            tuple(Spot(tuple(map(tuple, s["cuts"])), tuple(s["sums"])) for s in data["spots"]),
-            tuple(data["kinds"]),
-            data["plan_s"],
-        )
+        spots = tuple(Spot(tuple(map(tuple, s["cuts"])), tuple(s["sums"])) for s in data["spots"])
+        return cls(xs.Mesh(data["mesh"]), spots, tuple(data["kinds"]), data["plan_s"])
 
 
 def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile) -> float:
-    """Time of one operation: of its steps one by one or of all they move at once, whichever is less."""
+    """Time of one operation, as its steps one by one or all that they move at once, whichever is less."""
     spans, traffics, here = profile.link_spans(before.mesh), [], before
     for step in steps:
         traffics.append(step.traffic(here, spans))
@@ -157,12 +148,12 @@ def _all_to_all(gone: Mapping[int, tuple[str, ...]], new: Mapping[int, tuple[str
 
 def _tails(cuts: Cuts, others: Cuts) -> dict[int, tuple[str, ...]]:
     """By dim, the innermost axes of `cuts` that `others` does not begin with."""
-    found = {}
+    tails = {}
     for d, (cut, other) in enumerate(zip(cuts, others, strict=True)):
         shared = sum(1 for _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(cut, other, strict=False)))
         if cut[shared:]:
-            found[d] = cut[shared:]
-    return found
+            tails[d] = cut[shared:]
+    return tails
 
 
 def _shards(axes: Sequence[str]) -> tuple[Shard, ...]:

@@ -1,6 +1,6 @@
 """Every peer's plan for a case: asked live if the peer is installed, else as recorded.
 
-Decides where a peer's numbers come from. Whole plans are recorded (by a live run with `--save-peers`); for
+Whole plans are recorded (by a live run with `--save-peers`); for
 cases without one, there are the bytes of the baselines that came with the cases.
 """
 
@@ -95,11 +95,11 @@ def save(found: Mapping[str, Mapping[str, Mapping[str, Answer]]]) -> None:
 
 def _answer(which: str, case: Case, name: str, *, live: bool) -> Answer:
     try:
-        found = _live(case, name) if live and PEERS[name].is_installed else _recorded_plan(which, case, name)
-        if found.plan is not None:
-            found.plan.seconds(case, xs.load_profile("bandwidth"))  # its steps must lead to the destination
-            return found
-        reason = found.reason
+        answer = _live(case, name) if live and PEERS[name].is_installed else _recorded_plan(which, case, name)
+        if answer.plan is not None:
+            answer.plan.seconds(case, xs.load_profile("bandwidth"))  # its steps must lead to the destination
+            return answer
+        reason = answer.reason
     except (NotConvertibleError, xs.XshardError) as error:
         reason = f"{type(error).__name__}: {error}"
     entry = _baselines(which).get(case.name, {}).get(PEERS[name].baseline, {})

@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Any
 
 import xshard as xs
-from benchmarks.cases import Case
+from benchmarks.cases import Case, is_in_order
 from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan, Spot
 
 HOST_DEVICES = 8
@@ -33,11 +33,7 @@ def version() -> str:
 
 def greedy(case: Case) -> PeerPlan | None:
     """The default planner's plan; None if axes are not in mesh order, which it does not plan."""
-    in_order = all(
-        list(dim.axes) == sorted(dim.axes, key=case.mesh.position)
-        for end in (case.src, case.dst)
-        for dim in end.dims
-    )
+    in_order = all(is_in_order(layout, case.mesh) for layout in (case.src, case.dst))
     return _find_plan(case, dijkstra=False) if in_order else None
 
 
@@ -49,16 +45,16 @@ def dijkstra(case: Case) -> PeerPlan | None:
 def _find_plan(case: Case, *, dijkstra: bool) -> PeerPlan:
     from torch.distributed.tensor import _redistribute
 
-    mesh = _device_mesh(case.mesh)
+    mesh = _flattened(case.mesh)
     src, dst = (_spec(end, case, mesh) for end in (case.src, case.dst))
     with _hosts():
         _redistribute.clear_redistribute_planner_cache()
         start = time.perf_counter()
-        found = _redistribute._gen_transform_infos_non_cached(src, dst, dijkstra)
-        found = _redistribute._optimize_transform_infos(found, mesh, src.placements, dst.placements)
+        infos = _redistribute._gen_transform_infos_non_cached(src, dst, dijkstra)
+        infos = _redistribute._optimize_transform_infos(infos, mesh, src.placements, dst.placements)
         plan_s = time.perf_counter() - start
     spots, kinds = [_spot(case.src)], []
-    for info in found:
+    for info in infos:
         before, after = info.src_dst_placements
         flat = isinstance(info, _redistribute._FlattenedTransformInfo)
         axes = tuple(case.mesh.axes[i] for i in (info.original_mesh_dims if flat else (info.mesh_dim,)))
@@ -132,22 +128,29 @@ def _hosts() -> Iterator[None]:
         utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
-@lru_cache(maxsize=256)
-def _device_mesh(mesh: xs.Mesh) -> Any:
-    """The mesh on a fake process group, with all its flattened submeshes."""
+def device_mesh(mesh: xs.Mesh) -> Any:
+    """The mesh on a fake process group."""
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not distributed.is_initialized():
         distributed.init_process_group("fake", rank=0, world_size=LARGEST_GROUP, store=FakeStore())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ranks = torch.arange(mesh.n_devices).reshape(mesh.sizes)
-        made = DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axes)
+
+
+@lru_cache(maxsize=256)
+def _flattened(mesh: xs.Mesh) -> Any:
+    """The mesh on a fake process group, with all its flattened submeshes."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    full = device_mesh(mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for n in range(2, len(mesh.axes) + 1):
             for axes in itertools.combinations(mesh.axes, n):
-                (made if axes == mesh.axes else made[axes])._flatten("_".join(axes))
-    return made
+                (full if axes == mesh.axes else full[axes])._flatten("_".join(axes))
+    return full

@@ -1,4 +1,4 @@
-"""XLA's SPMD partitioner: what `jax.jit` with in- and out-shardings compiles a move to.
+"""XLA's SPMD partitioner: moves compiled by `jax.jit` with in- and out-shardings.
 
 Compiles for many CPU devices and reads the HLO text. HLO knows no layouts, so these plans are priced by their
 traffic: a collective by the formulas of our steps, and every other operation that writes elements as a local
@@ -39,7 +39,7 @@ KINDS = {"all-gather": "all_gather", "all-to-all": "all_to_all", "collective-per
 class Collective:
     """One collective of an HLO module: the elements that a device holds after it, and its group.
 
-    devices, nodes: of the largest group; nodes have NODE_DEVICES consecutive devices.
+    devices, nodes: sizes of the largest group; nodes have NODE_DEVICES consecutive devices.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Collective:
         return xs.Mesh(across=self.nodes, inside=self.devices // self.nodes)
 
     def traffic(self, spans: LinkSpans = ()) -> Traffic:
-        """spans: of the group's mesh."""
+        """The elements that a device sends and receives, over the links of the group's mesh."""
         group = tuple(span for span in slowest_first(self.mesh, self.mesh.axes, spans) if span.size > 1)
         if self.kind == "all_gather":
             return gather_traffic(self.elements // self.devices, group, in_place=True)
@@ -83,11 +83,7 @@ class HloPlan:
         return sum(c.traffic().received for c in self.collectives) * dtypes.itemsize(case.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "collectives": [asdict(c) for c in self.collectives],
-            "copied": self.copied,
-            "plan_s": self.plan_s,
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HloPlan:
@@ -108,10 +104,10 @@ def find_plan(case: Case) -> HloPlan | None:
         raise NotConvertibleError("XLA loops over collectives")
     entry = text[text.index("\nENTRY") :]
     operations = list(re.finditer(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<rest>.*)", entry))
-    found = [_collective(m["op"], m["shape"], m["rest"]) for m in operations if _communicates(m["op"])]
+    sent = [_collective(m["op"], m["shape"], m["rest"]) for m in operations if _communicates(m["op"])]
     local = [m for m in operations if m["op"] not in FREE and not _communicates(m["op"])]
     copied = sum(_elements(m["shape"]) for m in local)
-    return HloPlan(tuple(c for c in found if c.devices > 1), copied, plan_s)
+    return HloPlan(tuple(c for c in sent if c.devices > 1), copied, plan_s)
 
 
 def _compiled(case: Case) -> tuple[str, float]:
@@ -185,9 +181,9 @@ def _named_groups(axes: str, devices: str | None, grouped: str) -> NDArray[np.in
         outer, size = next(((o, s) for a, o, s in along if a == axis), (n, 1))
         shape |= {(axis, 0): outer, (axis, 1): size, (axis, 2): n // (outer * size)}
     order = list(shape)
-    at = [order.index((axis, 1)) for axis, _, _ in along]
+    parts = [order.index((axis, 1)) for axis, _, _ in along]
     ids = _iota(devices) if devices else np.arange(math.prod(sizes.values()))
-    moved = np.moveaxis(ids.reshape(list(shape.values())), at, range(-len(at), 0))
+    moved = np.moveaxis(ids.reshape(list(shape.values())), parts, range(-len(parts), 0))
     return moved.reshape(-1, math.prod(size for _, _, size in along))
 
 

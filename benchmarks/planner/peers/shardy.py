@@ -32,21 +32,21 @@ def find_plan(case: Case) -> PeerPlan | None:
     if case.is_partial:
         return None
     text, plan_s = _run_pass(_module(case))
-    src, found = [tuple(map(_whole(case.mesh), dim.axes)) for dim in case.src.dims], []
+    src, operations = [tuple(map(_whole(case.mesh), dim.axes)) for dim in case.src.dims], []
     for line in text.splitlines():
         if operation := re.search(r"= sdy\.(\w+)", line):
-            found.append((operation.group(1), _sharding(line, case.mesh)))
-    steps: list[Subs] = [tuple(src), *(subs for _, subs in found)]
+            operations.append((operation.group(1), _sharding(line, case.mesh)))
+    steps: list[Subs] = [tuple(src), *(subs for _, subs in operations)]
     mesh, parts = refined(case.mesh, [s for subs in steps for dim in subs for s in dim])
     spots = tuple(
         Spot(tuple(tuple(n for s in dim for n in names_of(s, parts)) for dim in subs)) for subs in steps
     )
-    return PeerPlan(mesh, spots, tuple(_kind(name) for name, _ in found), plan_s)
+    return PeerPlan(mesh, spots, tuple(_kind(name) for name, _ in operations), plan_s)
 
 
 def _kind(name: str) -> str:
     if name not in KINDS:
-        raise NotConvertibleError(f"sdy.{name} is no collective")
+        raise NotConvertibleError(f"sdy.{name} does not communicate")
     return KINDS[name]
 
 
