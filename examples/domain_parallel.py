@@ -51,18 +51,12 @@ def judge(results: Results, images: Images) -> int:
     console = Console()
     console.print(loss_table(results))
     ours, naive = (error(images, name) for name in ("sharded", "alone"))
-    console.print(
-        f"Largest error of a pixel: {ours.max():.1e} here, {naive.max():.1e} where devices pad alone."
-    )
-    return concluded(console, results, complaints(results, ours))
-
-
-def complaints(results: Results, ours: np.ndarray) -> list[str]:
-    """A sentence for each mistake; a value that is no number is one."""
-    sentences = differing(results, TOLERANCE)
-    if not ours.max() <= 1e-3:
-        sentences.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
-    return sentences
+    errors = f"{ours.max():.1e} here, {naive.max():.1e} where devices pad alone"
+    console.print(f"Largest error of a pixel: {errors}.")
+    complaints = differing(results, TOLERANCE)
+    if not ours.max() <= 1e-3:  # NaN is no less
+        complaints.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
+    return concluded(console, results, complaints)
 
 
 def error(images: Images, name: str) -> np.ndarray:

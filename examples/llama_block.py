@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from support.losses import verdict
 from support.runs import options
 
 from xshard import use_profile
@@ -73,12 +74,8 @@ def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
         complaints.append(f"They differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
     if not one.losses[-1] < one.losses[0]:
         complaints.append(f"The loss went from {one.losses[0]:.3f} to {one.losses[-1]:.3f}.")
-    for complaint in complaints:
-        console.print(complaint, style="bold red")
-    if not complaints:
-        message = f"The largest relative difference of any loss or gradient is {largest:.1e}."
-        console.print(message, style="bold green")
-    return 1 if complaints else 0
+    good = f"The largest relative difference of any loss or gradient is {largest:.1e}."
+    return verdict(console, complaints, good)
 
 
 if __name__ == "__main__":

@@ -50,16 +50,13 @@ def judge(results: Results) -> int:
     console = Console()
     console.print(loss_table(results, ROWS))
     console.print(work_table())
-    return concluded(console, results, complaints(results))
-
-
-def complaints(results: Results) -> list[str]:
-    """A sentence for each mistake; a value that is no number is one."""
-    sentences = differing(results, TOLERANCE)
+    complaints = differing(results, TOLERANCE)
     for name, result in results.items():
-        if not result.losses[-1] < result.losses[0]:
-            sentences.append(f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
-    return sentences
+        if not result.losses[-1] < result.losses[0]:  # NaN is no less
+            complaints.append(
+                f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}."
+            )
+    return concluded(console, results, complaints)
 
 
 def work(cut: str) -> NDArray[np.int64]:

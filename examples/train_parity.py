@@ -42,16 +42,11 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
     """Print the curves and what is wrong with them; 0 if nothing is."""
     console = Console()
     console.print(loss_table(results, ROWS))
-    return concluded(console, results, complaints(results, accuracy_floor))
-
-
-def complaints(results: Results, accuracy_floor: float) -> list[str]:
-    """A sentence for each mistake; a loss or accuracy that is no number is one."""
-    sentences = differing(results, TOLERANCE)
+    complaints = differing(results, TOLERANCE)
     for name, result in results.items():
-        if not result.accuracy > accuracy_floor:
-            sentences.append(f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}.")
-    return sentences
+        if not result.accuracy > accuracy_floor:  # NaN is none
+            complaints.append(f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}.")
+    return concluded(console, results, complaints)
 
 
 if __name__ == "__main__":

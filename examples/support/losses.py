@@ -53,9 +53,14 @@ def loss_table(results: Results, rows: int | None = None) -> Table:
 
 def concluded(console: Console, results: Results, complaints: Sequence[str]) -> int:
     """Print the complaints, or how little the losses differ; the exit status."""
+    largest = differences(results).max()
+    return verdict(console, complaints, f"The largest relative difference of any loss is {largest:.1e}.")
+
+
+def verdict(console: Console, complaints: Sequence[str], good: str) -> int:
+    """Print the complaints, or a sentence if there are none; the exit status."""
     for complaint in complaints:
         console.print(complaint, style="bold red")
     if not complaints:
-        largest = differences(results).max()
-        console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
+        console.print(good, style="bold green")
     return 1 if complaints else 0
