@@ -178,7 +178,7 @@ class Profile:
         return self.fabric(mesh).spans
 
     def to_json(self) -> str:
-        """The profile as text; in a file, `profile_files.load_profile` reads it back."""
+        """The profile as text; in a file, `load_profile` reads it back."""
         data = asdict(self)
         for pairs in ("launch_s", "axes", "inside", "flops_per_s"):
             data[pairs] = dict(data[pairs])
