@@ -90,8 +90,7 @@ class Mesh(Pictured):
 
     def position(self, axis: str) -> int:
         """Index of an axis in the mesh's order."""
-        index = self._positions.get(axis)
-        if index is None:
+        if (index := self._positions.get(axis)) is None:
             raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}")
         return index
 

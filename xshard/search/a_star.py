@@ -210,8 +210,7 @@ class Search:
 
     def _remaining(self, state: State) -> float:
         """A lower bound for the seconds of any path from a state to the goal."""
-        known = self._known_remaining.get(state)
-        if known is None:
+        if (known := self._known_remaining.get(state)) is None:
             known = self._known_remaining[state] = self._least_seconds(state)
         return known
 

@@ -66,8 +66,7 @@ class Grid:
     def group(self, axes: Iterable[int]) -> LinkSpans:
         """The spans of some axes, the slowest first."""
         key = tuple(axes)
-        spans = self._groups.get(key)
-        if spans is None:
+        if (spans := self._groups.get(key)) is None:
             names = {self.axes[a] for a in key}
             spans = self._groups[key] = tuple(span for span in self.fabric.spans if span.axis in names)
         return spans

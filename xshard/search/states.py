@@ -112,8 +112,7 @@ class Space:
 
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
         """The longest block of a dim under its shards, and whether all are as long."""
-        known = self.tables.lengths.get((dim, cut))
-        if known is None:
+        if (known := self.tables.lengths.get((dim, cut))) is None:
             whole, parts = self.start.shape[dim], math.prod(self.sizes[s] for s in cut)
             if self.is_plain(cut) and whole % parts == 0:
                 known = whole // parts, True
@@ -131,8 +130,7 @@ class Space:
 
     def block(self, state: State) -> int:
         """Elements of the largest block."""
-        known = self.tables.blocks.get(state.cuts)
-        if known is None:
+        if (known := self.tables.blocks.get(state.cuts)) is None:
             known = math.prod(self.length(d, cut)[0] for d, cut in enumerate(state.cuts))
             self.tables.blocks[state.cuts] = known
         return known
@@ -218,16 +216,14 @@ class Space:
     def is_regular(self, state: State) -> bool:
         """Whether all shards are even, contiguous and over one axis."""
         cuts = state.cuts
-        known = self.tables.regular.get(cuts)
-        if known is None:
+        if (known := self.tables.regular.get(cuts)) is None:
             known = all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(cuts))
             self.tables.regular[cuts] = known
         return known
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
         """Sharding axis -> its dim and the shards down to it."""
-        known = self.tables.roles.get(state.cuts)
-        if known is None:
+        if (known := self.tables.roles.get(state.cuts)) is None:
             shards = ((d, cut[: i + 1]) for d, cut in enumerate(state.cuts) for i in range(len(cut)))
             known = {a: (d, cut) for d, cut in shards for a in self.shard_axes[cut[-1]]}
             self.tables.roles[state.cuts] = known

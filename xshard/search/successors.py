@@ -50,8 +50,7 @@ class Moves:
         """Every move worth trying from a state, exchanges left out."""
         if self.complete:
             return self._collectives(state)  # asked once
-        known = self._known.get(state)
-        if known is None:
+        if (known := self._known.get(state)) is None:
             known = self._known[state] = tuple(self._collectives(state))
         return known
 
@@ -205,8 +204,7 @@ class Moves:
 
     def _all_cuts(self, sums: tuple[int, ...]) -> tuple[tuple[Cut, ...], ...]:
         """Every way to shard the dims evenly by axes that hold no addends."""
-        known = self._cuts_by_sums.get(sums)
-        if known is None:
+        if (known := self._cuts_by_sums.get(sums)) is None:
             known = self._cuts_by_sums[sums] = tuple(self._new_all_cuts(sums))
         return known
 
