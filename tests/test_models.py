@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from xshard import Layout, Mesh, models
+from xshard import Layout, Mesh
 from xshard.errors import NotationError, ShapeError
 from xshard.models import KnownDim, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
 
 MESH = Mesh(dp=2, tp=4)
-
-
-def test_the_examples_run() -> None:
-    assert doctest.testmod(models).failed == 0 < doctest.testmod(models).attempted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Functions of other systems as expressions, from shapes and the number of devices, for the drop-ins."""
+"""Functions of other systems as expressions, for the drop-ins of both bridges."""
 
 from __future__ import annotations
 
@@ -25,23 +25,19 @@ def all_to_all_single(
     sequence_dim: int = 2,
     even: bool = True,
 ) -> str:
-    """nvSubquadratic's `all_to_all_single_fn` for a block of `shape` on `n` devices along `axis`.
+    """nvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
 
-    The direction names the sequence: "split_to_full" is `c l/axis -> c/axis l`, "full_to_split" the reverse.
-    zigzag: device i of n holds chunks i and 2n-1-i of the sequence. even: True if all blocks must be equally
-    large, False if the global shape is known and they may differ.
-    Raises ShapeError for other than 3 to 5 dims, and for lengths that do not divide; XshardError for an
-    unknown direction.
+    even: blocks must be equally large. Raises ShapeError for other lengths and numbers of dims, XshardError.
 
     >>> all_to_all_single("split_to_full", (2, 4, 6), 2, "cp", zigzag=True)
     'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
     """
     if not 3 <= len(shape) <= 5:
-        reason = f"{len(shape)} dims, not 3, 4 or 5"
-        raise ShapeError(reason, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any")
+        what = f"{len(shape)} dims, not 3, 4 or 5"
+        raise ShapeError(what, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any")
     if direction not in DIRECTIONS:
-        reason = f"unknown direction {direction!r}"
-        raise XshardError(reason, hint=f"it is {' or '.join(map(repr, DIRECTIONS))}")
+        known = " or ".join(map(repr, DIRECTIONS))
+        raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
     split = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
     full = dims(shape, {channel_dim: sharded(axis)})
     gathers = direction == DIRECTIONS[0]
@@ -73,7 +69,10 @@ def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """credit's `shard_tensor`: each of `n` devices keeps its part of a copied array; or ShapeError."""
+    """credit's `shard_tensor`: each of `n` devices keeps its part of a copied array.
+
+    Raises ShapeError for a length that does not divide, unless `uneven`.
+    """
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
@@ -83,15 +82,11 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
 
 @lru_cache(maxsize=1024)
 def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Axes) -> str | None:
-    """spmd_types' `redistribute` for a block of `shape` on `n` devices along `axis`; None if nothing changes.
+    """spmd_types' `redistribute`; None if nothing changes: V and a cut are the same.
 
-    src, dst: "R" (copies), "I" (a replica), "P" (addends), "S(1)" (cut along dim 1), or "V" (a value of its
-    own): device i has element i of a new leading dim, which is in the expression. V and a cut are the same.
-    Raises XshardError for other types, ShapeError for dims that do not exist, and into "V" for a leading dim
-    of another length than `n`.
+    With "V", device i has element i of a new leading dim, which is in the expression.
+    Raises XshardError for unknown types, ShapeError for dims that do not fit.
 
-    >>> spmd_transition("S(0)", "R", (4, 2), 2, "tp")
-    'd0/tp d1 -> d0 d1 | copy(tp)'
     >>> spmd_transition("V", "I", (4, 2), 2, "tp")
     'd0/tp d1 d2 -> d0 d1 d2'
     """
@@ -99,8 +94,8 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     if src == dst or ("V" in (src, dst) and None not in cuts):
         return None
     if dst == "V" and shape[:1] != (n,):
-        reason = f"a block of shape {shape} lacks an element for each of {n} devices"
-        raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
+        hint = "V takes the leading dim apart; S(0) cuts it"
+        raise ShapeError(f"a block of shape {shape} lacks an element for each of {n} devices", hint=hint)
     stacked = (1, *shape) if src == "V" else shape
     tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
     sides = (
@@ -111,7 +106,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
 
 
 def spmd_cut(kind: str) -> int | None:
-    """The dim that a type of spmd_types cuts: 0 for V, None for R, I, P. Raises XshardError for others."""
+    """The dim that a type of spmd_types cuts: 0 for V, None for R, I and P. Raises XshardError."""
     if kind in ("R", "I", "P"):
         return None
     match = re.fullmatch(r"V|S\((-?\d+)\)", kind)
@@ -126,7 +121,7 @@ def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
 
 
 def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
-    """The shape of a block with its leading dim split: `(1, n, rows, ...)`; the 1 is the dim of devices."""
+    """A block's shape with a dim of devices, and `n` equal parts: `(1, n, rows, ...)`. Raises ShapeError."""
     if not shape or shape[0] % n:
         rows = f"{shape[0]} rows" if shape else "a scalar"
         hint = "all_to_all and redistribute take parts of any size (shape=)"

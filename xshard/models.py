@@ -1,4 +1,8 @@
-"""Whole models: the sums of gradients that follow from layouts of activations and parameters."""
+"""Whole models: the sums of gradients that follow from layouts of activations and parameters.
+
+By the table of `contractions.types`, the gradient of a parameter is summed over the axes along which
+activations vary (they shard, copy or sum where these arrive) and that do not shard the parameter.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,6 @@ class ActivationRule(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that either side names."""
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes)))
 
 
@@ -41,7 +44,7 @@ def rule_of(text: str, mesh: Mesh) -> ActivationRule:
 
 
 def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozenset[str]:
-    """The axes along which activations differ inside a module, by rules for its inputs, else as outside."""
+    """Axes along which activations differ inside a module: as `outside` it, but for axes that rules name."""
     rules = list(rules)
     named = {axis for rule in rules for axis in rule.axes}
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
@@ -59,7 +62,10 @@ class KnownDim(NamedTuple):
 def arriving_shape(
     rule: ActivationRule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[KnownDim]
 ) -> tuple[int, ...]:
-    """The global shape of an array, along its rule's axes, from the block that arrives; or ShapeError."""
+    """The global shape of an array along the axes of its rule, from the block that arrives.
+
+    Blocks are equally long along dims that are not in `known`. Raises ShapeError if this block cannot be one.
+    """
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
     lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
@@ -69,9 +75,12 @@ def arriving_shape(
     if expected != local_shape:
         dims = zip(layout.dims, expected, local_shape, shape, strict=True)
         dim, want, rows, length = next(each for each in dims if each[1] != each[2])
-        hint = f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
-        hint += f"{dim.name!r} names another dim outside, and this one needs a name of its own"
-        raise ShapeError(f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint)
+        raise ShapeError(
+            f"the block has shape {local_shape}, not {expected}",
+            text=rule.text,
+            hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
+            f"{dim.name!r} names another dim outside, and this one needs a name of its own",
+        )
     return shape
 
 
@@ -99,7 +108,7 @@ class ParameterUse(NamedTuple):
 
     @property
     def copied(self) -> frozenset[str]:
-        """The axes over which the gradients of the uses are summed."""
+        """Axes over which the gradient of this use is summed."""
         return self.varying - set(self.used.axes)
 
     @property
@@ -108,7 +117,7 @@ class ParameterUse(NamedTuple):
         return frozenset(self.used.axes) - self.varying
 
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
-        """The layouts in storage and in use, None if equal; `later`: axes that are summed afterwards."""
+        """The layouts in storage and in use, or None if nothing moves. later: axes of sums afterwards."""
         now = tuple(sorted(self.copied - later))
         used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)
         return None if used == self.stored else (self.stored, used)
@@ -117,26 +126,23 @@ class ParameterUse(NamedTuple):
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
     """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
 
-    A parameter that is added to addends is used as addends too: `"o -> o | sum(tp)"`.
     Raises NotationError for a layout that does not keep values, ShapeError for another number of dims.
-
-    >>> use_of("o/dp i -> o i", 2, Mesh(dp=2, tp=2), frozenset(["dp"])).copied
-    frozenset({'dp'})
     """
     rule = rule_of(text, mesh)
     for layout, tags in ((rule.src, set()), (rule.dst, {"sum"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
-            hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
-            hint += "gradient is summed are derived"
-            reason = f"a parameter is stored and used as values, not as '{layout}'"
-            raise NotationError(reason, text=text, hint=hint)
+            raise NotationError(
+                f"a parameter is stored and used as values, not as '{layout}'",
+                text=text,
+                hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
+                "gradient is summed are derived",
+            )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
-        reason = f"{len(rule.src.dims)} dims, the parameter has {ndim}"
-        raise ShapeError(reason, text=text, hint="'...' is any number of dims")
+        hint = "'...' is any number of dims"
+        raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
     return ParameterUse(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
-    """The axes over which the gradient is summed once, after all uses; none of them shards storage."""
-    common = frozenset.intersection(*(use.copied for use in uses))
-    return common - set(uses[0].stored.axes)
+    """The axes over which the gradient is summed once, after all uses: they do not shard the parameter."""
+    return frozenset.intersection(*(use.copied for use in uses)) - set(uses[0].stored.axes)

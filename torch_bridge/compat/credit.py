@@ -1,13 +1,11 @@
 """Drop-ins for `credit.domain_parallel`: weather models with rows of latitude sharded over processes.
 
-Replaces all names of `credit.domain_parallel`, and `sync_domain_gradients` of `credit.parallel.domain`. One
-manager serves the whole program, as there; a manager may be any object with `domain_parallel_size` and
-`domain_rank`. Without one, or on one process, blocks stay as they are and layers are the ordinary modules.
-
+Also for `sync_domain_gradients` of `credit.parallel.domain`. One manager, any object with
+`domain_parallel_size` and `domain_rank`, serves the whole program, as there. Without one, or on one process,
+blocks stay as they are and layers are the ordinary modules.
 Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
-`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model and the
-layers are exact for every kernel, stride, dilation and padding, for transposed convolutions, pools,
-interpolation and norms, and at the poles; a module without an exact form is refused, with its path.
+`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. Models and layers are
+exact, also at the poles; a module without an exact form is refused, with its path.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ AXIS = "domain"
 
 
 class DomainParallelManager:
-    """Groups of D processes, ranks [i D, (i+1) D), that shard one sample; ranks j, j + D, ... have others.
+    """Groups of `domain_parallel_size` D processes, ranks [i D, (i+1) D), that each shard one sample.
 
-    world_size, domain_parallel_size: the number of processes, and D. shard_dim: the sharded dim.
-    Raises MeshError, a ValueError, if D does not divide the number, or that is not the world's size.
+    Raises MeshError, a ValueError, if D does not divide `world_size`, or that is not the world's size.
 
     >>> import torch_bridge as xt
     >>> from torch_bridge.compat.credit import DomainParallelManager
@@ -54,10 +51,8 @@ class DomainParallelManager:
 
     def __init__(self, world_size: int, domain_parallel_size: int, shard_dim: int = -2) -> None:
         if world_size % domain_parallel_size:
-            raise MeshError(
-                f"{world_size} processes in domains of {domain_parallel_size}",
-                hint="domain_parallel_size divides world_size",
-            )
+            what = f"{world_size} processes in domains of {domain_parallel_size}"
+            raise MeshError(what, hint="domain_parallel_size divides world_size")
         self.world_size, self.domain_parallel_size = world_size, domain_parallel_size
         self.data_parallel_size, self.shard_dim = world_size // domain_parallel_size, shard_dim
         self.processes = process_mesh(Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size}))
@@ -72,10 +67,8 @@ class DomainParallelManager:
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
         """The global ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
-        return (
-            None if self.is_first_domain_rank else rank - 1,
-            None if self.is_last_domain_rank else rank + 1,
-        )
+        before = None if self.is_first_domain_rank else rank - 1
+        return before, None if self.is_last_domain_rank else rank + 1
 
 
 _manager: DomainParallelManager | None = None
@@ -98,8 +91,7 @@ def get_domain_parallel_manager() -> DomainParallelManager | None:
 class HaloExchange(nn.Module):
     """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    The rows beyond the edges of the array are zeros, unless `boundary` says otherwise. The gradients of
-    copied rows are added at their owner. halo_width, boundary, shape: as in `torch_bridge.ops.halo_exchange`.
+    Options are as in `torch_bridge.ops.halo_exchange`; the rows beyond the edges are zeros by default.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import credit
@@ -177,10 +169,8 @@ def shard_batch(
 ) -> Mapping[str, Any]:
     """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
-    return {
-        key: shard_tensor(x, dims[x.ndim], manager) if isinstance(x, Tensor) and x.ndim in dims else x
-        for key, x in batch.items()
-    }
+    tensors = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.ndim in dims}
+    return {**batch, **{key: shard_tensor(x, dims[x.ndim], manager) for key, x in tensors.items()}}
 
 
 def convert_to_domain_parallel(
@@ -196,8 +186,7 @@ def convert_to_domain_parallel(
     Inputs that have `shard_dim` besides batch and channels are sharded along it. custom_converters: class ->
     function that converts its modules; the result is called on blocks. shape: the inputs' global shape, if
     blocks differ in size. Gradients of parameters are this process's share, until `sync_domain_gradients`.
-    The rest is as in `torch_bridge.nn.domain_parallel`, which makes another model and leaves this one as it
-    is. Raises XshardError for a module without an exact form, with its path.
+    The rest is as in `torch_bridge.nn.domain_parallel`. Raises XshardError for modules without an exact form.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import credit
@@ -222,10 +211,7 @@ def convert_to_domain_parallel(
 
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
-    """Average the gradients of parameters over the domain: the loss is the mean of its processes' losses.
-
-    One all-reduce per dtype.
-    """
+    """Average the gradients over the domain, where the loss is the mean of its processes' losses."""
     manager = _sharding_manager(manager)
     if manager is not None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -237,7 +223,7 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
 def _sharding_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
     """The manager, or the one of the program, if its domains have more than one process."""
     manager = manager or _manager
-    return None if manager is None or manager.domain_parallel_size <= 1 else manager
+    return manager if manager and manager.domain_parallel_size > 1 else None
 
 
 def _domain_of(manager: DomainParallelManager) -> ProcessMesh:
@@ -255,7 +241,7 @@ def _neighbours(first: int, size: int, world: dist.ProcessGroup) -> ProcessMesh:
 
 
 def _layout_text(shard_dim: int) -> str:
-    """The layout with one sharded dim, for any number of dims; counted from the end, it is a spatial one."""
+    """The layout with one sharded dim for any number of dims; counted from the end it is a spatial one."""
     names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
     if shard_dim < 0:
         return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
@@ -319,8 +305,7 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
     """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`.
 
-    The module has a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded
-    columns.
+    It has a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns.
     """
 
     def __init__(self, periodic_conv: Any, shard_dim: int = -2) -> None:

@@ -1,13 +1,10 @@
 """Drop-ins for `ksuit.distributed`: gathers and reductions over all processes, in both gradient conventions.
 
-Replaces `AllGatherGradAutograd`, `AllGatherGradOverwrite`, the `all_gather_...` functions, and
-`all_reduce_{sum,mean}_{grad,nograd}`. Python numbers and lists become tensors, scalars are gathered to one
-dim, tensors on a device that the backend does not serve travel by way of one that it does, and without a
-process group every block is the whole.
+Numbers and lists become tensors, scalars are gathered to one dim, tensors travel by way of a device that the
+backend serves, and without a process group every block is the whole.
 
-Better here: the gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks, P-1 of them
-thrown away; no input is written to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives
-of any order.
+Better here: the gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks; no input is
+written to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives of any order.
 """
 
 from __future__ import annotations
@@ -53,9 +50,9 @@ class AllGatherGradAutograd:
 
 
 class AllGatherGradOverwrite:
-    """The blocks of all ranks; the gradient of a block is the cotangent of its own rank.
+    """The blocks of all ranks; the gradient of a block is the cotangent of its own rank: nothing is sent.
 
-    Right if all ranks compute the same loss: each then counts once, and nothing is sent.
+    Right if all ranks compute the same loss.
     """
 
     @staticmethod
@@ -65,9 +62,9 @@ class AllGatherGradOverwrite:
 
 
 def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None) -> Tensor:
-    """The blocks of all ranks, concatenated along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
+    """The blocks of all ranks along `batch_dim`: [n, ...] -> [P n, ...], of `shape` if blocks differ in size.
 
-    shape: shape of the result, if blocks differ in size.
+    Gradients are summed.
     """
     return _gathered(x, batch_dim, "sum", shape)
 
@@ -111,18 +108,15 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:
-    """The sum over ranks, on every rank: [...] -> [...]; the gradient passes as it is.
+    """The sum over ranks, on every rank: [...] -> [...]; the gradient passes, as for a loss equal on all.
 
-    That is right if all ranks go on to compute the same loss. A bool becomes whether any is true.
+    A bool becomes whether any is true.
     """
     return _reduced(x, mean=False)
 
 
 def all_reduce_mean_grad(x: Values) -> Tensor:
-    """The mean over ranks, on every rank: [...] -> [...]; the gradient is divided by P.
-
-    Integers have a float mean.
-    """
+    """The mean over ranks, a float, on every rank: [...] -> [...]; the gradient is divided by P."""
     return _reduced(x, mean=True)
 
 
@@ -147,9 +141,7 @@ def _tensor(x: Values) -> Tensor:
 
 
 def _rows(x: Values) -> Tensor:
-    """A tensor with rows to concatenate: a scalar is one row."""
-    block = _tensor(x)
-    return block if block.ndim else block.unsqueeze(0)
+    return torch.atleast_1d(_tensor(x))
 
 
 def _gathered(x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None) -> Tensor:
@@ -178,8 +170,7 @@ def _served(device: torch.device) -> torch.device:
 
 @lru_cache(maxsize=64)
 def _served_in(device: torch.device, config: str) -> torch.device:
-    """config: the backends as in "cpu:gloo,cuda:nccl"."""
-    backends = dict(served.split(":") for served in config.split(","))
+    backends = dict(served.split(":") for served in config.split(","))  # of "cpu:gloo,cuda:nccl"
     if backends.get(device.type) == "gloo":
         return torch.device("cpu")  # gloo has few operations elsewhere
     return device if device.type in backends else torch.device(next(iter(backends)))

@@ -1,19 +1,16 @@
 """Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels, in zigzag order.
 
-Replaces `a2a_comms.AllToAllSingleFunction`, `a2a_comms.all_to_all_single_fn`,
-`utils.zigzag_split_across_group_ranks` and `utils.zigzag_gather_from_group_ranks`, and the functions of these
-names in savanna, NeMo and BioNeMo. They follow the code there, not its docstrings: "split" and "full"
-refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
+Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not its
+docstrings: "split" and "full" refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
 
-Better here: one copy before the collective and one after it, zigzag order included; derivatives of any order,
-and forward mode; blocks of different sizes (`shape=`); channels and sequence may be any dims. Lengths that do
-not divide are refused before anything is sent.
+Better here: one copy before the collective and one after it; derivatives of any order, and forward mode;
+blocks of different sizes (`shape=`); any dims. Lengths that do not divide are refused before sending.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,8 +43,7 @@ def all_to_all_single_fn(
     do not divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the
     other ranks: if they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
 
-    Raises XshardError, a ValueError, for another `type` or number of dims, for lengths that do not divide
-    without `shape`, and for a group without this process.
+    Raises XshardError, a ValueError, for other types, dims and lengths, and a group without this process.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
@@ -86,9 +82,8 @@ class AllToAllSingleFunction:
         debug: bool = False,
     ) -> Tensor:
         """[B, C, L/P, ...] -> [B, C/P, L, ...] or back. Raises as `all_to_all_single_fn` does."""
-        return all_to_all_single_fn(
-            group, type, input_tensor, with_zigzag_splitting, shape=shape, debug=debug
-        )
+        options: Any = {"shape": shape, "debug": debug}
+        return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, **options)
 
 
 def zigzag_split_across_group_ranks(
@@ -96,8 +91,7 @@ def zigzag_split_across_group_ranks(
 ) -> Tensor:
     """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
 
-    Nothing is sent. The gradient is this rank's own, zeros elsewhere. A length that does not divide into 2P
-    chunks is sharded unevenly, as the layout `l/zigzag(cp)` is.
+    Nothing is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`.
     """
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
 

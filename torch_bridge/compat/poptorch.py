@@ -1,11 +1,8 @@
-"""Drop-ins for `poptorch_experimental_addons.collectives`: collectives across the replicas of a program.
+"""Drop-ins for `poptorch_experimental_addons.collectives`: a replica of a program is a process.
 
-A replica is a process, and `replication_factor` must be the number of processes. A loss that all replicas
-compute equally counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the other
-functions the losses of all replicas are added, as in the original.
-
-Better here: any backend, any group (`group=`), derivatives of any order, and no need for the graph pattern
-that the original's lowering looks for.
+A loss that all replicas compute equally counts once in `..._identical_grads_in` and
+`all_reduce_cross_replica_sum`; in the other functions the losses of all are added, as in the original.
+Better here: any backend and graph, any group (`group=`), derivatives of any order.
 """
 
 from __future__ import annotations
@@ -30,19 +27,14 @@ def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group
 def all_gather_cross_replica_identical_grads_in(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
-    """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of its cotangent.
-
-    For cotangents that are equal on all replicas: nothing is sent.
-    """
+    """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of equal cotangents."""
     return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated")
 
 
 def all_reduce_cross_replica_sum(
     x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
-    """The sum over replicas; the gradient passes unchanged: [...] -> [...].
-
-    insert_in_grad_graph: the reverse: x passes unchanged, and its gradient is summed.
+    """The sum over replicas, or of their gradients if `insert_in_grad_graph`; the other one passes unchanged.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat.poptorch import all_reduce_cross_replica_sum

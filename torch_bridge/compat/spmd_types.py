@@ -1,9 +1,8 @@
 """Drop-in for `spmd_types.redistribute`, and layouts as types of spmd_types and back.
 
 Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a
-shard along dim i, and V a value of each device, which is stacked. Types are objects of the package, or their
-names: "R", "S(0)". The package is imported only if a result has its types, or an axis is given by name.
-
+shard along dim i, and V a value of each device, which is stacked. Types are objects of the package, which is
+imported only where it must be, or their names: "R", "S(0)".
 Better here: blocks of different sizes, forward mode and derivatives of any order; a layout moves along
 several axes at once, and has means, orders and halos, for which there are no types.
 """
@@ -60,16 +59,18 @@ def redistribute(
     >>> xt.testing.run_ranks(2, turn)[0]
     ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
-    group = axis if axis is None or isinstance(axis, dist.ProcessGroup) else _group_named(axis)
+    group = axis
+    if not isinstance(axis, dist.ProcessGroup | None):
+        from spmd_types._mesh import _pg_for_axis
+
+        group = _pg_for_axis(axis)
     mesh, before, after = group_mesh(group, AXIS), _name(src), _name(dst)
     text = compat.spmd_transition(before, after, tuple(x.shape), mesh_of(mesh).n_devices, AXIS)
     if text is not None:
         back = (backward_options or {}).get("op_dtype")
         travels = (op_dtype, back) if op_dtype or back else None
         x = moved(x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels)
-        x = x.squeeze(0) if after == "V" else x
-        dtype = out_dtype or op_dtype
-        x = x if dtype is None else x.to(dtype)
+        x = (x.squeeze(0) if after == "V" else x).to(out_dtype or op_dtype or x.dtype)
     return x
 
 
@@ -93,11 +94,8 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
         names |= dict.fromkeys(dim.axes, "V")
     for kind, tagged in layout.tags:
         if kind not in _TAGS:
-            raise PlanError(
-                f"no type for '{kind}({','.join(tagged)})'",
-                text=str(layout),
-                hint=f"P is a sum: end it first, as in {kind}(dp) ->",
-            )
+            hint = f"P is a sum: end it first, as in {kind}(dp) ->"
+            raise PlanError(f"no type for '{kind}({','.join(tagged)})'", text=str(layout), hint=hint)
         names |= dict.fromkeys(tagged, _TAGS[kind])
     entries = (dim.axes if len(dim.axes) > 1 else (*dim.axes, None)[0] for dim in layout.dims)
     kinds: Any = {name: getattr(types, names.get(name, "I")) for name in axes.axes}
@@ -131,10 +129,8 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
             raise PlanError(f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec")
         if cuts[d]:
             other = cuts[d][-1]
-            raise PlanError(
-                f"'{other}' and '{name}' shard dim {d} in an unknown order",
-                hint=f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))',
-            )
+            hint = f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))'
+            raise PlanError(f"'{other}' and '{name}' shard dim {d} in an unknown order", hint=hint)
         cuts[d].append(name)
     dims = tuple(Dim(f"d{d}", tuple(Cut((name,)) for name in names)) for d, names in enumerate(cuts))
     tagged = {tag: tuple(name for name in kinds if kinds[name] == kind) for tag, kind in _TAGS.items()}
@@ -143,12 +139,6 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
 
 def _name(type_: Any) -> str:
     return type_ if isinstance(type_, str) else repr(type_)
-
-
-def _group_named(axis: Any) -> dist.ProcessGroup:
-    from spmd_types._mesh import _pg_for_axis
-
-    return _pg_for_axis(axis)
 
 
 def _axis_name(axis: Any) -> str:

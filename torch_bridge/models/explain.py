@@ -24,7 +24,7 @@ MOVES = ("module", "", "moves", "forward", "backward")
 def explain(model: nn.Module) -> str:
     """Return a parallel model as tables: its parameters, and the bytes that a step receives.
 
-    Bytes are counted on the busiest process. Activations have theirs after the first forward pass.
+    The bytes of the busiest process. Activations have theirs after the first forward pass.
     """
     parallel = parallel_of(model)
     axes, profile = parallel.context.axes, machine(parallel.context.profile)
@@ -49,31 +49,30 @@ def explain(model: nn.Module) -> str:
     moves = [*gathers, *_activations(parallel), *sums]
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
-    lines = [
-        (*row[:-2], *("not called yet" if n is None else format_bytes(n) for n in row[-2:]))
-        for row in _grouped(moves)
-    ]
+    lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
     lines.append(("a step", "", "", *map(format_bytes, total)))
     title = f"{type(model).__name__} on {axes}"
     return "\n".join([title, "", align_columns([PARAMETERS, *rows]), "", align_columns([MOVES, *lines])])
+
+
+def _bytes(n: int | None) -> str:
+    return "not called yet" if n is None else format_bytes(n)
 
 
 def _activations(parallel: ParallelModel) -> Iterable[tuple[Any, ...]]:
     context = parallel.context
     for hooks in parallel.hooks:
         for direction, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
-            for each in rules:
+            for each in (each for each in rules if each.rule.moves):
                 received: tuple[Any, Any] = (None, None)
                 if each.last is not None:
                     received = _received(each.rule, context.axes, machine(context.profile), *each.last)
-                if each.rule.moves:
-                    yield (f"{hooks.name or 'the model'}, {direction}", each.rule.text, *received)
+                yield (f"{hooks.name or 'the model'}, {direction}", each.rule.text, *received)
 
 
 def _received(
     rule: ActivationRule, axes: Mesh, profile: Any, shape: Sequence[int], dtype: torch.dtype, gradient: bool
 ) -> tuple[int, int]:
-    """Bytes that a process receives forward and backward."""
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = load_profile(profile).along(named, axes)

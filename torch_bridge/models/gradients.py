@@ -1,8 +1,7 @@
-"""Gradients of a parallel model: summed in buckets while the backward pass goes on.
+"""Gradients of a parallel model, summed over `ShardedParameter.later` in buckets during the backward pass.
 
-A gradient is summed once over the axes `ShardedParameter.later`, after all uses. All processes send the same
-buckets in the same order: a parameter that a process did not use counts as zeros, and a parameter that no
-process used keeps the gradient that it had.
+All processes send the same buckets in the same order: a parameter that a process did not use counts as zeros,
+and a parameter that no process used keeps the gradient that it had.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from xshard.trees import groups
 
 @dataclass(eq=False)
 class Gradient:
-    """The gradient of one parameter.
-
-    `.grad` is a sum over processes; or it is `share`, which only this process has, and `earlier` is the sum
-    that it was before. axes: axes of the sum.
+    """The gradient of one parameter: `.grad` is a sum over processes along `axes`, or it is this process's
+    `share`, and `earlier` is the sum that it was before.
     """
 
     parameter: Tensor
@@ -76,10 +73,7 @@ class Bucket:
 
     @torch.no_grad()
     def begin(self, context: ParallelContext) -> Callable[[], None]:
-        """Begin to sum the shares -> a function that waits for the sums and adds them to `.grad`.
-
-        After the shares a bucket has a number for each parameter: how many processes used it.
-        """
+        """Begin to sum the shares, and a flag per parameter -> a function that adds the sums to `.grad`."""
         parts, used = [], []
         for gradient in self.gradients:
             x, share = gradient.parameter, gradient.take_share()
@@ -88,9 +82,8 @@ class Bucket:
         flat = torch.cat([*parts, parts[0].new_tensor([float(is_used) for is_used in used])])
         expression = f"n | sum({','.join(self.gradients[0].axes)}) -> n"
         travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
-        pending: Any = redistribute(
-            flat, expression, context.mesh, profile=context.profile, comm_dtype=travels, async_op=True
-        )
+        options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
+        pending: Any = redistribute(flat, expression, context.mesh, **options)
 
         def end() -> None:
             *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
@@ -103,10 +96,8 @@ class Bucket:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """One backward pass.
-
-    waiting: number of gradients that each bucket lacks. coming: gradients that autograd has computed and not
-    yet added to `.grad`. ready: gradients that it has added. sent: functions that end the sums begun so far.
+    """One backward pass. waiting: number of gradients that each bucket lacks. coming, ready: gradients that
+    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far.
     """
 
     waiting: dict[Bucket, int]
@@ -116,10 +107,7 @@ class BackwardPass:
 
 
 class Gradients:
-    """Sums the gradients of parameters in every backward pass, unless `syncs` is False.
-
-    bucket_bytes: size of a bucket; None is one for all. after_first: called once, after the first pass.
-    """
+    """Sums gradients in every backward pass, unless `syncs` is False; then once calls `after_first`."""
 
     def __init__(
         self, context: ParallelContext, sharded: Sequence[ShardedParameter], bucket_bytes: int | None
@@ -142,7 +130,6 @@ class Gradients:
 
     @property
     def unsummed(self) -> bool:
-        """Whether some gradients are this process's share, from passes inside `no_sync`."""
         return any(gradient.has_share() for gradient in self._all)
 
     def prepare(self) -> None:
@@ -170,14 +157,11 @@ class Gradients:
             for x, each in zip(parameters, self.sharded, strict=True)
             if x.requires_grad
         ]
-        self._handles = [
-            handle
-            for gradient in self._all
-            for handle in (
-                gradient.parameter.register_hook(partial(self._arrives, gradient)),
-                gradient.parameter.register_post_accumulate_grad_hook(partial(self._arrived, gradient)),
-            )
-        ]
+        self._handles = []
+        for gradient in self._all:
+            x = gradient.parameter
+            self._handles.append(x.register_hook(partial(self._arrives, gradient)))
+            self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, gradient)))
         self._buckets, self._pass = self._grouped(), None
         self._bucket_of = {gradient: b for b in self._buckets for gradient in b.gradients}
 
@@ -189,24 +173,22 @@ class Gradients:
         return [Bucket([last_first[i] for i in group]) for group in sorted(members, key=itemgetter(-1))]
 
     def _begin(self) -> BackwardPass:
-        self._pass = BackwardPass({bucket: len(bucket.gradients) for bucket in self._buckets})
-        return self._pass
+        return BackwardPass({bucket: len(bucket.gradients) for bucket in self._buckets})
 
     def _arrives(self, gradient: Gradient, _: Tensor) -> None:
         """Before a share is added to `.grad`."""
         if self._pass is None:
+            self._pass = self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        (self._pass or self._begin()).coming.add(gradient)
+        self._pass.coming.add(gradient)
         gradient.set_sum_aside()
 
     def _arrived(self, gradient: Gradient, x: Tensor) -> None:
         """After a share has been added to `.grad`: send the buckets that are full."""
         assert x.grad is not None and self._pass is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
-            raise XshardError(
-                "a gradient of a parallel model is sparse, or has a gradient itself",
-                hint="embedding(sparse=False), backward(create_graph=False)",
-            )
+            hint = "embedding(sparse=False), backward(create_graph=False)"
+            raise XshardError("a gradient of a parallel model is sparse, or has a gradient itself", hint=hint)
         gradient.share, now = x.grad, self._pass
         now.coming.discard(gradient)
         if not self.syncs or gradient in now.ready:
@@ -224,16 +206,14 @@ class Gradients:
             return
         if now.coming:
             self._undo()
-            raise XshardError(
-                "torch.autograd.grad would give each process its share of a parameter's gradient",
-                hint="call backward(), after which .grad is the whole one",
-            )
+            what = "torch.autograd.grad would give each process its share of a parameter's gradient"
+            raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         while self.syncs:
             for bucket in self._buckets[len(now.sent) :]:
                 now.sent.append(bucket.begin(self.context))
             for end in now.sent:
                 end()
-            now = self._begin()
+            now = self._pass = self._begin()
             if not self.unsummed:  # a parameter may get a second share after its bucket has left
                 break
         self._pass = None

@@ -21,7 +21,7 @@ Key = str | int | None  # of an argument or of a part of a result; None: the fir
 
 
 class GatheredParameter(NamedTuple):
-    """A parameter that modules use under another layout. owners: the modules, and its name in each."""
+    """A parameter that modules, its `owners`, use under another layout."""
 
     name: str
     owners: list[tuple[nn.Module, str]]
@@ -52,7 +52,7 @@ class TensorRule:
         """A block -> the block after its rule, and the dims that are known then."""
         rule = self.rule
         if torch.compiler.is_compiling():
-            return self._sent(x, context, None), ()
+            return self._sent(x, context), ()
         key = x.shape, outside
         if key in self.seen:
             shape, known = self.seen[key]
@@ -63,7 +63,7 @@ class TensorRule:
         self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
         return y, known
 
-    def _sent(self, x: Tensor, context: ParallelContext, shape: tuple[int, ...] | None) -> Tensor:
+    def _sent(self, x: Tensor, context: ParallelContext, shape: tuple[int, ...] | None = None) -> Tensor:
         if not self.rule.moves:
             return x
         return redistribute(x, self.rule.text, context.mesh, shape=shape, profile=context.profile)
@@ -73,8 +73,8 @@ class TensorRule:
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
 
-    arguments: names of the module's arguments. varying: axes along which activations differ inside. gathers:
-    gather parameters inside. keep: keep gathered parameters until the backward pass.
+    varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
+    with `keep` keeps them until the backward pass.
     """
 
     name: str
@@ -92,24 +92,18 @@ class ModuleHooks:
     _stored: Sequence[Tensor] = ()
     _saving: Any = None
 
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        module.register_forward_hook(self.leave, always_call=True)
-
     @property
     def _outside(self) -> tuple[KnownDim, ...]:
         return self.parent.known if self.parent is not None else ()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._outside
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
             key = self.argument(rule.key, args, kwargs)
-            if isinstance(key, int):
-                x, known = self._moved(rule, args[key], known, "input")
-                args = (*args[:key], x, *args[key + 1 :])
-            elif key is not None:
-                x, known = self._moved(rule, kwargs[key], known, "input")
-                kwargs = {**kwargs, key: x}
+            if key is not None:
+                values[key], known = self._moved(rule, values[key], known, "input")
+        args, kwargs = tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
         self.known = known
         self._depth += 1
         if self.gathered and self._depth == 1:
@@ -137,7 +131,8 @@ class ModuleHooks:
         used = gather(stored)
         is_saved = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
         if is_saved and not self.keep and not torch.compiler.is_compiling():
-            self._saving = RegatherOnBackward(stored, used, gather).hooks()
+            again = RegatherOnBackward(stored, used, gather)
+            self._saving = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
             self._saving.__enter__()
         self._stored = stored
         for part, x in zip(self.gathered, used, strict=True):
@@ -150,15 +145,14 @@ class ModuleHooks:
             raise with_path(error, f"{what} of {self.name or 'the model'}") from error.__cause__
 
     def argument(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-        """Return the position or the name of the argument that a rule is for; None if it is not a tensor."""
+        """The position or the name of the argument that a rule is for; None if it is not a tensor."""
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if key is None:
             first = next((i for i, x in values.items() if isinstance(x, Tensor)), None)
             if first is None:
-                raise ShapeError(
-                    f"input of {self.name or 'the model'}: none of the arguments is a tensor",
-                    hint='rules for several, or for some that may be absent, go by name: {"labels": "b s"}',
-                )
+                what = f"input of {self.name or 'the model'}: none of the arguments is a tensor"
+                hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
+                raise ShapeError(what, hint=hint)
             return first
         name = dict(enumerate(self.arguments)).get(key, "") if isinstance(key, int) else key
         i = name if name in kwargs else key if isinstance(key, int) else self.arguments.index(key)
@@ -187,21 +181,16 @@ def _gather_all(
     parts: Sequence[GatheredParameter], context: ParallelContext, stored: Sequence[Tensor]
 ) -> list[Tensor]:
     """Parameters under the layouts in which modules use them, gathered together; differentiable."""
-    options: Any = {"profile": context.profile, "comm_dtype": context.comm_dtype}
+    options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": context.comm_dtype}
     if torch.compiler.is_compiling():
-        return [
-            redistribute(x, part.move, context.mesh, shape=part.shape, **options)
-            for x, part in zip(stored, parts, strict=True)
-        ]
+        rows = zip(stored, parts, strict=True)
+        return [redistribute(x, part.move, shape=part.shape, **options) for x, part in rows]
     moves, shapes = [part.move for part in parts], [part.shape for part in parts]
-    return redistribute(list(stored), moves, context.mesh, shape=shapes, **options)
+    return redistribute(list(stored), moves, shape=shapes, **options)
 
 
 class RegatherOnBackward:
-    """Gathered parameters that the backward pass gathers again: autograd saves only which one it was.
-
-    The second set lives as long as nodes of the graph that have not run.
-    """
+    """Gathered parameters that the backward pass gathers again: autograd saves only which one it was."""
 
     def __init__(self, stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather) -> None:
         self.stored, self.gather = stored, gather
@@ -210,16 +199,12 @@ class RegatherOnBackward:
         self.dtypes = [x.dtype for x in used]
         self.used: list[Tensor] | None = None
 
-    def hooks(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, x: Tensor) -> Any:
+    def pack(self, x: Tensor) -> Any:
         i = self.storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        if i is None or x.dtype != self.dtypes[i]:
-            return x
-        return i, x.shape, x.stride(), x.storage_offset()
+        is_ours = i is not None and x.dtype == self.dtypes[i]
+        return (i, x.shape, x.stride(), x.storage_offset()) if is_ours else x
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if self.used is None:

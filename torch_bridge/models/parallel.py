@@ -1,22 +1,29 @@
-"""The state of a parallel model: its parameters, the hooks of its modules, and who sums its gradients."""
+"""A parallel model: its parameters, hooks and gradients; their norm, and its state for checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Sharding, XshardError
+from xshard import Layout, Mesh, Sharding, XshardError
+from xshard.errors import PlanError, ShapeError, with_path
 from xshard.models import ParameterUse, use_of
+from xshard.state.files.loading import in_both
 
 ATTRIBUTE = "_xshard_parallel"
 
@@ -25,10 +32,8 @@ Arrives = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, tuple[Layout, tu
 
 @dataclass(eq=False, repr=False)
 class ParallelModel:
-    """The state of a parallel model; its copies have their own. uses: every parameter's use, by name.
-
-    arrives: arguments -> layouts and global shapes of sharded inputs, by position or name; None for the rules
-    of the model. original: the model on one device, if that is another module.
+    """The state of a parallel model. uses: every parameter's use, by name. arrives: as the method `arrivals`,
+    which goes by rules without it. original: the model on one device, if that is another module.
     """
 
     context: ParallelContext
@@ -54,14 +59,15 @@ class ParallelModel:
             path, _, attribute = name.rpartition(".")
             use = use_of("...", x.ndim, context.axes, varying)
             sharding = Sharding(use.stored, context.axes, tuple(x.shape))
-            owner = [(model.get_submodule(path), attribute)]
+            parameters.append(
+                ShardedParameter([name], [(model.get_submodule(path), attribute)], sharding, varying)
+            )
             if isinstance(x, nn.Parameter):
                 uses[name] = use
-            parameters.append(ShardedParameter([name], owner, sharding, varying))
         return cls(context, parameters, uses, (), Gradients(context, (), None), arrives, original)
 
     def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        """The layouts and global shapes of the sharded inputs of the model."""
+        """The layouts and global shapes of the sharded inputs of the model, by position or name."""
         if self.arrives is not None:
             return self.arrives(args, kwargs)
         root = next((hooks for hooks in self.hooks if not hooks.name), None)
@@ -123,15 +129,17 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """
     parallel = parallel_of(model)
     if parallel.gradients.unsummed:
-        raise XshardError(
-            "gradients are each process's share", hint="one backward pass outside of no_sync sums them"
-        )
+        hint = "one backward pass outside of no_sync sums them"
+        raise XshardError("gradients are each process's share", hint=hint)
     context, is_largest = parallel.context, math.isinf(norm_type)
+    coords = zip(context.axes.axes, context.axes.coords(context.processes.device), strict=True)
+    later_along = {axis for axis, i in coords if i}
     example = next((each.tensor for each in parallel.parameters), torch.zeros(()))
     norms = [torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)]
     for each in parallel.parameters:
         gradient = each.tensor.grad
-        if gradient is not None and _counts(context, each.sharding.layout.axes) and gradient.numel():
+        is_first = later_along <= set(each.sharding.layout.axes)  # of the processes with the same block
+        if gradient is not None and is_first and gradient.numel():
             wide = torch.promote_types(gradient.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide).to(norms[0]))
     block = torch.stack(norms)
@@ -153,8 +161,65 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return total
 
 
-def _counts(context: ParallelContext, sharded: tuple[str, ...]) -> bool:
-    """Whether this process is the first with its block, which is the same along all axes but `sharded`."""
-    mesh = context.axes
-    coords = mesh.coords(context.processes.device)
-    return not any(coords[mesh.position(axis)] for axis in mesh.axes if axis not in sharded)
+@torch.no_grad()
+def state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
+
+    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
+    `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
+    uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
+    """
+    parallel, state = parallel_of(model), model.state_dict()
+    for each in parallel.parameters:
+        if each.sharding.layout.axes:
+            x = _stored(parallel, each)
+            state.update((name, x) for name in each.names if name in state)
+    return state
+
+
+@torch.no_grad()
+def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Copy values into the blocks of a parallel model: whole tensors, or DTensors under any placements.
+
+    strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
+    """
+    parallel, own = parallel_of(model), model.state_dict()
+    by_name = {name: each for each in parallel.parameters for name in each.names}
+    for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
+        if name is not None:
+            each = by_name.get(name)
+            block = own[name] if each is None else each.tensor
+            try:
+                value = state[name] if each is None else _block(parallel, each, state[name])
+                if value.shape != block.shape:
+                    raise ShapeError(f"a value of shape {tuple(value.shape)} for {tuple(block.shape)}")
+            except XshardError as error:
+                raise with_path(error, name) from None
+            block.copy_(value)
+
+
+def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
+    sharding, context, block = each.sharding, parallel.context, each.tensor.detach()
+    mesh: Any = context.mesh
+    mesh = mesh if isinstance(mesh, DeviceMesh) else _device_mesh(mesh, block.device.type)
+    try:
+        to_placements(sharding.layout, mesh, sharding.shape)
+    except PlanError:
+        return each.gathered(context)
+    return as_dtensor(block, sharding.layout, mesh, sharding.shape)
+
+
+def _block(parallel: ParallelModel, each: ShardedParameter, value: Tensor) -> Tensor:
+    layout, shape, context = each.sharding.layout, each.sharding.shape, parallel.context
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"a value of shape {tuple(value.shape)}, not {shape}")
+    value = value.to(each.tensor.device)
+    if not isinstance(value, DTensor):
+        return each.cut(value, context)
+    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(layout.names)
+    return context.moved(value.to_local(), src, layout, shape)
+
+
+@lru_cache(maxsize=64)
+def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    return init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def parallelize(
     for name, module in model.named_modules():
         if name in hooks:
             hooks[name].keep = keep or hooks[name].parent is None
-            hooks[name].attach(module)
+            module.register_forward_pre_hook(hooks[name].enter, with_kwargs=True)
+            module.register_forward_hook(hooks[name].leave, always_call=True)
     gradients = Gradients(context, sharded, limit)
     parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
@@ -146,9 +147,9 @@ def _hooks(
         incoming, outgoing = (_tensor_rules(each.get(name), name, context) for each in rules)
         parent = _around(name, hooks)
         axes = varying(parent.varying if parent else (), [each.rule for each in incoming])
-        arguments = list(inspect.signature(module.forward).parameters)
-        rest = incoming, outgoing, axes, name in gathering
-        hooks[name] = ModuleHooks(name, arguments, context, parent, *rest)
+        signature = list(inspect.signature(module.forward).parameters)
+        sides = incoming, outgoing, axes, name in gathering
+        hooks[name] = ModuleHooks(name, signature, context, parent, *sides)
     return hooks
 
 
@@ -161,17 +162,15 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
         each = value.items()
     elif isinstance(value, tuple | list):
         each = [(i, text) for i, text in enumerate(value) if text is not None]
-    rules = []
+    rules, where = [], name or "the model"
     for key, text in each:
         if not isinstance(text, str):
-            raise XshardError(
-                f"the rule for {name or 'the model'} is {shown(text)}",
-                hint='"b s/tp c -> b s c | copy(tp)", or a dict by name, or a tuple by place, of such texts',
-            )
+            hint = '"b s/tp c -> b s c | copy(tp)", or a dict by name, or a tuple by place, of such texts'
+            raise XshardError(f"the rule for {where} is {shown(text)}", hint=hint)
         try:
             rules.append(TensorRule(key, rule_of(text, context.axes)))
         except XshardError as error:
-            raise with_path(error, name or "the model") from None
+            raise with_path(error, where) from None
     return rules
 
 
@@ -180,11 +179,8 @@ def _around(
 ) -> ModuleHooks | None:
     """The nearest module around a name that has a rule for its input, or that gathers."""
     parts = name.split(".") if name else []
-    for n in range(len(parts) - (not itself), -1, -1):
-        nearest = hooks.get(".".join(parts[:n]))
-        if nearest is not None and (nearest.gathers if gathers else nearest.inputs):
-            return nearest
-    return None
+    around = (hooks.get(".".join(parts[:n])) for n in range(len(parts) - (not itself), -1, -1))
+    return next((each for each in around if each and (each.gathers if gathers else each.inputs)), None)
 
 
 def _parameters(
@@ -201,10 +197,8 @@ def _parameters(
         path, _, attribute = name.rpartition(".")
         around = _around(path, hooks, itself=True)
         if around is None and name in parameters:
-            raise PlanError(
-                f"{name}: no rule says how activations lie in '{path or 'the model'}'",
-                hint='inputs= has a rule for it, or for a module around it; "" is the model',
-            )
+            hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
+            raise PlanError(f"{name}: no rule says how activations lie in '{path or 'the model'}'", hint=hint)
         try:
             inside = around.varying if around else frozenset()
             use = use_of(texts.get(name, "..."), x.ndim, context.axes, inside)
@@ -216,10 +210,9 @@ def _parameters(
             raise with_path(error, name) from None
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
-            raise PlanError(
-                f"{name} is {each.name}, and stored as '{sharding.layout}', not '{each.sharding.layout}'",
-                hint="tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'",
-            )
+            what = f"{name} is {each.name}, and stored as '{sharding.layout}', not '{each.sharding.layout}'"
+            hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
+            raise PlanError(what, hint=hint)
         each.names.append(name)
         each.owners.append((model.get_submodule(path), attribute))
         if name in parameters:
@@ -227,35 +220,30 @@ def _parameters(
     for name, use in uses.items():
         _check_bias(name, use, uses, model)
     for each in sharded.values():
-        own = [uses[name] for name in each.names if name in uses]
-        if own:
-            each.later = summed_later(own)
-            for name, use, owner in zip(each.names, own, each.owners, strict=True):
-                _prepare_use(name, use, each, owner, hooks)
+        if each.name in uses:
+            _prepare_uses(each, [uses[name] for name in each.names], hooks)
     return list(sharded.values()), uses
 
 
-def _prepare_use(
-    name: str,
-    use: ParameterUse,
-    each: ShardedParameter,
-    owner: tuple[nn.Module, str],
-    hooks: Mapping[str, ModuleHooks],
+def _prepare_uses(
+    each: ShardedParameter, uses: Sequence[ParameterUse], hooks: Mapping[str, ModuleHooks]
 ) -> None:
-    """Let the nearest module that gathers gather the parameter for its use."""
-    if use.unsummed:
-        owner[0].register_forward_pre_hook(partial(check_apart, name, use), with_kwargs=True)
-    move = use.move(each.later)
-    if move is None:
-        return
-    gatherer = _around(name.rpartition(".")[0], hooks, itself=True, gathers=True)
-    assert gatherer is not None  # the nearest one with a rule, or the model
-    text = f"{move[0]} -> {move[1]}"
-    same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
-    if same:  # a tied parameter, which is gathered once
-        same[0].owners.append(owner)
-    else:
-        gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
+    """Let the nearest modules that gather gather the parameter for its uses."""
+    each.later = summed_later(uses)
+    for name, use, owner in zip(each.names, uses, each.owners, strict=True):
+        if use.unsummed:
+            owner[0].register_forward_pre_hook(partial(check_apart, name, use), with_kwargs=True)
+        move = use.move(each.later)
+        if move is None:
+            continue
+        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, gathers=True)
+        assert gatherer is not None  # the nearest one with a rule, or the model
+        text = f"{move[0]} -> {move[1]}"
+        same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
+        if same:  # a tied parameter, which is gathered once
+            same[0].owners.append(owner)
+        else:
+            gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
 
 
 def _check_bias(name: str, use: ParameterUse, uses: Mapping[str, ParameterUse], model: nn.Module) -> None:

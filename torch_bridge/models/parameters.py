@@ -1,7 +1,4 @@
-"""Parameters and buffers of a parallel model: whole tensors become blocks, in place, one after the other.
-
-Tensors on the meta device get their values here; all processes have to begin with equal ones.
-"""
+"""Parameters and buffers of a parallel model: whole tensors become blocks, in place, one after the other."""
 
 from __future__ import annotations
 
@@ -58,10 +55,9 @@ class ParallelContext:
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """A parameter or a buffer, and the modules that have it, under one name or several.
+    """A parameter or a buffer under one name or several. owners: modules that have it, and its name in each.
 
-    owners: the modules, and its name in each. later: the axes over which its gradient is summed after the
-    backward pass of all its uses.
+    later: the axes over which its gradient is summed after the backward pass of all its uses.
     """
 
     names: list[str]
@@ -80,19 +76,16 @@ class ShardedParameter:
         return _dict_with(owner, attribute)[attribute]
 
     def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
-        """The whole tensor -> this process's block, with memory of its own."""
         layout, shape = self.sharding.layout, self.sharding.shape
         return x.detach() if not layout.axes else context.moved(x, unsharded(layout), layout, shape)
 
     def gathered(self, context: ParallelContext) -> Tensor:
-        """The whole tensor, on all processes."""
         layout, shape = self.sharding.layout, self.sharding.shape
         return context.moved(self.tensor, layout, unsharded(layout), shape)
 
     def put(self, block: Tensor) -> None:
         """Make a block the data of the parameter, which an optimiser, for one, still has."""
-        old = self.tensor
-        new = block
+        old, new = self.tensor, block
         if isinstance(old, nn.Parameter):
             new = old if old.device == block.device else nn.Parameter(block, old.requires_grad)
             new.data = block
@@ -102,17 +95,13 @@ class ShardedParameter:
 
 
 def unsharded(layout: Layout) -> Layout:
-    """The same dims on every process."""
     return Layout(tuple(replace(dim, shards=(), overlap=None) for dim in layout.dims))
 
 
 def shard_all(
     parameters: Sequence[ShardedParameter], context: ParallelContext, init: Init, device: torch.device | None
 ) -> None:
-    """Replace every tensor by its block. init, device: values and place of tensors on the meta device.
-
-    Raises XshardError if a tensor differs between processes, or `init` lacks a name.
-    """
+    """Replace every tensor by its block, on the meta device with values by `init`; all must begin equal."""
     checked, sums = [], []
     for each in parameters:
         x = each.tensor
@@ -135,10 +124,9 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
         with torch.enable_grad():
             node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         if tuple(node._input_metadata[0].shape) != tuple(x.shape):  # type: ignore[union-attr]
-            raise XshardError(
-                f"{name} is part of a graph, which still waits for its backward pass",
-                hint="parallelize first, or drop what was computed before, or compute that under no_grad()",
-            )
+            what = f"{name} is part of a graph, which still waits for its backward pass"
+            hint = "parallelize first, or drop what was computed before, or compute that under no_grad()"
+            raise XshardError(what, hint=hint)
 
 
 def _dict_with(owner: nn.Module, attribute: str) -> dict[str, Any]:
@@ -151,8 +139,7 @@ def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any)
     values = [(own, name, x) for own in tensors for name, x in own.items() if x is not None]
     for own, attribute, old in values:
         new = torch.empty_like(old, device=device if old.is_meta else old.device)
-        is_parameter = isinstance(old, nn.Parameter)
-        own[attribute] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+        own[attribute] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     init(owner)
     for own, attribute, old in values:
         if not old.is_meta:
@@ -162,10 +149,8 @@ def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any)
 def _initial(init: Mapping[str, Tensor], each: ShardedParameter, x: Tensor, device: Any) -> Tensor:
     name = next((name for name in each.names if name in init), None)
     if name is None:
-        raise XshardError(
-            f"{each.name} is on the meta device, and init= lacks it",
-            hint="a buffer that a state dict lacks needs init= as a function, or a real device",
-        )
+        hint = "a buffer that a state dict lacks needs init= as a function, or a real device"
+        raise XshardError(f"{each.name} is on the meta device, and init= lacks it", hint=hint)
     value = init[name]
     if tuple(value.shape) != tuple(x.shape):
         raise XshardError(f"{name} has shape {tuple(value.shape)} in init=, not {tuple(x.shape)}")
@@ -179,7 +164,5 @@ def _check_equal(names: Sequence[str], sums: Tensor, context: ParallelContext) -
     differ = (most + least).abs() > SAME_SEED * torch.maximum(most.abs(), least.abs())
     if bool(differ.any()):
         name = names[int(differ.nonzero()[0])]
-        raise XshardError(
-            f"{name} differs between processes, before it is sharded",
-            hint="torch.manual_seed(0) on all before the model is made, or load one state dict on all",
-        )
+        hint = "torch.manual_seed(0) on all before the model is made, or load one state dict on all"
+        raise XshardError(f"{name} differs between processes, before it is sharded", hint=hint)

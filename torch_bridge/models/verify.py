@@ -24,11 +24,12 @@ from xshard.dtypes import name_of
 from xshard.errors import ShapeError, with_path
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor] | None
 KINDS = ("output", "gradient")
 
 
 class Wanted(NamedTuple):
-    """This process's block of the loss, or of a gradient, on one device; the largest value of it all."""
+    """This process's block of the loss or a gradient on one device, and the largest value of the whole."""
 
     kind: str
     name: str
@@ -41,7 +42,7 @@ def verify(
     model: nn.Module,
     batch: Any,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Loss = None,
     tol: float | None = None,
     original: nn.Module | None = None,
 ) -> None:
@@ -83,11 +84,9 @@ def verify(
     call: Call = ((batch,), {})
     if isinstance(batch, Mapping | tuple | list):
         call = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    own: Any = lambda result: result if isinstance(result, Tensor) else getattr(result, "loss", None)  # noqa: E731
-    loss_of: Callable[[Any], Tensor] = loss or own
-    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss_of, original)
+    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
     with _unchanged(model, parallel), _same_random_numbers(parallel):
-        blocks = [_run(model, call, loss_of).detach()]
+        blocks = [_run(model, call, loss).detach()]
         for each in _with_gradients(parallel):
             x = each.tensor
             blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
@@ -103,11 +102,9 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
         if isinstance(x, Tensor):
             layout, shape = arrivals.get(key, (Layout("..."), None))
             layout, name = layout.resolved(x.ndim), f"argument {key!r} of the batch"
-            dst = unsharded(layout)
+            dst, options = unsharded(layout), {"shape": shape, "profile": context.profile}
             try:
-                x = redistribute(
-                    x.detach(), (layout, dst), context.mesh, shape=shape, profile=context.profile
-                )
+                x = redistribute(x.detach(), (layout, dst), context.mesh, **options)
             except XshardError as error:
                 raise with_path(error, name) from error.__cause__
             context.compare(x, Sharding(dst, context.axes, tuple(x.shape)), name)
@@ -115,10 +112,12 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
     return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
 
 
-def _run(model: nn.Module, call: Call, loss: Callable[[Any], Tensor]) -> Tensor:
+def _run(model: nn.Module, call: Call, loss: Loss) -> Tensor:
     """The loss, after its backward pass."""
     with torch.enable_grad():
-        value = loss(model(*call[0], **call[1]))
+        result: Any = model(*call[0], **call[1])
+        own = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+        value: Any = own if loss is None else loss(result)
     if not isinstance(value, Tensor) or value.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
@@ -127,11 +126,7 @@ def _run(model: nn.Module, call: Call, loss: Callable[[Any], Tensor]) -> Tensor:
 
 
 def _on_one_device(
-    model: nn.Module,
-    parallel: ParallelModel,
-    call: Call,
-    loss: Callable[[Any], Tensor],
-    original: nn.Module | None,
+    model: nn.Module, parallel: ParallelModel, call: Call, loss: Loss, original: nn.Module | None
 ) -> list[Wanted]:
     """The loss of a copy on one device, and this process's block of each of its gradients."""
     context = parallel.context
@@ -141,15 +136,12 @@ def _on_one_device(
         try:
             value = _run(copied, call, loss).detach()
         except Exception as error:
-            error.add_note(
-                "in the copy on one device; original= is the model before it was changed beside its rules"
-            )
+            note = "in the copy on one device; original= is the model before it was changed beside its rules"
+            error.add_note(note)
             raise
         if drawn():
-            raise XshardError(
-                "the model draws random numbers, which are others for blocks than for the whole",
-                hint="model.eval(), or a dropout of 0",
-            )
+            what = "the model draws random numbers, which are others for blocks than for the whole"
+            raise XshardError(what, hint="model.eval(), or a dropout of 0")
     wanted = [Wanted("output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item())]
     for each in _with_gradients(parallel):
         whole = wholes.pop(each.name)
@@ -174,17 +166,14 @@ def _copied(
     wholes: dict[str, Tensor] = {}
     memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks)}
     for each in parallel.parameters:
-        whole = each.tensor.detach()
-        if each.sharding.layout.axes:
-            whole = each.gathered(context)
-        is_parameter = isinstance(each.tensor, nn.Parameter)
-        wholes[each.name] = whole = (
-            nn.Parameter(whole, each.tensor.requires_grad) if is_parameter else whole.clone()
-        )
-        for name in each.names:
-            if name not in own:
-                raise XshardError(f"{name} is in the parallel model, and missing in original=")
-            memo[id(own[name])] = whole
+        block = each.tensor
+        whole = each.gathered(context) if each.sharding.layout.axes else block.detach()
+        is_parameter = isinstance(block, nn.Parameter)
+        whole = nn.Parameter(whole, block.requires_grad) if is_parameter else whole.clone()
+        wholes[each.name] = whole
+        if missing := [name for name in each.names if name not in own]:
+            raise XshardError(f"{missing[0]} is in the parallel model, and missing in original=")
+        memo |= {id(own[name]): whole for name in each.names}
     copied: nn.Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
     for module in copied.modules():
@@ -200,12 +189,8 @@ def _copied(
 def _unchanged(model: nn.Module, parallel: ParallelModel) -> Iterator[None]:
     """Gradients are None inside, and as before afterwards; so are buffers."""
     gradients = [(each.tensor, each.tensor.grad) for each in _with_gradients(parallel)]
-    buffers = [
-        (module._buffers, name, x, x.clone())
-        for module in model.modules()
-        for name, x in module._buffers.items()
-        if x is not None
-    ]
+    every = ((own, name, x) for own in (m._buffers for m in model.modules()) for name, x in own.items())
+    buffers = [(own, name, x, x.clone()) for own, name, x in every if x is not None]
     compare, parallel.gradients.after_first = parallel.gradients.after_first, None
     for x, _ in gradients:
         x.grad = None

@@ -2,8 +2,8 @@
 
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.domain_parallel import domain_parallel
-from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.nn.huggingface import register_attention
+from torch_bridge.nn.layers import HaloExchange
 from torch_bridge.nn.placed import sharding_of
 from torch_bridge.nn.propagation import checkpoint
 

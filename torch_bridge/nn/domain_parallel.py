@@ -1,7 +1,4 @@
-"""`domain_parallel`: an ordinary model -> the same model on blocks of sharded activations.
-
-Modules become layers, or stay because records follow blocks through them, or are refused.
-"""
+"""`domain_parallel`: modules become layers, or stay as records follow blocks through them, or are refused."""
 
 from __future__ import annotations
 
@@ -14,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import ParallelContext
-from torch_bridge.nn.custom_module import Converted
 from torch_bridge.nn.layers import LAYERS, Layer, layer_of, same_state
 from torch_bridge.nn.placed import COPIES, Placement, placed_as, record, recorded
-from torch_bridge.nn.propagation import Propagation, is_followed
+from torch_bridge.nn.propagation import Propagation, is_followed, tensors_in
 from xshard import Layout, XshardError
+from xshard.errors import ShapeError
 from xshard.notation.parser import ELLIPSIS
 
 # Modules of torch that call functions with rules.
@@ -51,8 +49,7 @@ def domain_parallel(
     """Return a model of blocks with the outputs and gradients that `model` has on whole arrays.
 
     The result shares parameters and buffers with `model`, which is left as it is: one optimiser and one state
-    dict serve both. Layers that read neighbours or reduce compute on blocks; code between them (skip
-    connections, cat along channels, gates) is followed as it runs.
+    dict serve both. Code between layers (skip connections, cat along channels, gates) is followed as it runs.
 
     layout: layout of every input tensor with as many dims, as in "b c h/sp w"; other inputs are replicated.
     shape: global shape of these inputs, if blocks differ in size; a length of None is the length of the block
@@ -68,8 +65,7 @@ def domain_parallel(
     A part of the result may be called by itself, on outputs of other parts or on blocks under `layout`.
     `xt.verify`, `xt.grad_norm`, `xt.clip_grad_norm_`, `xt.check_replicas` and `xt.explain` take the result.
 
-    Raises XshardError, with its path in the model, for a module without an exact form; in the forward pass,
-    for a function without one.
+    Raises XshardError, with the path, for a module or, in the forward pass, a function without an exact form.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -94,7 +90,7 @@ def domain_parallel(
             return swapped[id(module)]
         converter = next((c for kind, c in (converters or {}).items() if isinstance(module, kind)), None)
         if converter is not None:
-            new: nn.Module = Converted(converter(module), path)
+            new: nn.Module = _Converted(converter(module), path)
         elif type(module) in LAYERS:
             new = layer_of(module, layout, mesh, path=path, outputs=outputs, in_model=True)
         else:
@@ -121,17 +117,14 @@ def domain_parallel(
 
 @dataclass(eq=False, repr=False)
 class _Entrance:
-    """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it.
-
-    shares: as in `Placement`. running: one stack of contexts for each module that is running.
-    """
+    """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it."""
 
     layout: Layout
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
     paths: dict[int, str]
     shares: tuple[str, ...]
-    running: list[ExitStack] = field(default_factory=list)
+    running: list[ExitStack] = field(default_factory=list)  # one for each running module
 
     def attach(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -140,10 +133,9 @@ class _Entrance:
             module.register_forward_hook(self._leave, always_call=True)
 
     def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        """The layouts and global shapes of the sharded inputs of the model, by position or name."""
         inputs: Any = [*enumerate(args), *kwargs.items()]
-        sharded = {key: x for key, x in inputs if isinstance(x, Tensor) and self._is_sharded(x)}
-        placements = {key: self._placed(x, True) for key, x in sharded.items()}
+        sharded = ((key, x) for key, x in inputs if isinstance(x, Tensor) and self._is_sharded(x))
+        placements = {key: self._placed(x, True) for key, x in sharded}
         return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
 
     def _enter(
@@ -189,7 +181,6 @@ class _Entrance:
             self.running[-1].callback(COPIES.reset, COPIES.set(ready))
 
     def _is_sharded(self, x: Tensor) -> bool:
-        """Whether an input has the dims of the layout."""
         rank = len(self.layout.dims)
         return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
 
@@ -205,20 +196,70 @@ class _Entrance:
 
 
 def _check_followed(module: nn.Module, path: str) -> None:
-    kind, name = type(module), f"{path or 'the model'} ({type(module).__name__})"
+    kind = type(module)
+    known = next((c.__name__ for c in kind.__mro__ if c in LAYERS), None)
+    what = hint = ""
     if kind in FOLLOWED:
         return
     if isinstance(module, Layer):
-        raise XshardError(f"{name} is domain-parallel already", hint="pass the ordinary model")
-    known = next((c for c in kind.__mro__ if c in LAYERS), None)
-    if known is not None:
-        raise XshardError(
-            f"{name} is a subclass of {known.__name__}",
-            hint=f"its effect on blocks is not known: use {known.__name__}",
-        )
-    if kind.__module__.startswith("torch.nn."):
-        raise XshardError(
-            f"{name} lacks an exact form on blocks", hint="redistribute what it needs whole, outside"
-        )
-    if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-        raise XshardError(f"{name} is lazy", hint="run the ordinary model once first")
+        what, hint = "is domain-parallel already", "pass the ordinary model"
+    elif known is not None:
+        what, hint = f"is a subclass of {known}", f"its effect on blocks is not known: use {known}"
+    elif kind.__module__.startswith("torch.nn."):
+        what, hint = "lacks an exact form on blocks", "redistribute what it needs whole, outside"
+    elif any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        what, hint = "is lazy", "run the ordinary model once first"
+    if what:
+        raise XshardError(f"{path or 'the model'} ({kind.__name__}) {what}", hint=hint)
+
+
+class _Converted(nn.Module):
+    """Calls a module of the user's own, which keeps the lengths of sharded dims, on blocks.
+
+    The placement of its first block is recorded for results, unless layers inside it recorded others.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__()
+        self.path = path
+        # The module is not a child: names of parameters, and the state dict, stay as they are.
+        self.__dict__["module"] = module
+        for name in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[name] = getattr(module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.module.training = self.training
+        placement = next((p for p in map(recorded, (*args, *kwargs.values())) if p is not None), None)
+        with torch._C.DisableTorchFunction():  # `propagation` does not look inside
+            if placement is None:
+                return self.module(*args, **kwargs)
+            copies = self._copies(placement)
+            y = torch.func.functional_call(self.module, copies, args, kwargs)
+            if copies:
+                check_no_checkpoint(self.path, tensors_in((y,)), tensors_in((*args, *kwargs.values())))
+        if isinstance(y, tuple | list):
+            return type(y)(self._recorded(part, placement) for part in y)
+        return self._recorded(y, placement)
+
+    def _copies(self, placement: Placement) -> dict[str, Any]:
+        """Copies of its parameters, except parameters of layers, which copy their own."""
+        own = {
+            name: parameter
+            for prefix, module in self.module.named_modules()
+            if not isinstance(module, Layer)
+            for name, parameter in module.named_parameters(prefix, recurse=False)
+        }
+        return dict(zip(own, placement.copied(*own.values()), strict=True))
+
+    def _recorded(self, y: Any, placement: Placement) -> Any:
+        if not isinstance(y, Tensor) or recorded(y) is not None:
+            return y
+        local = placement.local_shape
+        if y.ndim != len(local) or any(n != local[d] for d, n in enumerate(y.shape) if placement.cuts(d)):
+            what = f"{self.path}: a block of shape {local} became one of {tuple(y.shape)}"
+            hint = "sharded dims keep their lengths, unless a layer returns them"
+            raise ShapeError(what, text=str(placement.layout), hint=hint)
+        lengths = [placement.shape[d] if placement.cuts(d) else n for d, n in enumerate(y.shape)]
+        return record(y, placement.remade(placement.layout.dims, lengths))

@@ -1,8 +1,4 @@
-"""Context parallelism of models of `transformers`: `attention` in place of theirs, under one name.
-
-Masks follow from positions: masks of `transformers` are for unsharded sequences, and none is made. Options
-that would be computed wrongly are refused.
-"""
+"""Context parallelism of models of `transformers`: `attention` in place of theirs, masks by positions."""
 
 from __future__ import annotations
 
@@ -69,9 +65,8 @@ def register_attention(
         **options: Any,
     ) -> tuple[Tensor, None]:
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
-            raise XshardError(
-                f"{name!r} with {refused[0]}", hint="attention over a sharded sequence lacks it"
-            )
+            hint = "attention over a sharded sequence lacks it"
+            raise XshardError(f"{name!r} with {refused[0]}", hint=hint)
         if attention_mask is not None and attention_mask.ndim != 2:
             what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
             raise XshardError(what, hint="a mask of tokens, [batch, rows]; documents= of packed tokens")
@@ -97,17 +92,16 @@ def register_attention(
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 
-    def no_mask(
+    def padding(
         *_: Any, mask_function: Any, attention_mask: Tensor | None = None, **__: Any
     ) -> Tensor | None:
-        """The padding alone. Raises XshardError for a mask that positions do not give."""
         for part in _parts(mask_function):
             if part not in _MASKS:
                 raise XshardError(f"{name!r} with a mask of {part}", hint=f"it has: {', '.join(_MASKS)}")
         return attention_mask
 
     AttentionInterface.register(name, computed)
-    AttentionMaskInterface.register(name, no_mask)
+    AttentionMaskInterface.register(name, padding)
 
 
 def _parts(mask: Callable[..., Any]) -> Iterator[str]:
@@ -126,7 +120,6 @@ def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequenc
     wrong = (ids != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
         what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
-        hint = (
-            f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; documents= if packed"
-        )
+        ours = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]"
+        hint = f"{ours}; documents= if packed"
         raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)

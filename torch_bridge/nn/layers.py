@@ -1,8 +1,4 @@
-"""Layers: a torch module of a block, and the function that computes its outputs there.
-
-A layer shares parameters and buffers with the ordinary module, and computes this process's block of what the
-module computes on the whole array.
-"""
+"""Layers: they share the state of a torch module, and compute this process's block of what it computes."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
@@ -18,17 +15,13 @@ from torch_bridge.nn.conv import Convolution, conv, conv_transpose, padding_pair
 from torch_bridge.nn.placed import Placement, check_whole, placed_as, record, recorded
 from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
 from torch_bridge.nn.resample import interpolate
-from xshard import Layout, XshardError
-from xshard.errors import ShapeError, with_path
+from torch_bridge.ops import halo_exchange, trim_halo
+from xshard import Layout, Mesh, XshardError
+from xshard.errors import MeshError, ShapeError, with_path
+from xshard.ops import Axes, HaloWidth
 
 Outputs = tuple[Tensor, Placement]
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
 
 
 class Form(NamedTuple):
@@ -39,11 +32,9 @@ class Form(NamedTuple):
 
 
 class Layer:
-    """A mixin before the torch class of a layer.
+    """A mixin before the torch class of a layer: block -> block of the outputs, with their placement.
 
-    A layer takes this process's block and returns this process's block of the outputs, with a record of
-    their placement. An input without a record has the layer's `layout`.
-    in_model: the layer is part of a model; an input without a record is an error.
+    An input without a record has the layer's `layout`, or is an error if the layer is part of a model.
     """
 
     form: Form
@@ -88,10 +79,9 @@ def layer_of(
     outputs: str = "",
     in_model: bool = False,
 ) -> Any:
-    """A module of a class in `LAYERS` -> the layer with its parameters.
+    """A module of a class in `LAYERS` -> the layer with its parameters. Options: as in `domain_parallel`.
 
-    layout: layout of the input, as in "b c h/sp w". path: the name of the layer in errors. The other options
-    are as in `domain_parallel`. Raises XshardError for a module without an exact form.
+    path: the name of the layer in errors. Raises XshardError for a module without an exact form.
     """
     layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
     layer.layout, layer.mesh = Layout.parse(layout), mesh
@@ -105,38 +95,26 @@ def layer_of(
 
 
 def same_state(module: nn.Module, kind: type[Any]) -> Any:
-    """A module of a class that shares the dicts of parameters and buffers of another; its hooks are copies.
-
-    Loading or casting one of the two changes both.
-    """
+    """A module of a class that shares the parameters and buffers of another; its hooks are copies."""
     new = object.__new__(kind)
     new.__dict__.update(module.__dict__)
-    for name in HOOKS:
-        new.__dict__[name] = getattr(module, name).copy()
+    for hooks in HOOKS:
+        new.__dict__[f"_forward_{hooks}"] = getattr(module, f"_forward_{hooks}").copy()
     return new
 
 
 def _each(value: Any, rank: int) -> tuple[Any, ...]:
-    """One value for all spatial dims, or one for each."""
     return tuple(value) if isinstance(value, Sequence) else (value,) * rank
 
 
 def _rank(layer: Any) -> int:
-    """The number of spatial dims, which ends the name of the class."""
-    return int(type(layer).__name__[-2])
+    return int(type(layer).__name__[-2])  # spatial dims, as in Conv2d
 
 
 def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     padding = padding_pairs(layer.padding, layer.kernel_size, layer.dilation)
-    convolution = Convolution(
-        layer.kernel_size,
-        layer.stride,
-        padding,
-        layer.dilation,
-        layer.groups,
-        layer.padding_mode,
-        layer.outputs,
-    )
+    windows = (layer.kernel_size, layer.stride, padding, layer.dilation)
+    convolution = Convolution(*windows, layer.groups, layer.padding_mode, layer.outputs)
     return conv(x, placement, layer.weight, layer.bias, convolution)
 
 
@@ -149,27 +127,14 @@ def _conv_transpose(
         rank = len(layer.kernel_size)
         lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
         extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in lengths)
-    return conv_transpose(
-        x,
-        placement,
-        layer.weight,
-        layer.bias,
-        stride=layer.stride,
-        padding=layer.padding,
-        output_padding=extra,
-        dilation=layer.dilation,
-        groups=layer.groups,
-    )
+    same = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+    return conv_transpose(x, placement, layer.weight, layer.bias, output_padding=extra, **same)
 
 
 def _pool(layer: Any, dilation: Any = 1) -> Pool:
     windows = (layer.kernel_size, layer.stride, layer.padding, dilation)
     kernel, stride, padding, dilation = (_each(v, _rank(layer)) for v in windows)
     return Pool(kernel, stride, padding, dilation, layer.ceil_mode, layer.outputs)
-
-
-def _max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    return max_pool(x, placement, _pool(layer, layer.dilation))
 
 
 def _check_max_pool(module: Any) -> None:
@@ -182,15 +147,10 @@ def _avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     return avg_pool(x, placement, _pool(layer), count_include_pad=layer.count_include_pad, divisor=divisor)
 
 
-def _global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    return global_avg_pool(x, placement, _rank(layer))
-
-
 def _check_global_avg_pool(module: Any) -> None:
     if set(_each(module.output_size, 1)) != {1}:
-        raise XshardError(
-            f"output_size={module.output_size}", hint="for sharded dims, only 1 has an exact form here"
-        )
+        hint = "for sharded dims, only 1 has an exact form here"
+        raise XshardError(f"output_size={module.output_size}", hint=hint)
 
 
 def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
@@ -199,27 +159,26 @@ def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 def _group_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    y = norms.group_norm(x, placement, layer.num_groups, layer.weight, layer.bias, layer.eps)
-    return y, placement
+    return norms.group_norm(x, placement, layer.num_groups, (layer.weight, layer.bias), layer.eps), placement
 
 
 def _layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    y = norms.layer_norm(x, placement, tuple(layer.normalized_shape), layer.weight, layer.bias, layer.eps)
-    return y, placement
+    parameters = layer.weight, layer.bias
+    return norms.layer_norm(x, placement, layer.normalized_shape, parameters, layer.eps, True), placement
 
 
 def _rms_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    eps, shape = layer.eps, tuple(layer.normalized_shape)
+    eps, parameters = layer.eps, (layer.weight, None)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return norms.layer_norm(x, placement, shape, layer.weight, None, eps, centred=False), placement
+    return norms.layer_norm(x, placement, layer.normalized_shape, parameters, eps, False), placement
 
 
 def _instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     layer._check_input_dim(x)
     if x.ndim == layer._get_no_batch_dim():
         raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
-    return norms.group_norm(x, placement, x.shape[1], layer.weight, layer.bias, layer.eps), placement
+    return norms.group_norm(x, placement, x.shape[1], (layer.weight, layer.bias), layer.eps), placement
 
 
 def _check_instance_norm(module: Any) -> None:
@@ -232,13 +191,13 @@ def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     check_whole(placement, (1,), "this layer")
     layer._check_input_dim(x)
     if placement.shape[1] != layer.num_features:
-        raise ShapeError(
-            f"{placement.shape[1]} channels, the layer has {layer.num_features}", text=str(placement.layout)
-        )
+        what = f"{placement.shape[1]} channels, the layer has {layer.num_features}"
+        raise ShapeError(what, text=str(placement.layout))
     if not layer.training and layer.running_mean is not None:
         statistics = layer.running_mean, layer.running_var
-        return norms.fixed_norm(x, placement, statistics, layer.weight, layer.bias, layer.eps), placement
-    y, mean, variance = norms.batch_norm(x, placement, layer.weight, layer.bias, layer.eps)
+        parameters = placement.copied(layer.weight, layer.bias)
+        return nn.functional.batch_norm(x, *statistics, *parameters, False, 0.0, layer.eps), placement
+    y, mean, variance = norms.batch_norm(x, placement, (layer.weight, layer.bias), layer.eps)
     if layer.training and layer.running_mean is not None:
         layer.num_batches_tracked.add_(1)
         part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
@@ -247,24 +206,22 @@ def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     return y, placement
 
 
+_BY_RANK = {
+    "AdaptiveAvgPool": Form(lambda layer, x, p: global_avg_pool(x, p, _rank(layer)), _check_global_avg_pool),
+    "AvgPool": Form(_avg_pool),
+    "BatchNorm": Form(_batch_norm),
+    "Conv": Form(_conv),
+    "ConvTranspose": Form(_conv_transpose),
+    "InstanceNorm": Form(_instance_norm, _check_instance_norm),
+    "MaxPool": Form(lambda layer, x, p: max_pool(x, p, _pool(layer, layer.dilation)), _check_max_pool),
+}
 # Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
 FORMS: dict[type[nn.Module], Form] = {
     nn.GroupNorm: Form(_group_norm),
     nn.LayerNorm: Form(_layer_norm),
     nn.RMSNorm: Form(_rms_norm),
     **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Form(_conv)),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Form(_conv_transpose)),
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), Form(_max_pool, _check_max_pool)),
-    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), Form(_avg_pool)),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), Form(_batch_norm)),
-    **dict.fromkeys(
-        (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-        Form(_global_avg_pool, _check_global_avg_pool),
-    ),
-    **dict.fromkeys(
-        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), Form(_instance_norm, _check_instance_norm)
-    ),
+    **{getattr(nn, f"{name}{rank}d"): form for name, form in _BY_RANK.items() for rank in (1, 2, 3)},
 }
 
 LAYERS: dict[type[nn.Module], type[Any]] = {
@@ -272,3 +229,50 @@ LAYERS: dict[type[nn.Module], type[Any]] = {
     for kind, form in FORMS.items()
 }
 globals().update({layer.__name__: layer for layer in LAYERS.values()})  # pickle looks them up by name
+
+
+class HaloExchange(nn.Module):
+    """Widens blocks by rows of their neighbours; `trim` drops them again.
+
+    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` shards; without a
+    mesh, all processes of the world shard it, in their order. boundary: the values beyond the edges of the
+    array, as in a layout. shape: the global shape, if blocks differ in size.
+
+    >>> import torch, torch_bridge as xt
+    >>> def turn():
+    ...     halo = xt.nn.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
+    ...     x = torch.tensor([[1], [2]]) + 2 * torch.distributed.get_rank()
+    ...     return halo(x).flatten().tolist(), torch.equal(halo.trim(halo(x)), x)
+    >>> xt.testing.run_ranks(2, turn)
+    [([4, 1, 2, 3], True), ([2, 3, 4, 1], True)]
+    """
+
+    def __init__(
+        self,
+        halo_width: HaloWidth,
+        dim: int = -2,
+        *,
+        axis: Axes = "sp",
+        mesh: MeshLike | None = None,
+        boundary: str = "zero",
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.halo_width, self.dim, self.axis, self.mesh = halo_width, dim, axis, mesh
+        self.options: Any = {"boundary": boundary, "shape": shape}
+        if mesh is None and not isinstance(axis, str):
+            raise MeshError(f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`n/axis -> n/axis:halo(...)`; the gradients of copied rows are added at their owner."""
+        return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
+
+    def trim(self, x: Tensor) -> Tensor:
+        """`n/axis:halo(...) -> n/axis`."""
+        return trim_halo(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
+
+    def _mesh(self) -> MeshLike:
+        return Mesh({str(self.axis): dist.get_world_size()}) if self.mesh is None else self.mesh
+
+    def extra_repr(self) -> str:
+        return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.options['boundary']!r}"

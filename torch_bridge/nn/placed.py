@@ -34,8 +34,7 @@ COPIES: ContextVar[Copies] = ContextVar("COPIES")
 class Placement:
     """The sharding of a global array, and the processes that hold it.
 
-    shares: axes along which each process keeps its share of the gradient of a parameter; along all others the
-    gradient is summed.
+    shares: axes along which each process keeps its share of a parameter's gradient, which is not summed.
     """
 
     sharding: Sharding
@@ -54,7 +53,6 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape."""
         return self.sharding.shape
 
     @property
@@ -68,19 +66,15 @@ class Placement:
         return self.sharding.local_shape(self.processes.device)
 
     def cuts(self, dim: int) -> bool:
-        """Whether an axis of the mesh shards the dim."""
         return bool(self.layout.dims[dim].axes)
 
     def of(self, sharding: Sharding) -> Placement:
-        """Another array on the same processes."""
         return replace(self, sharding=sharding)
 
     def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-        """The placement of an array with these dims and lengths."""
         return self.of(Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
 
     def with_length(self, dim: int, length: int) -> Placement:
-        """The same layout, with another length of an unsharded dim."""
         return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))
 
     def whole(self, x: Tensor) -> Placement:
@@ -88,22 +82,17 @@ class Placement:
         return self.remade([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
 
     def moved(self, x: Tensor, to: Layout) -> Tensor:
-        """This process's block under another layout of the same array."""
         return redistribute(x, (self.layout, to), self.processes, shape=self.shape)
 
     def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
-        """Parameters as copies along the axes that shard the array: their gradients are addends along these.
-
-        The copies made where the model was entered are taken, if there are any.
-        """
+        """Parameters as copies along the axes that shard the array, or the ones made at the entrance."""
         axes, ready = self.axes, COPIES.get({})
         if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
         missing = [p for p in parameters if p is not None and p.requires_grad and (id(p), axes) not in ready]
         if missing:
-            ready = {**ready} | {
-                (id(p), axes): x for p, x in zip(missing, self.copies_of(missing, axes), strict=True)
-            }
+            copies = zip(missing, self.copies_of(missing, axes), strict=True)
+            ready = {**ready, **{(id(p), axes): x for p, x in copies}}
         return [ready.get((id(p), axes), p) for p in parameters]
 
     def copies_of(self, parameters: Sequence[Tensor], axes: tuple[str, ...]) -> Sequence[Tensor]:
@@ -113,15 +102,12 @@ class Placement:
 
 
 def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
-    """Raise NotationError where one of the dims is cut."""
+    """Raise NotationError if one of the dims is sharded."""
     for d in dims:
         if placement.cuts(d):
-            dim = placement.layout.dims[d]
-            raise NotationError(
-                f"{what} needs dim {dim.name!r} whole",
-                text=str(placement.layout),
-                hint=f"redistribute first, as in '{dim} -> {dim.name}'",
-            )
+            dim, text = placement.layout.dims[d], str(placement.layout)
+            hint = f"redistribute first, as in '{dim} -> {dim.name}'"
+            raise NotationError(f"{what} needs dim {dim.name!r} whole", text=text, hint=hint)
 
 
 def record(x: Tensor, placement: Placement) -> Tensor:
@@ -147,10 +133,8 @@ def placement_of(x: Tensor) -> Placement:
     """The placement of a block. Raises ShapeError if nothing is recorded."""
     placement = recorded(x)
     if placement is None:
-        raise ShapeError(
-            f"nothing is known of a tensor of shape {tuple(x.shape)}",
-            hint="the outputs of domain-parallel layers and models have a sharding",
-        )
+        hint = "the outputs of domain-parallel layers and models have a sharding"
+        raise ShapeError(f"nothing is known of a tensor of shape {tuple(x.shape)}", hint=hint)
     return placement
 
 
@@ -159,14 +143,10 @@ def placed_as(
 ) -> Placement:
     """The placement of a block: the recorded one, else the one under `layout`.
 
-    shape: the global shape; None, for it or for one length: blocks have equal lengths along that dim.
-    Raises ShapeError, NotationError.
+    shape: the global shape; None, for it or for one length, means blocks of equal lengths along that dim.
     """
-    known = recorded(x)
-    if known is not None:
-        return known
     lengths = None if shape is None else tuple(shape)
-    return _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
+    return recorded(x) or _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
 
 
 @lru_cache(maxsize=4096)
@@ -176,18 +156,15 @@ def _placed_as(
     text = str(layout)
     check_axes(layout, processes.mesh)
     if layout.tags or any(dim.overlap for dim in layout.dims):
-        raise NotationError(
-            "layers work on blocks of values that do not overlap", text=text, hint="as in b c h/sp w"
-        )
+        what = "layers work on blocks of values that do not overlap"
+        raise NotationError(what, text=text, hint="as in b c h/sp w")
     if shape is not None and len(shape) != len(local):
         raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
     known = {} if shape is None else dict(zip(layout.resolved(len(local)).names, shape, strict=True))
     whole = global_shape(layout, processes.mesh, local, text, known)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
     if placement.local_shape != local:
-        raise ShapeError(
-            f"the block has shape {local}, not {placement.local_shape}",
-            text=text,
-            hint=f"this process's part of a {whole} array; pass shape= where blocks differ in size",
-        )
+        what = f"the block has shape {local}, not {placement.local_shape}"
+        hint = f"this process's part of a {whole} array; pass shape= where blocks differ in size"
+        raise ShapeError(what, text=text, hint=hint)
     return placement

@@ -1,24 +1,58 @@
-"""Records follow blocks through a model's own code, between its layers.
+"""Records follow blocks through a model's own code, between its layers, and through checkpoints.
 
-Functions without a rule are refused on every process: a wrong result could have the right shape. Records also
-follow blocks through the second forward pass of a checkpoint, during the backward pass.
+A torch function has a rule if its result for a block is a block of its result for the array; its arguments
+are moved, and gradients of replicated ones summed. Others are refused: results could have the right shape.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache, partial
+from operator import gt
+from types import EllipsisType, FrameType
 from typing import Any
 
+import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_map_only
 
-from torch_bridge.nn.placed import recorded
-from torch_bridge.nn.propagation_rules import Function, not_of_blocks, of_whole, rule_of, tensors_in
-from torch_bridge.nn.view_rules import VIEWS
-from xshard import XshardError
-from xshard.errors import with_path
+from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
+from torch_bridge.ops import copy_to
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError, with_path
+from xshard.notation.parser import Dim
+
+Function = Callable[..., Any]
+Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+
+# Functions that work element by element, though torch has no tag for them.
+_POINTWISE = frozenset((
+    "alpha_dropout", "bfloat16", "bool", "contiguous", "detach", "double", "dropout", "float", "half",
+    "hardswish", "hardswish_", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill", "ones_like",
+    "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
+))  # fmt: skip
+_RANDOM = ("dropout", "alpha_dropout")
+
+# Functions along dims -> the position of the dims among the arguments (_NOWHERE: in no argument), and the
+# default dim; None: all dims.
+_NOWHERE = 9
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys((
+        "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "flip",
+        "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "prod", "softmax",
+        "softmin", "std", "sum", "var",
+    ), (1, None)),
+    **dict.fromkeys(("argsort", "glu", "sort"), (1, -1)),
+    **dict.fromkeys(("channel_shuffle", "local_response_norm"), (_NOWHERE, 1)),
+    "normalize": (2, 1), "roll": (2, None), "topk": (2, -1),
+}  # fmt: skip
+_DIMS = ("dim", "dims", "axis")
 
 # Functions that read properties of a tensor and return no tensor.
 _READING = frozenset((
@@ -28,12 +62,292 @@ _READING = frozenset((
     "type",
 ))  # fmt: skip
 
+# Functions of a block and of parameters -> the number of the block's last dims that they need whole.
+_WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
+
+
+# They merge and split neighbouring dims, so that the array without data must be contiguous.
+_MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
+# Their arguments are lengths, and in a model's code those are the block's.
+_OF_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
+_VIEWS = _MERGING | _OF_LENGTHS | frozenset((
+    "H", "T", "__getitem__", "chunk", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "select",
+    "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold",
+    "unsqueeze",
+))  # fmt: skip
+
+
+def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _broadcast([p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None])
+    written, args = args[0], tuple(_fitted(a, result) for a in args)
+    if func.__name__.endswith("_") and not func.__name__.endswith("__") and args[0] is not written:
+        what = f"{func.__name__}() on a tensor that is not sharded like its result"
+        raise XshardError(what, hint="not in place")
+    y = func(*args, **{k: _fitted(v, result) for k, v in kwargs.items()})
+    # Arguments without a record may have broadcast whole dims.
+    lengths = [n if result.cuts(d) else y.shape[d] for d, n in enumerate(result.shape)]
+    return record(y, result.remade(result.layout.dims, lengths))
+
+
+def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of a block and of parameters, for which the last dims of the block are whole."""
+    placement, name, values = recorded(args[0]), func.__name__, (*args[1:], *kwargs.values())
+    others = list(tensors_in(values))
+    if placement is None or any(p.ndim > 2 or (recorded(p) or placement.whole(p)).axes for p in others):
+        raise _not_of_blocks(name)
+    if name == "embedding" and any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse"))):
+        raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
+    last = _WHOLE_LAST.get(name)
+    if last is None:  # a norm
+        last = len(_arguments(args, kwargs, ("input", "normalized_shape"))[1])
+    first = len(placement.shape) - last
+    check_whole(placement, range(first, len(placement.shape)), f"{name}()")
+    rest, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args[1:], kwargs))
+    y = func(args[0], *rest, **kwargs)
+    dims = [*placement.layout.dims, *itertools.islice(_new_dims(placement.layout), 1)][: y.ndim]
+    return record(y, placement.remade(dims, (*placement.shape[:first], *y.shape[first:])))
+
+
+def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    placements = [p for p in map(recorded, tensors) if p is not None]
+    for placement in placements:
+        check_whole(placement, (_dim(dim, placement),), "cat()")
+    if len(placements) < len(tensors):
+        raise XshardError("cat() of a block and a tensor without a placement", hint="slice it first")
+    d = _dim(dim, placements[0])
+    one_row, lengths = _broadcast([p.with_length(d, 1) for p in placements]), [p.shape[d] for p in placements]
+    parts = [_fitted(x, one_row.with_length(d, n)) for x, n in zip(tensors, lengths, strict=True)]
+    return record(func(parts, d), one_row.with_length(d, sum(lengths)))
+
+
+def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    rows = [_view(torch.unsqueeze, (x, dim), {}) if recorded(x) else x for x in tensors]
+    return _cat(torch.cat, (rows, dim), {})
+
+
+def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function along some dims, which are whole: they stay, or they are reduced."""
+    x, name = args[0], func.__name__
+    position, dim = _ALONG[name]
+    last = len(args) if name == "flip" else position + 1
+    values: Sequence[Any] = (*args[position:last], *(kwargs[k] for k in _DIMS if k in kwargs))
+    values = values[0] if values and isinstance(values[0], list | tuple) else values
+    if isinstance(kwargs.get("other", values and values[0]), Tensor):  # the larger of two tensors
+        return _pointwise(func, args, kwargs)
+    placement = placement_of(x)
+    named = [d for d in values if isinstance(d, int) and not isinstance(d, bool)]
+    every = range(len(placement.shape)) if dim is None else (dim,)
+    dims = {_dim(d, placement) for d in named or every}
+    check_whole(placement, sorted(dims), f"{name}()")
+    y = func(*args, **kwargs)
+    for part in tensors_in((y,)):
+        kept = [d for d in range(x.ndim) if part.ndim == x.ndim or d not in dims]
+        pairs = zip(kept, part.shape, strict=True)
+        lengths = [placement.shape[d] if placement.cuts(d) else n for d, n in pairs]
+        record(part, placement.remade([placement.layout.dims[d] for d in kept], lengths))
+    return y
+
+
+def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, pad = _arguments(args, kwargs, ("input", "pad"))
+    placement = placement_of(x)
+    shape = list(placement.shape)
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        d = len(shape) - 1 - i
+        if before or after:
+            check_whole(placement, (d,), "pad()")
+        shape[d] += before + after
+    return record(func(*args, **kwargs), placement.remade(placement.layout.dims, shape))
+
+
+def _of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
+    """Any function of replicated values: its results are replicated too."""
+    if name in _RANDOM:
+        _, p, training = _arguments(args, kwargs, ("input", "p", "training"), 0.5, True)
+        if training and p > 0:
+            what = f"{name}() of a whole tensor in training: devices would draw different numbers"
+            raise XshardError(what, hint="use it on blocks, or after the model")
+    if placement.shares:
+        args, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args, kwargs))
+    result = func(*args, **kwargs)
+    for y in tensors_in((result,)):
+        record(y, placement.whole(y))
+    return result
+
+
+def _used_beside(placement: Placement, x: Tensor) -> Tensor:
+    """A tensor for use with a block: its gradient is summed over the axes that shard only the block."""
+    own = recorded(x)
+    if own is None:  # a parameter, or a constant
+        return placement.copied(x)[0]  # type: ignore[return-value]
+    missing = tuple(axis for axis in placement.axes if axis not in own.axes)
+    if missing and x.requires_grad and torch.is_grad_enabled():
+        return copy_to(x, missing, placement.processes)
+    return x
+
+
+def _broadcast(found: Sequence[Placement]) -> Placement:
+    """The placement of the result of a broadcasting function: each dim is cut as in the first cut of it."""
+    rank = max(len(placement.shape) for placement in found)
+    base = next(placement for placement in found if len(placement.shape) == rank)
+    dims, shape = list(base.layout.dims), list(base.shape)
+    for placement in found:
+        for d in range(-1, -len(placement.shape) - 1, -1):
+            dim, n = placement.layout.dims[d], placement.shape[d]
+            if (shape[d] == 1 and n != 1) or (not dims[d].axes and dim.axes and n == shape[d]):
+                dims[d], shape[d] = replace(dim, name=dims[d].name), n
+            elif n not in (1, shape[d]):
+                raise ShapeError(f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placement.layout))
+    return base.remade(dims, shape)
+
+
+def _fitted(x: Any, result: Placement) -> Any:
+    """An argument, moved to the cuts of the result; its gradient is summed over axes that do not cut it."""
+    if isinstance(x, list | tuple):
+        return type(x)(_fitted(v, result) for v in x)
+    if not isinstance(x, Tensor):
+        return x
+    placement = recorded(x)
+    offset = len(result.shape) - x.ndim
+    if offset < 0:
+        what = f"{x.ndim} dims meet {len(result.shape)}"
+        raise ShapeError(what, text=str(result.layout), hint="as many dims")
+    aims = result.layout.dims[offset:]
+    if placement is None:
+        for d, n in enumerate(x.shape):
+            if n > 1 and aims[d].axes:
+                what = f"{n} rows without a recorded sharding meet dim '{aims[d]}'"
+                hint = "slice it first, or make it an input of the model"
+                raise ShapeError(what, text=str(result.layout), hint=hint)
+        return _used_beside(result, x)
+    rows = zip(placement.layout.dims, placement.shape, aims, strict=True)
+    dims = [replace(aim if n > 1 else Dim(aim.name), name=dim.name) for dim, n, aim in rows]
+    aim = placement.of(replace(placement.sharding, layout=Layout(tuple(dims))))
+    if not placement.sharding.means_the_same_as(aim.sharding):
+        x = record(placement.moved(x, aim.layout), aim)
+    return _used_beside(result, x)
+
+
+def _dim(dim: int, placement: Placement) -> int:
+    if not -len(placement.shape) <= dim < len(placement.shape):
+        what = f"no dim {dim} in a block of {len(placement.shape)} dims"
+        raise ShapeError(what, text=str(placement.layout))
+    return dim % len(placement.shape)
+
+
+def _arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any
+) -> list[Any]:
+    """The arguments with these names, by position or by name; the last ones have defaults."""
+    named = {"dim" if k == "axis" else k: v for k, v in kwargs.items()}
+    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    values |= dict(zip(names, args, strict=False)) | {k: v for k, v in named.items() if k in names}
+    return [values[name] for name in names]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among values, also inside lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of an array without data shows where each dim goes: it keeps its stride and its length."""
+    x, *rest = args
+    name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
+    placement = placement_of(x)
+    if name == "__getitem__":
+        index = rest[0] if isinstance(rest[0], tuple) else rest
+        if any(isinstance(i, bool) or not isinstance(i, slice | int | EllipsisType | None) for i in index):
+            raise XshardError("a block indexed by more than slices and numbers", hint="as in x[:, :4]")
+    local, merging = name in _OF_LENGTHS, name in _MERGING
+    empty = _without_data(x.shape if local else placement.shape, x.dtype, merging)
+    aims = func(empty, *rest, **kwargs)
+    what = "a slice" if name == "__getitem__" else f"{name}()"
+    if name == "squeeze":  # one row here may be one of many
+        seen = _seen(placement, empty, aims, what, splits=False)
+        return record(x.reshape(seen.local_shape), seen)
+    y = func(*args, **kwargs)
+    for part, aim in zip(*((z,) if isinstance(z, Tensor) else z for z in (y, aims)), strict=True):
+        record(part, _seen(placement, empty, aim, what, splits=local and merging))
+    return y
+
+
+def _new_dims(layout: Layout) -> Iterator[Dim]:
+    return (Dim(name) for name in map("d{}".format, itertools.count()) if name not in layout.names)
+
+
+def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) -> Tensor:
+    """A tensor in which strides tell the dims apart, also dims of length 1, unless it is contiguous."""
+    if contiguous:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n + 2
+    return torch.empty_strided(tuple(shape), strides[::-1], dtype=dtype, device="meta")
+
+
+def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool) -> Placement:
+    """The placement of a view of an array without data. Raises NotationError if it changes a sharded dim.
+
+    splits: lengths of the block may have split a dim. Then rows in groups of as many as the block has look
+    like the rows of the block beside a dim of length 1.
+    """
+    dims, lengths = list(itertools.islice(_new_dims(placement.layout), aim.ndim)), list(aim.shape)
+    for d, dim in enumerate(placement.layout.dims):
+
+        def places(x: Tensor, d: int = d) -> list[int]:
+            """Dims that the dim may be; a whole one may have another length."""
+            n = empty.shape[d] if placement.cuts(d) else None
+            return [i for i in range(x.ndim) if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])]
+
+        before, after = places(empty), places(aim)
+        if len(before) == len(after):
+            e = after[before.index(d)]
+            if splits and placement.cuts(d) and any(map(gt, _ones_beside(aim, e), _ones_beside(empty, d))):
+                raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
+            dims[e], lengths[e] = dim, placement.shape[d] if placement.cuts(d) else aim.shape[e]
+        else:
+            check_whole(placement, (d,), what)
+    return placement.remade(dims, lengths)
+
+
+def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:
+    """The number of dims of length 1 right before a dim, and right after it."""
+    sides = (reversed(x.shape[:d]), x.shape[d + 1 :])
+    before, after = (len(list(itertools.takewhile((1).__eq__, side))) for side in sides)
+    return before, after
+
+
+_RULES: dict[str, Rule] = {
+    "cat": _cat, "concat": _cat, "pad": _pad, "stack": _stack,
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys((*_WHOLE_LAST, "layer_norm", "rms_norm"), _with_parameters),
+    **dict.fromkeys(_VIEWS, _view),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _rule_of(name: str) -> Rule | None:
+    packets = [getattr(torch.ops.aten, n, None) for n in (name, name.strip("_"))]
+    tags = [getattr(p, overload).tags for p in packets if p is not None for overload in p.overloads()]
+    pointwise = name in _POINTWISE or (name != "equal" and any(torch.Tag.pointwise in tag for tag in tags))
+    return _RULES.get(name) or (_pointwise if pointwise else None)
+
+
+def _not_of_blocks(name: str) -> XshardError:
+    what = f"{name}() of a block is not a block of {name}() of the array"
+    return XshardError(what, hint="use a module, which becomes a layer, or redistribute what it needs whole")
+
 
 class Propagation(TorchFunctionMode):
-    """While it is active, functions of tensors with records give results with records, or are refused.
-
-    paths: the path of each module of a model, by the module's id.
-    """
+    """Gives results of functions of tensors with records records, or refuses. paths: of modules, by id."""
 
     def __init__(self, paths: Mapping[int, str]) -> None:
         super().__init__()
@@ -45,16 +359,16 @@ class Propagation(TorchFunctionMode):
         kwargs = kwargs or {}
         placements = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
         name = getattr(func, "__name__", str(func))
-        if name == "__get__" and func.__self__.__name__ in VIEWS:  # type: ignore[attr-defined]
+        if name == "__get__" and func.__self__.__name__ in _VIEWS:  # type: ignore[attr-defined]
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if not placements or name in _READING:
             return func(*args, **kwargs)
         try:
             if not any(placement.axes for placement in placements):
-                return of_whole(func, args, kwargs, placements[0], name)
-            rule = rule_of(name)
+                return _of_whole(func, args, kwargs, placements[0], name)
+            rule = _rule_of(name)
             if rule is None:
-                raise not_of_blocks(name)
+                raise _not_of_blocks(name)
             if not args:
                 args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
             return rule(func, args, kwargs)
@@ -63,17 +377,13 @@ class Propagation(TorchFunctionMode):
 
     def _path(self) -> str:
         """The path of the innermost module of the model on the call stack."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            path = self.paths.get(id(frame.f_locals.get("self")))
-            if path is not None:
-                return path
-            frame = frame.f_back  # type: ignore[assignment]
-        return ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and id(frame.f_locals.get("self")) not in self.paths:
+            frame = frame.f_back
+        return "" if frame is None else self.paths[id(frame.f_locals["self"])]
 
 
 def is_followed() -> bool:
-    """Whether records follow blocks now."""
     return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
 
 
@@ -89,10 +399,5 @@ def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) ->
     >>> x.grad
     tensor([2., 2.])
     """
-    return torch.utils.checkpoint.checkpoint(
-        function,
-        *arguments,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), Propagation({})),
-        **options,
-    )
+    options |= {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Propagation({}))}
+    return torch.utils.checkpoint.checkpoint(function, *arguments, **options)
