@@ -17,9 +17,6 @@ from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
 from xshard.models import ActivationRule, rule_of
 
-PARAMETERS = ("parameter", "", "shape", "stored", "used", "gradient summed over", "block")
-MOVES = ("module", "", "moves", "forward", "backward")
-
 
 def explain(model: nn.Module) -> str:
     """Return a parallel model as tables: its parameters, and the bytes that a step receives.
@@ -50,9 +47,11 @@ def explain(model: nn.Module) -> str:
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
     lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
-    lines.append(("a step", "", "", *map(format_bytes, total)))
+    stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
+    sent = [("module", "", "moves", "forward", "backward"), *lines]
+    sent.append(("a step", "", "", *map(format_bytes, total)))
     title = f"{type(model).__name__} on {axes}"
-    return "\n".join([title, "", align_columns([PARAMETERS, *rows]), "", align_columns([MOVES, *lines])])
+    return "\n".join([title, "", align_columns(stored), "", align_columns(sent)])
 
 
 def _bytes(n: int | None) -> str:

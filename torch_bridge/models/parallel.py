@@ -59,9 +59,8 @@ class ParallelModel:
             path, _, attribute = name.rpartition(".")
             use = use_of("...", x.ndim, context.axes, varying)
             sharding = Sharding(use.stored, context.axes, tuple(x.shape))
-            parameters.append(
-                ShardedParameter([name], [(model.get_submodule(path), attribute)], sharding, varying)
-            )
+            owners = [(model.get_submodule(path), attribute)]
+            parameters.append(ShardedParameter([name], owners, sharding, varying))
             if isinstance(x, nn.Parameter):
                 uses[name] = use
         return cls(context, parameters, uses, (), Gradients(context, (), None), arrives, original)

@@ -25,7 +25,6 @@ from xshard.errors import ShapeError, with_path
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor] | None
-KINDS = ("output", "gradient")
 
 
 class Wanted(NamedTuple):
@@ -226,7 +225,10 @@ def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel
     axes, processes = parallel.context.axes, parallel.context.processes
     if tol is None:
         tol = rounding(name_of(x.dtype) for x in blocks)
-    most = {kind: max((w.largest for w in wanted if w.kind == kind), default=0.0) for kind in KINDS}
+    most = {
+        kind: max((w.largest for w in wanted if w.kind == kind), default=0.0)
+        for kind in ("output", "gradient")
+    }
     differ = [
         not torch.isclose(x.double(), w.block.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()
         for w, x in zip(wanted, blocks, strict=True)
