@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
-_STATE = {"load": "files", "save": "files", "transfer": "transfer"}  # imported when used: that takes a while
+_STATE = {"load": "files", "save": "files", "transfer": "transfer"}  # slow to import, so only when used
 
 
 def __getattr__(name: str) -> Any:

@@ -106,9 +106,8 @@ def halo_exchange(
     """Widen each block by rows of its neighbours: `h/axis -> h/axis:halo(width, width, boundary)`.
 
     width: rows at both ends, or `(before, after)`; a list has one number per part. A width may exceed a
-    neighbour's block; a negative one leaves rows out. boundary: the rows beyond the ends of the array:
-    zero, constant(1.5), periodic, reflect, edge, none, pole, or one for each end ("edge,zero").
-    The backward pass adds the gradients of all copies of a row at its owner.
+    neighbour's block; a negative one leaves rows out. boundary: zero, constant(1.5), periodic, reflect, edge,
+    none, pole, or one for each end ("edge,zero"). The backward pass adds the gradients of a row's copies.
     """
     return _moved(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
 
@@ -187,8 +186,7 @@ def positions(
     -1 stands for rows outside the array: padding, or a constant beyond its ends.
     shape: the global shape. dim: name or index. mesh: default, inside only: the one of the context.
 
-    Raises as `xshard.Layout.positions` does, and MeshError if only some of the axes are manual, or none and
-    no mesh is given.
+    Raises as `xshard.Layout.positions` does, and MeshError for axes that are not manual, without a mesh.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> positions("b s/zigzag(cp)", mesh, shape=(3, 8), dim="s").tolist()  # one device has all rows

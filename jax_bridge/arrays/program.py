@@ -1,9 +1,7 @@
 """One compiled program for all arrays of a `reshard` call, cached for the next call like it.
 
-A plan on a global array is one operation of JAX: a primitive that carries the plan and the mesh. The tangent
-moves by the same plan, the cotangent by the backward plan, and a batch is one more dim, sharded as `vmap` has
-it. So JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among
-manual ones.
+A plan on a global array is a primitive that carries the plan and the mesh. A batch is one more dim, so that
+JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones.
 """
 
 from __future__ import annotations
@@ -56,17 +54,12 @@ def make_program(
     profile: str | Path | Profile,
     paths: tuple[str, ...] = (),
 ) -> Program:
-    """The program for one array per expression.
-
-    paths: names of the arrays, for errors. Raises as `reshard` does.
-    """
+    """The program for one array per expression. paths: names of the arrays, for errors."""
     plans: list[Plan] = []
     sources: list[StoredArray] = []
     targets: list[StoredArray] = []
-    paths = paths or ("",) * len(expressions)
-    for i, (expression, shape, dtype, path) in enumerate(
-        zip(expressions, shapes, dtypes, paths, strict=True), 1
-    ):
+    moves = zip(expressions, shapes, dtypes, paths or ("",) * len(expressions), strict=True)
+    for i, (expression, shape, dtype, path) in enumerate(moves, 1):
         src, dst, text = sides(expression)
         with located(path):
             if isinstance(expression, Plan):

@@ -1,8 +1,7 @@
 """`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`.
 
 A dim in zigzag or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in
-which the devices store them, `s/zigzag(cp) -> s` permutes them back. A global array has one gradient, so
-`copy` and `sum` need a mesh of Explicit axes, where JAX has reduced and unreduced arrays.
+which the devices store them. A global array has one gradient, so `copy` and `sum` need Explicit axes.
 """
 
 from __future__ import annotations
@@ -51,17 +50,14 @@ def reshard(
 
     arrays: an array, or a pytree of arrays, which one program moves. layouts: `"layout -> layout"`, a pair of
     layouts, or a plan; for a pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix
-    with either in the place of a branch. mesh: default: the arrays' own. profile: the machine to plan for. A
-    committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
-    tracer on Auto axes, a numpy array) there. An array that is known to be stored in another order (it comes
-    from here, or `stored_as` says so) is refused; results of JAX are believed, unless XSHARD_DEBUG is on.
-    donate: results may reuse the arrays' memory, and the arrays are deleted.
-    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it. Dims that do not
-    divide are refused: a global array cannot have uneven blocks.
+    of these. mesh: default: the arrays' own. profile: the machine to plan for. A committed array must be
+    sharded by its left layout; XLA first brings others (a tracer on Auto axes, a numpy array) there. An array
+    that is known to be stored in another order is refused; results of JAX are believed, unless XSHARD_DEBUG
+    is on. donate: results may reuse the arrays' memory, and the arrays are deleted.
+    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
-    Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims
-    that do not divide and for an array with another sharding or order; XshardError for layouts that do
-    not fit the pytree.
+    Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims that
+    do not divide and for another sharding or order; XshardError for layouts that do not fit the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> x = jax.device_put(jax.numpy.ones((4, 2)), jax.NamedSharding(mesh, jax.P("cp")))
@@ -79,15 +75,11 @@ def reshard(
         with located(leaf.place):
             moves.append(_array_call(leaf.x, leaf.given))
     array_mesh = ArrayMesh.of([call.x for call in moves], [call.sides.text for call in moves], mesh)
-    program = make_program(
-        tuple(call.expression for call in moves),
-        array_mesh,
-        tuple(call.x.shape for call in moves),
-        tuple(call.x.dtype for call in moves),
-        donate,
-        machine(profile, array_mesh.here),
-        tuple(leaf.place for leaf in leaves),
-    )
+    paths = [leaf.place for leaf in leaves]
+    inputs = [(c.expression, c.x.shape, c.x.dtype, path) for c, path in zip(moves, paths, strict=True)]
+    expressions, shapes, dtypes, names = zip(*inputs, strict=True)
+    planned_for = machine(profile, array_mesh.here)
+    program = make_program(expressions, array_mesh, shapes, dtypes, donate, planned_for, names)
     for leaf, call, source in zip(leaves, moves, program.sources, strict=True):
         with located(leaf.place):
             source.check(call.x, donate)
@@ -107,7 +99,7 @@ def reshard(
 
 
 class ArrayCall(NamedTuple):
-    """One array of a call: its numbers, its expression, and for PRNG keys the function back to keys."""
+    """One array of a call, its expression, and for PRNG keys the function back to keys."""
 
     x: jax.Array
     sides: Sides
@@ -127,10 +119,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
-    """The array at rest as `target`: moved by a plan if it is known to be sharded differently.
-
-    Raises ShapeError if its rows are known to be in another order, MeshError if it is on another mesh.
-    """
+    """The array at rest as `target`: moved by a plan if it is known to be sharded differently."""
     with located(target.path):
         check_order(x, target.array, target.text)
         sharding = target.other_sharding(x)
@@ -153,13 +142,10 @@ def place(
     `equinox` modules. Other leaves stay as they are, and take no rule.
     layouts: `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.kernel"`) to layouts,
     as for `shard_map`; or one layout for all. Of `"layout -> layout"` the left side counts. Arrays are held
-    as `shard_map` takes them: whole in one of the layouts, a dim in zigzag or another order in storage order,
-    which is remembered. An array on the mesh is moved by a plan; from other arrays a device receives only its
-    own part.
+    as `shard_map` takes them. An array on the mesh is moved by a plan; of others devices receive their parts.
 
     Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError, MeshError;
-    DtypeError for an array that JAX would narrow; XshardError for leaves without a rule and rules without a
-    leaf.
+    DtypeError for an array that JAX would narrow; XshardError for leaves or rules without the other.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
     >>> model = {"up": {"kernel": np.ones((4, 6), np.float32), "bias": np.ones(6, np.float32)}}

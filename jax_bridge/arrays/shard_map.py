@@ -1,7 +1,6 @@
 """`shard_map`: a function of blocks as a function of global arrays, with layouts at the border.
 
-An array at the border is held as JAX can hold it: overlaps are filled on the way in and trimmed on the way
-out, blocks of several sizes are padded, and pending reductions are taken.
+At the border overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken.
 """
 
 from __future__ import annotations
@@ -47,19 +46,17 @@ def shard_map(
 
     layouts: `"layout, layout -> layout"`, one for each positional argument and for each result; or a pair: a
     tuple for the arguments, and the layouts of the results. Each is a layout for all arrays of an argument,
-    `xshard.Rules` over the names of its leaves, or a pytree prefix with either in the place of a branch.
-    `"layout -> layout"` in the place of a layout moves an array on its way.
+    `xshard.Rules` over the names of its leaves, or a pytree prefix of these. `"layout -> layout"` in the
+    place of a layout moves an array on its way. Non-array arguments, numbers included, take None; they are
+    passed through unchanged and must be hashable.
     Outside, an array is unsharded in meaning: `copy(dp)` says that devices use copies of it, `sum(dp)` that
-    they have addends of it. A dim in zigzag or another order is in storage order, as with `reshard`, and
-    results remember theirs. An array that is known to be sharded otherwise is moved by a plan; one that is
-    known to have its rows in another order is refused. Non-array arguments, numbers included, take None as
-    their layout; they are passed through unchanged and must be hashable.
+    they have addends of it. A dim in zigzag or another order is in storage order, as with `reshard`. An array
+    that is known to be sharded otherwise is moved by a plan; one known to be in another order is refused.
     mesh: default: the arrays' own, or the one of the context. sizes: lengths of dims by name, needed for a
     result with a dim of another length than arguments have under its name, or with a new dim in blocks of
     several sizes. profile: the machine to plan for.
-    check_vma: as for `jax.shard_map`; the layouts say which values vary. Without it they have to say `copy`
-    if devices use an unsharded value differently, or its gradient is wrong.
-    donate_argnums: arguments with memory that results may use.
+    check_vma: as for `jax.shard_map`. Without it layouts have to say `copy` if devices use an unsharded value
+    differently, or its gradient is wrong. donate_argnums: arguments with memory that results may use.
 
     Without `f` this is a decorator. `f` is traced twice, to find the shapes of its results first.
     Raises, while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError with the name of the
@@ -104,7 +101,7 @@ class _BorderArray(NamedTuple):
     outside: StoredArray
 
     def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """This device's block under the left layout -> its block under the right one. axes: the mesh's."""
+        """This device's block on its way. axes: the mesh's."""
         with located(self.outside.path):
             return self.call.run(x, axes)
 
@@ -195,14 +192,9 @@ class _MappedFunction:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
             raise XshardError(f"an argument that is not an array lacks a hash: {error}", hint=hint) from None
         border = _Border(mesh, self.typed, self.profile)
-        arguments = (
-            program.arguments
-            if program
-            else [
-                border.argument(f"argument '{leaf.name}'", leaf.given, x.shape)
-                for leaf, x in zip(taken, arrays, strict=True)
-            ]
-        )
+        arguments = program.arguments if program else []
+        for leaf, x in [] if program else zip(taken, arrays, strict=True):
+            arguments.append(border.argument(f"argument '{leaf.name}'", leaf.given, x.shape))
         placed = [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
         if program is None:
             program = self.programs[key] = self._program(names, tree, leaves, arguments, border, placed)
@@ -276,7 +268,12 @@ class _MappedFunction:
         results: dict[int, _BorderArray] = {}
         with located("the result"):
             result_leaves = array_leaves(self.out_layouts, jax.tree.unflatten(structure, types))
-        lengths = self._lengths(arguments)
+        lengths = defaultdict[str, set[int]](set)  # that dims of results may have
+        for array in (argument.outside.array for argument in arguments):
+            for name, n in zip(array.layout.names, array.shape, strict=True):
+                if not name.startswith("_"):  # a dim of `...` is anonymous
+                    lengths[name].add(n)
+        lengths |= {name: {n} for name, n in self.sizes.items()}
         for i, leaf in enumerate(result_leaves):
             if is_array(leaf.x):
                 path = f"result '{leaf.name}'" if leaf.name else "the result"
@@ -295,13 +292,3 @@ class _MappedFunction:
         donated = [k for k, i in enumerate(taken) if leaves[i].name.partition(".")[0] in owners]
         run = jax.jit(jax.shard_map(local, out_specs=specs, **options), donate_argnums=donated)
         return _Program(arguments, run, list(results.values()), result_tree)
-
-    def _lengths(self, arguments: Sequence[_BorderArray]) -> Lengths:
-        """The lengths that dims of results may have, by name."""
-        lengths = defaultdict[str, set[int]](set)
-        for argument in arguments:
-            array = argument.outside.array
-            for name, n in zip(array.layout.names, array.shape, strict=True):
-                if not name.startswith("_"):  # a dim of `...` is anonymous
-                    lengths[name].add(n)
-        return lengths | {name: {n} for name, n in self.sizes.items()}

@@ -1,8 +1,7 @@
-"""A global array at rest: its layout, its mesh, how JAX shards it, and what is known of an array that should
-be so.
+"""A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows.
 
 An array of JAX is the concatenation of the blocks in device order, so that a dim in zigzag or another order
-is in storage order (`order`).
+is in storage order. A move records that order on the array; the results of JAX and tracers are without.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _RECORD = "_xshard_order"
 def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None) -> jax.Array:
     """Record in which order the rows of an array are stored -> the same array.
 
-    For arrays that were computed from others in storage order, loaded, or ordered by hand: `reshard` then
-    refuses to read them in another order. Nothing moves; a tracer is returned as it is.
+    `reshard` then refuses to read them in another order. Nothing moves; a tracer is returned as it is.
     layout: an order such as `s/zigzag(cp)`, or none, as in `s/cp`. mesh: default: the array's own.
     Raises NotationError, ShapeError, MeshError.
 
@@ -71,10 +69,7 @@ def order_of(array: Any) -> Sharding | None:
 
 
 def check_order(array: Any, source: Sharding, text: str) -> None:
-    """Raise ShapeError if the rows of an array are in another order than its source says.
-
-    Without a record the source is believed; if XSHARD_DEBUG is on, it is only where rows are contiguous.
-    """
+    """Raise ShapeError for rows in another order than `source`, or under XSHARD_DEBUG, in an unknown one."""
     known = order_of(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
@@ -103,20 +98,14 @@ def _orders(stored: Sharding) -> tuple[tuple[int, Shard, tuple[int, ...]], ...]:
 
 
 class ArrayMesh(NamedTuple):
-    """The mesh of a call's arrays, and the same mesh with the types that its axes have in the context.
-
-    `jax.sharding.auto_axes` and `jax.shard_map` change the types.
-    """
+    """The mesh of a call's arrays, and the same mesh with the types that its axes have in the context."""
 
     own: JaxMesh | AbstractMesh
     here: JaxMesh | AbstractMesh
 
     @classmethod
     def of(cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None) -> ArrayMesh:
-        """The mesh given, or else the mesh of the arrays, or of the context.
-
-        texts: for errors, one per array.
-        """
+        """The mesh given, or of the arrays, or of the context. texts: for errors, one per array."""
         own = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
         if context.empty or own.abstract_mesh == context:
@@ -130,10 +119,7 @@ class ArrayMesh(NamedTuple):
         return cls(own, context)
 
     def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
-        """The axes that may shard arrays.
-
-        Raises MeshError if one of `axes` is manual, or differs from a plan's.
-        """
+        """The axes that may shard arrays. Raises MeshError if one of `axes` is manual, or not as planned."""
         free = Mesh(free_axes(self.here))
         for axis in axes:
             if axis in self.here.shape and axis not in free.axes:
@@ -149,11 +135,7 @@ class ArrayMesh(NamedTuple):
 
 
 class StoredArray(NamedTuple):
-    """A global array at rest. array: its layout, the sizes of axes, its shape. sharding: JAX's, in storage
-    order.
-
-    text, path: the expression and the name of the array, for errors.
-    """
+    """A global array at rest. sharding: in storage order. text, path: expression and name, for errors."""
 
     array: Sharding
     mesh: ArrayMesh
@@ -163,7 +145,7 @@ class StoredArray(NamedTuple):
 
     @classmethod
     def of(cls, array: Sharding, mesh: ArrayMesh, text: str, path: str = "") -> StoredArray:
-        """Raises ShapeError unless all devices have blocks of one size, and as `to_named_sharding` does."""
+        """Raises ShapeError unless all blocks have one size, and as `to_named_sharding` does."""
         check_even(array, text)
         with mark_errors(text):
             return cls(array, mesh, storage_sharding(array.layout, mesh.here), text, path)
@@ -190,21 +172,14 @@ class StoredArray(NamedTuple):
         elif not x.committed:
             return None
         elif isinstance(self.mesh.own, AbstractMesh):
-            raise MeshError(
-                "the array is on devices, the mesh passed lacks them",
-                text=self.text,
-                hint="pass the jax.Mesh, or nothing",
-            )
+            reason = "the array is on devices, the mesh passed lacks them"
+            raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")
         else:
             known, source = x.sharding, NamedSharding(self.mesh.own, self.sharding.spec)
         return None if are_the_same(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """The array with this sharding as its type.
-
-        An array on devices keeps its place, in the types of the axes here; one without devices yet is put on
-        a mesh with Explicit axes.
-        """
+        """The array with this sharding as its type; one without devices is put on a mesh of Explicit axes."""
         mesh, target = jax.typeof(x).sharding.mesh, self.sharding.mesh
         if not mesh.empty if isinstance(x, Tracer) else x.committed:
             if self.mesh.here is self.mesh.own or mesh.empty or mesh == target:
@@ -222,9 +197,7 @@ def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
 
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
-    """The layout that an array is known to have, by its rows' order or by `sharding`, with the names of
-    `default`.
-    """
+    """The layout that an array is known to have, by its order or `sharding`, with the names of `default`."""
     known, names = order_of(x), default.layout.names
     if known is not None:
         return known.layout.named(names)
@@ -244,10 +217,9 @@ def check_even(array: Sharding, text: str) -> None:
 
 
 def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
-    """The global array for blocks of a layout, without its tags and overlaps.
+    """The global array for blocks of a layout, without tags and overlaps, sharded over axes that divide dims.
 
-    A dim with blocks of several sizes is sharded evenly, over as many of its axes as divide it.
-    Raises ShapeError for such a dim in another order than its own, and as `Sharding` does.
+    Raises ShapeError for a dim in another order that they do not divide.
     """
     with mark_errors(text):
         dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
@@ -272,8 +244,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
 
 
 def are_the_same(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
-    """True if every device has the same part of the array, under the same tags."""
-    # JAX's own comparison ignores which axes are unreduced or reduced.
+    """True if every device has the same part of the array, under the same tags, which JAX would ignore."""
     return a == b or (_tags(a) == _tags(b) and a.is_equivalent_to(b, ndim))
 
 
@@ -300,9 +271,8 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
         common = mesh if common is None or isinstance(common, AbstractMesh) else common
     context = jax.sharding.get_abstract_mesh()
     if common is None and context.empty:
-        raise MeshError(
-            "JAX does not say on which mesh the array is", text=texts[0] if texts else None, hint="pass mesh="
-        )
+        first = texts[0] if texts else None
+        raise MeshError("JAX does not say on which mesh the array is", text=first, hint="pass mesh=")
     return context if common is None else common
 
 

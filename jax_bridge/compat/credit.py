@@ -31,16 +31,14 @@ def halo_exchange(
 ) -> jax.Array:
     """`HaloExchange(halo_width, dim)(x)`: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    By default zeros beyond the ends of the array. The backward pass adds the gradients of all copies of a row
-    at its owner. halo_width, boundary, shape: as in `jax_bridge.halo_exchange`.
+    halo_width, boundary, shape: as in `jax_bridge.ops.halo_exchange`.
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: halo_exchange(x, 1), "domain")(jnp.ones((1, 4, 2))).shape
     (1, 6, 2)
     """
-    return (
-        x if halo_width == 0 else ops.halo_exchange(x, halo_width, dim, axis, boundary=boundary, shape=shape)
-    )
+    options: Any = {"boundary": boundary, "shape": shape}
+    return x if halo_width == 0 else ops.halo_exchange(x, halo_width, dim, axis, **options)
 
 
 def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.Array:
@@ -51,8 +49,7 @@ def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.
 def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False) -> jax.Array:
     """This device's part of an array that every device has whole: [H, ...] -> [H/P, ...] along `dim`.
 
-    uneven: allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, which is a
-    ValueError, for a length that does not divide.
+    uneven: allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError.
     """
     return redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
 
@@ -71,9 +68,8 @@ def shard_batch(
     batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, axis: Axes = AXIS
 ) -> dict[str, Any]:
     """Apply `shard_tensor` to arrays with 4 and with 5 dims; keep everything else."""
-    dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
-    ranks = {key: value.ndim if isinstance(value, jax.Array) else 0 for key, value in batch.items()}
-    return {
-        key: shard_tensor(value, dims[ranks[key]], axis) if ranks[key] in dims else value
-        for key, value in batch.items()
-    }
+    dims, sharded = {4: spatial_dims_4d, 5: spatial_dims_5d}, dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, jax.Array) and value.ndim in dims:
+            sharded[key] = shard_tensor(value, dims[value.ndim], axis)
+    return sharded

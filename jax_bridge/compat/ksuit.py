@@ -1,7 +1,7 @@
 """`ksuit.distributed` for JAX: gathers and reductions along a mesh axis, in both gradient conventions.
 
-The axis None means "not distributed": every block is the whole array. With types, results that are equal on
-all devices (reductions, `..._overwrite`, `..._nograd`) are invariant along the axis.
+The axis None means "not distributed". With types, results that are equal on all devices (reductions,
+`..._overwrite`, `..._nograd`) are invariant along the axis.
 """
 
 from __future__ import annotations
@@ -101,6 +101,5 @@ def _reduced(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
     if axis is None:
         return block
     total = all_reduce(block.astype(_ADDED_AS.get(block.dtype.name, block.dtype)), axis, grad="replicated")
-    if mean:
-        total = total / axis_size(axis)
+    total = total / axis_size(axis) if mean else total
     return total.astype(block.dtype) if block.dtype.name in _ADDED_AS else total

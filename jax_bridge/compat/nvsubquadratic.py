@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -27,24 +27,16 @@ def all_to_all_single_fn(
 
     input: a block of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: shard it
     in zigzag order instead of contiguous parts. shape: the global shape, needed if it does not divide.
-    Raises XshardError, which is a ValueError, for another `type` or number of dims, and without `shape` for
-    lengths that do not divide.
+    Raises XshardError, a ValueError, for another `type` or number of dims, and without `shape` if uneven.
 
     >>> import jax.numpy as jnp
     >>> turn = jax.pmap(lambda x: all_to_all_single_fn("cp", "full_to_split", x), "cp")
     >>> turn(jnp.ones((1, 2, 3, 4))).shape  # one block on one device
     (1, 2, 3, 4)
     """
-    expression = compat.all_to_all_single(
-        type,
-        input.shape,
-        axis_size(axis),
-        axis,
-        zigzag=with_zigzag_splitting,
-        channel_dim=channel_dim,
-        sequence_dim=sequence_dim,
-        even=shape is None,
-    )
+    dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
+    options: Any = {"zigzag": with_zigzag_splitting, "even": shape is None, **dims}
+    expression = compat.all_to_all_single(type, input.shape, axis_size(axis), axis, **options)
     return redistribute(input, expression, shape=shape)
 
 

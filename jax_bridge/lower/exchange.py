@@ -1,8 +1,7 @@
 """The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
 
-All devices run one program with one shape. Boxes are handled as slices if all boxes of a round are slices of
-one shape, else by tables of rows, padded to the longest along every dim. Boxes that tile a block are
-concatenated. `schedule` puts the messages (`xshard.steps.exchange`) into rounds, `transports` send them.
+Boxes are handled as slices if all boxes of a round are slices of one shape, else by tables of rows, padded to
+the longest along every dim. Boxes that tile a block are concatenated.
 """
 
 from __future__ import annotations
@@ -39,26 +38,21 @@ MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as 
 def exchange(
     step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """A block before the step -> the block after it.
-
-    Pending sums are added in the order of the rounds, after a device's own box.
-    """
-    schedule, op = rounds(step, before), step.op(before)
+    """A block before the step -> after it; sums in the order of the rounds, after a device's own box."""
     out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
-    moves = op is None and all(message.sign > 0 for messages in schedule.every for message in messages)
-    if not moves:
-        return by_rounds(schedule, op, x, out, after, transport)
-    return from_bits(by_rounds(schedule, op, to_bits(x), to_bits(out), after, transport), x.dtype)
+    return _by_rounds(rounds(step, before), step.op(before), x, out, after, transport)
 
 
-def by_rounds(
+def _by_rounds(
     schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
 ) -> jax.Array:
     """The new block: `out` with the boxes that messages bring. op: how boxes at one place combine."""
     if not schedule.every:  # no rows to send
         return out
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
-    return by(schedule, op, x, out, after, transport)
+    if op is not None or any(message.sign < 0 for messages in schedule.every for message in messages):
+        return by(schedule, op, x, out, after, transport)
+    return from_bits(by(schedule, op, to_bits(x), to_bits(out), after, transport), x.dtype)
 
 
 def _by_slices(
@@ -78,7 +72,9 @@ def _by_slices(
     arrived = transport.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
     by_device = tilings(every, after) if op is None and transport.branches else None
     if by_device is not None:
-        return _side_by_side(by_device, box, axes)
+        distinct = list(dict.fromkeys(by_device))
+        which = np.array([distinct.index(tiling) for tiling in by_device], np.int32)
+        return lax.switch(mine(which, axes), [partial(tiled, tiling, box) for tiling in distinct])
     for r, messages in enumerate(every):
         new, arrives = box(r), _receivers(messages, mesh.n_devices)
         if op is not None or not arrives.all():
@@ -96,7 +92,12 @@ def _by_tables(
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
     tables = [list(_tables(messages, after)) for messages in every]
-    packed = [_packed(x, along, axes) for along in tables]
+    packed = []
+    for along_dims in tables:
+        box = x
+        for dim, (packing, _) in enumerate(along_dims):
+            box = pick(box, dim, packing, axes)
+        packed.append(box)
     arrived = (*packed[:n_local], *transport.send(packed[n_local:], schedule.sent, mesh))
     written = jnp.zeros(out.shape, bool)
     for messages, box, along_dims in zip(every, arrived, tables, strict=True):
@@ -153,15 +154,8 @@ def _first_rows(message: Message) -> list[list[int]]:
     return [[segments[0][side] for segments in message.box] for side in (0, 1)]
 
 
-class _Tables(NamedTuple):
-    """One round along one dim, per device: the rows to pack, and the packed row for each result row."""
-
-    packing: Table
-    placing: Table
-
-
-def _tables(messages: Round, after: Sharding) -> Iterator[_Tables]:
-    """The tables of a round, dim by dim."""
+def _tables(messages: Round, after: Sharding) -> Iterator[tuple[Table, Table]]:
+    """A round along each dim, per device: the rows to pack, and the packed row for each result row."""
     n_devices = after.mesh.n_devices
     for dim, (width, length) in enumerate(zip(box_shape(messages), after.max_local_shape, strict=True)):
         packing = np.full((n_devices, width), VOID, np.int64)
@@ -174,20 +168,11 @@ def _tables(messages: Round, after: Sharding) -> Iterator[_Tables]:
             sent, received = (rows_at(message.box[dim], side) for side in (0, 1))
             packing[message.src, : len(sent)] = sent
             placing[message.dst] = inverse(received, length)
-        yield _Tables(packing, placing)
-
-
-def _packed(x: jax.Array, tables: Sequence[_Tables], axes: tuple[str, ...]) -> jax.Array:
-    for dim, (packing, _) in enumerate(tables):
-        x = pick(x, dim, packing, axes)
-    return x
+        yield packing, placing
 
 
 def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
-    """The tiling of every device; None if boxes differ in shape, leave a gap, or make too many tilings.
-
-    schedule: rounds of boxes that are slices.
-    """
+    """Every device's tiling by slices; None if they differ in shape, leave gaps, or make too many tilings."""
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
         return None
@@ -201,17 +186,8 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     return by_device if fills and sum(map(len, set(by_device))) <= MOST_TILES else None
 
 
-def _side_by_side(
-    by_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
-) -> jax.Array:
-    """This device's block. box: the box that arrives in a round."""
-    distinct = list(dict.fromkeys(by_device))
-    which = np.array([distinct.index(tiling) for tiling in by_device], np.int32)
-    return lax.switch(mine(which, axes), [partial(tiled, tiling, box) for tiling in distinct])
-
-
 def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
-    """The block of one tiling."""
+    """The block of one tiling. box: the box that arrives in a round."""
     if len(tiling) == 1:
         return box(tiling[0][1])
     rows = [tuple(along) for _, along in itertools.groupby(tiling, key=lambda tile: tile[0][dim])]
@@ -248,20 +224,14 @@ def transfer(
 ) -> Iterator[jax.Array]:
     """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types.
 
-    Messages are between devices by number. Rows that receive nothing are zero.
+    Devices of the two meshes are numbers here. Rows that receive nothing are zero.
     """
     for new in new_blocks:
         dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
-        after, out = (
-            Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape),
-            jnp.zeros(new.shape, new.dtypes[0]),
-        )
+        after = Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape)
+        out = jnp.zeros(new.shape, new.dtypes[0])
         for part in new.parts:
             x = blocks[part.block].reshape(part.shape).astype(new.dtypes[0])
             schedule = scheduled(part.messages, adds=part.op is not None)
-            if part.op:
-                out = by_rounds(schedule, part.op, x, out, after, transport)
-            else:
-                bits = by_rounds(schedule, None, to_bits(x), to_bits(out), after, transport)
-                out = from_bits(bits, out.dtype)
+            out = _by_rounds(schedule, part.op, x, out, after, transport)
         yield out.transpose(new.order).reshape(new.block).astype(new.dtypes[1])

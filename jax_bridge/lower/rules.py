@@ -1,7 +1,6 @@
 """JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block.
 
-A block is padded to the largest (`row_tables`). Inside a plan it is varying along all axes of the plan; the
-end declares replicas once, from the layout. Rules are forward only: the gradient is another plan.
+A block is padded to the largest, and varying along all axes of the plan; the end declares replicas once.
 A step works on the normal form of its layouts: all its axes have more than one device.
 """
 
@@ -57,10 +56,8 @@ class StepContext(NamedTuple):
     transport: Transport
 
     def phases(self, axes: Sequence[str], op: str = "sum") -> Phases:
-        """The phases of a collective along axes; a single one if several are no faster, or JAX has no groups.
-
-        `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
-        """
+        """The phases of a collective along axes; one if several are no faster, or JAX has no groups."""
+        # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
         has_several = op == "sum" and not any(map(is_vmapped, axes)) and self.fabric.has_phases(axes)
         spans = self.fabric.spans if has_several else ()
         return Phases.along(self.before.mesh, axes, spans, range(self.before.mesh.n_devices))
@@ -81,8 +78,8 @@ class StepContext(NamedTuple):
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
 
-    x: block of shape `plan.source.max_local_shape`; its padding may hold anything. The result is padded with
-    zeros, and invariant along the plan's axes that `plan.dst` does not name.
+    The padding of x may hold anything. The result is padded with zeros, and invariant along the plan's axes
+    that `plan.dst` does not name.
     """
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
@@ -113,9 +110,7 @@ def _part_by_part(move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: j
 
     Raises ShapeError if the plan shards a dim that Explicit axes shard.
     """
-    sizes = jax.typeof(x).sharding.mesh.shape
-    lengths = []
-    target = plan.target.layout
+    sizes, lengths, target = jax.typeof(x).sharding.mesh.shape, [], plan.target.layout
     for axes, length, dim in zip(_explicit_cuts(x), plan.shape, plan.source.layout.dims, strict=True):
         if axes and (dim.shards or target.dim(dim.name).shards):
             raise ShapeError(
@@ -210,17 +205,9 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, phases))
 
 
-def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.Array:
-    return exchange(step, x, context.before, context.after, context.transport)
-
-
 def _permute(_: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     pairs = enumerate(senders(context.before, context.after))
     return ppermute(x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs])
-
-
-def _mask(step: steps.Mask, x: jax.Array, _: StepContext) -> jax.Array:
-    return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
 
 
 def _scale(step: steps.Scale, x: jax.Array, _: StepContext) -> jax.Array:
@@ -272,8 +259,8 @@ RULES: dict[type[steps.Step], Rule] = {
     steps.AllReduce: _all_reduce,
     steps.AllToAll: _of_bits(_all_to_all),
     steps.Embed: _of_bits(_embed),
-    steps.Exchange: _exchange,
-    steps.Mask: _mask,
+    steps.Exchange: lambda step, x, context: exchange(step, x, *context[:2], context.transport),
+    steps.Mask: lambda step, x, _: jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x)),
     steps.Permute: _permute,
     steps.ReduceScatter: _reduce_scatter,
     steps.Retag: lambda step, x, context: x,

@@ -23,6 +23,7 @@ import xshard as xs
 from jax_bridge.testing.stacked import lead, local, padded, received_bytes, spec, stacked, unstacked
 from tests.contractions.cases import CASES
 from tests.jax_bridge.helpers import in_jax
+from xshard import errors
 from xshard.contractions.ring import rings
 
 MESHES = {str(xs.Mesh(mesh)): xs.Mesh(mesh) for _, mesh, _, _ in CASES}
@@ -268,9 +269,7 @@ def test_global_arrays() -> None:
     assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
     stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
     assert np.array_equal(xj.reshard(stored, "n f/zigzag(tp) -> n f"), X @ W)
-    with pytest.raises(
-        xs.errors.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"
-    ):
+    with pytest.raises(errors.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
     gathered = xj.einsum("n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100")
     assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
@@ -375,7 +374,7 @@ def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
         assert reason in str(caught.value)
         span = caught.value.span
         assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)
-    with pytest.raises(xs.errors.DtypeError, match="PRNG keys cannot be multiplied"):
+    with pytest.raises(errors.DtypeError, match="PRNG keys cannot be multiplied"):
         xj.einsum("n/dp, n -> n", jax.random.split(jax.random.key(0), 8), jnp.ones(8), mesh=mesh)
 
 

@@ -44,10 +44,8 @@ class Moved:
     def spread(self, local, in_specs, out_specs):
         """On all devices. A spec: "src" or "dst"."""
         mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
-        specs = jax.tree.map(self.specs.get, (in_specs, out_specs))
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=self.check_vma
-        )
+        ins, outs = jax.tree.map(self.specs.get, (in_specs, out_specs))
+        return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=self.check_vma)
 
     @property
     def whole(self):
@@ -68,48 +66,16 @@ class Unmoved(Moved):
         return local
 
 
-ROWS: dict[str, Callable[..., object]] = {}  # of what moves, X, T and W
-
-
-def row(program):
-    ROWS[program.__name__] = program
-    return program
-
-
-@row
-def eager(m, X, T, W):
-    return m.whole(X)
-
-
-@row
-def jit(m, X, T, W):
-    return jax.jit(m.whole)(X)
-
-
-@row
-def grad_outside(m, X, T, W):
-    return jax.grad(lambda x: (m.whole(x) ** 2 * W).sum())(X)
-
-
-@row
-def grad_inside(m, X, T, W):
-    local = jax.grad(lambda x, w: (m.op(x) ** 2 * w).sum())
-    return m.spread(local, ("src", "dst"), "src")(X, W)
-
-
-@row
 def grad_inside_of_jit(m, X, T, W):
     local = jax.grad(lambda x, w: jax.jit(m.op)(x * w[0, 0]).sum())
     return jax.jit(m.spread(local, ("src", "all"), "src"))(X, W[:1, :1])
 
 
-@row
 def vjp_outside(m, X, T, W):
     y, pull = jax.vjp(m.whole, X)
     return y, pull(jnp.asarray(W))
 
 
-@row
 def vjp_inside(m, X, T, W):
     def local(x, w):
         y, pull = jax.vjp(m.op, x)
@@ -118,85 +84,16 @@ def vjp_inside(m, X, T, W):
     return m.spread(local, ("src", "dst"), ("dst", "src"))(X, W)
 
 
-@row
-def jvp_outside(m, X, T, W):
-    return jax.jvp(lambda x: m.whole(x) ** 2, (X,), (T,))
-
-
-@row
-def jvp_inside(m, X, T, W):
-    def local(x, t):
-        return jax.jvp(lambda x: m.op(x) ** 2, (x,), (t,))
-
-    return m.spread(local, ("src", "src"), ("dst", "dst"))(X, T)
-
-
-@row
-def jacfwd(m, X, T, W):
-    return jax.jacfwd(lambda x: m.whole(x) * W)(X)
-
-
-@row
-def jacrev(m, X, T, W):
-    return jax.jacrev(lambda x: m.whole(x) * W)(X)
-
-
-@row
-def hessian(m, X, T, W):
-    return jax.hessian(lambda x: (m.whole(x) ** 3 * W).sum())(X)
-
-
-@row
 def grad_of_grad(m, X, T, W):
     first = jax.grad(lambda x: (m.whole(x) ** 3 * W).sum())
     return jax.grad(lambda x: (first(x) * T).sum())(X)
 
 
-@row
-def jvp_of_grad(m, X, T, W):
-    return jax.jvp(jax.grad(lambda x: (m.whole(x) ** 3 * W).sum()), (X,), (T,))
-
-
-@row
-def grad_of_jvp(m, X, T, W):
-    return jax.grad(lambda x: (jax.jvp(lambda x: m.whole(x) ** 3, (x,), (T,))[1] * W).sum())(X)
-
-
-@row
 def linearize(m, X, T, W):
     y, push = jax.linearize(lambda x: m.whole(x) ** 2, X)
     return y, push(T)
 
 
-@row
-def linear_transpose(m, X, T, W):
-    return jax.linear_transpose(m.whole, jax.ShapeDtypeStruct(X.shape, X.dtype))(jnp.asarray(W))
-
-
-@row
-def vmap_outside(m, X, T, W):
-    return jax.vmap(m.whole, in_axes=2, out_axes=1)(jnp.stack([X, T, W], axis=2))
-
-
-@row
-def vmap_inside(m, X, T, W):
-    specs = ("src",), "dst"
-    batched = m.spread(jax.vmap(m.op, in_axes=2, out_axes=2), *specs)
-    return batched(jnp.stack([X, T, W], axis=2))
-
-
-@row
-def vmap_of_grad(m, X, T, W):
-    return jax.vmap(jax.grad(lambda x: (m.whole(x) ** 2 * W).sum()))(jnp.stack([X, T, W]))
-
-
-@row
-def remat(m, X, T, W):
-    body = jax.checkpoint(lambda x: m.whole(x) ** 2)
-    return jax.grad(lambda x: (body(x) * W).sum())(X)
-
-
-@row
 def scan(m, X, T, W):
     def steps(x):
         return jax.lax.scan(lambda c, t: (m.whole(c) * 2 - t, c.sum()), x, jnp.stack([X, T, W]))
@@ -204,7 +101,6 @@ def scan(m, X, T, W):
     return steps(X), jax.grad(lambda x: (steps(x)[0] * W).sum())(X)
 
 
-@row
 def cond_and_while(m, X, T, W):
     def loop(x):
         step = jax.lax.cond(x[0, 0] > 0, lambda x: m.whole(x) * 2, lambda x: x, x)
@@ -213,7 +109,6 @@ def cond_and_while(m, X, T, W):
     return loop(X), jax.grad(lambda x: (loop(x) * W).sum())(X)
 
 
-@row
 def export(m, X, T, W):
     def loss(x):
         return (m.whole(x) ** 2 * W).sum()
@@ -225,7 +120,6 @@ def export(m, X, T, W):
     return jax.jit(exported.call)(jax.device_put(X, jax.NamedSharding(mesh, P())))
 
 
-@row
 def taylor_series(m, X, T, W):
     def local(x, t):
         y, (first, second) = jet(lambda x: m.op(x) * m.op(x), (x,), ((t, jnp.zeros_like(t)),))
@@ -234,6 +128,47 @@ def taylor_series(m, X, T, W):
     return m.spread(local, ("src", "src"), ("dst", "dst", "dst"))(X, T)
 
 
+ROWS: dict[str, Callable[..., object]] = {  # programs of what moves, X, T and W
+    "eager": lambda m, X, T, W: m.whole(X),
+    "jit": lambda m, X, T, W: jax.jit(m.whole)(X),
+    "grad_outside": lambda m, X, T, W: jax.grad(lambda x: (m.whole(x) ** 2 * W).sum())(X),
+    "grad_inside": lambda m, X, T, W: m.spread(
+        jax.grad(lambda x, w: (m.op(x) ** 2 * w).sum()), ("src", "dst"), "src"
+    )(X, W),
+    "grad_inside_of_jit": grad_inside_of_jit,
+    "vjp_outside": vjp_outside,
+    "vjp_inside": vjp_inside,
+    "jvp_outside": lambda m, X, T, W: jax.jvp(lambda x: m.whole(x) ** 2, (X,), (T,)),
+    "jvp_inside": lambda m, X, T, W: m.spread(
+        lambda x, t: jax.jvp(lambda x: m.op(x) ** 2, (x,), (t,)), ("src", "src"), ("dst", "dst")
+    )(X, T),
+    "jacfwd": lambda m, X, T, W: jax.jacfwd(lambda x: m.whole(x) * W)(X),
+    "jacrev": lambda m, X, T, W: jax.jacrev(lambda x: m.whole(x) * W)(X),
+    "hessian": lambda m, X, T, W: jax.hessian(lambda x: (m.whole(x) ** 3 * W).sum())(X),
+    "grad_of_grad": grad_of_grad,
+    "jvp_of_grad": lambda m, X, T, W: jax.jvp(jax.grad(lambda x: (m.whole(x) ** 3 * W).sum()), (X,), (T,)),
+    "grad_of_jvp": lambda m, X, T, W: jax.grad(
+        lambda x: (jax.jvp(lambda x: m.whole(x) ** 3, (x,), (T,))[1] * W).sum()
+    )(X),
+    "linearize": linearize,
+    "linear_transpose": lambda m, X, T, W: jax.linear_transpose(
+        m.whole, jax.ShapeDtypeStruct(X.shape, X.dtype)
+    )(jnp.asarray(W)),
+    "vmap_outside": lambda m, X, T, W: jax.vmap(m.whole, in_axes=2, out_axes=1)(jnp.stack([X, T, W], axis=2)),
+    "vmap_inside": lambda m, X, T, W: m.spread(jax.vmap(m.op, in_axes=2, out_axes=2), ("src",), "dst")(
+        jnp.stack([X, T, W], axis=2)
+    ),
+    "vmap_of_grad": lambda m, X, T, W: jax.vmap(jax.grad(lambda x: (m.whole(x) ** 2 * W).sum()))(
+        jnp.stack([X, T, W])
+    ),
+    "remat": lambda m, X, T, W: jax.grad(lambda x: (jax.checkpoint(lambda x: m.whole(x) ** 2)(x) * W).sum())(
+        X
+    ),
+    "scan": scan,
+    "cond_and_while": cond_and_while,
+    "export": export,
+    "taylor_series": taylor_series,
+}
 # Without types, the gradient outside of a gathered value is that of copies: `jax_bridge.autodiff.function`.
 MOVES = {
     "all-to-all": ("n/a d -> n d/a", P("a"), P(None, "a"), True),
