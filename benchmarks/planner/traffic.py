@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,25 +35,20 @@ class Flow:
 
 def plan_flow(plan: xs.Plan, node_devices: int) -> Flow:
     """A plan's steps together, on nodes of `node_devices` consecutive devices."""
-    flows = [step_flow(stage.step, stage.before, node_devices) for stage in plan.stages]
-    return _sum([_nothing(plan.mesh, node_devices), *flows])
+    return _flow([(stage.step, stage.before) for stage in plan.stages], plan.mesh, node_devices)
 
 
 def step_flow(step: Step, before: xs.Sharding, node_devices: int) -> Flow:
     """One step from a sharding in normal form."""
-    count = _COUNTS.get(type(step))
-    flow = _nothing(before.mesh, node_devices)
-    if count is not None:
-        count(step, before, node_devices, flow)
+    return _flow([(step, before)], before.mesh, node_devices)
+
+
+def _flow(steps: Sequence[tuple[Step, xs.Sharding]], mesh: xs.Mesh, node_devices: int) -> Flow:
+    flow = Flow(np.zeros(mesh.n_devices), np.zeros(-(-mesh.n_devices // node_devices)))
+    for step, before in steps:
+        if count := _COUNTS.get(type(step)):
+            count(step, before, node_devices, flow)
     return flow
-
-
-def _nothing(mesh: xs.Mesh, node_devices: int) -> Flow:
-    return Flow(np.zeros(mesh.n_devices), np.zeros(-(-mesh.n_devices // node_devices)))
-
-
-def _sum(flows: list[Flow]) -> Flow:
-    return Flow(sum(f.devices for f in flows), sum(f.nodes for f in flows))
 
 
 def _sizes(sharding: xs.Sharding) -> list[int]:

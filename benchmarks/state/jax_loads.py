@@ -5,14 +5,12 @@ All ways give arrays under the same shardings. Runs in a process of its own.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from safetensors import safe_open
 
 import jax_bridge as xj
 from benchmarks import by_turns
@@ -70,13 +68,9 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
 def _slices(folder: Path, target: dict[str, Any]) -> dict[str, jax.Array]:
     """Each device's part by safetensors itself."""
     arrays = {}
-    with ExitStack() as opened:
-        files: dict[Path, Any] = {}
-        for name, file in weights.places(folder).items():
-            if file not in files:
-                files[file] = opened.enter_context(safe_open(file, "np"))
-            like, stored = target[name], files[file].get_slice(name)
-            arrays[name] = jax.make_array_from_callback(like.shape, like.sharding, stored.__getitem__)
+    for name, stored in weights.slices(folder, "np"):
+        like = target[name]
+        arrays[name] = jax.make_array_from_callback(like.shape, like.sharding, stored.__getitem__)
     return jax.block_until_ready(arrays)
 
 

@@ -6,14 +6,12 @@ All ways give the same blocks in new memory.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -116,13 +114,9 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
 def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]:
     """Parts of arrays by safetensors itself. Rows are views of the file there: users copy them."""
     parts: dict[str, Tensor] = {}
-    with ExitStack() as opened:
-        files: dict[Path, Any] = {}
-        for name, file in weights.places(folder).items():
-            if file not in files:
-                files[file] = opened.enter_context(safe_open(file, "pt"))
-            part = files[file].get_slice(name)[own[name] or ...]
-            parts[name] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+    for name, stored in weights.slices(folder, "pt"):
+        part = stored[own[name] or ...]
+        parts[name] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
     return parts
 
 

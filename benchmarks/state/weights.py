@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +57,18 @@ def places(folder: Path) -> dict[str, Path]:
     """The safetensors file of each array, as the index says."""
     index = json.loads(next(folder.glob("*.index.json")).read_text())
     return {name: folder / file for name, file in index["weight_map"].items()}
+
+
+def slices(folder: Path, framework: str) -> Iterator[tuple[str, Any]]:
+    """The name of each array, and its slice by safetensors itself, which reads the parts it is asked for."""
+    from safetensors import safe_open
+
+    with ExitStack() as opened:
+        files: dict[Path, Any] = {}
+        for name, file in places(folder).items():
+            if file not in files:
+                files[file] = opened.enter_context(safe_open(file, framework))
+            yield name, files[file].get_slice(name)
 
 
 def lacking(src: Sharding, dst: Sharding, node: Iterable[int]) -> int:
