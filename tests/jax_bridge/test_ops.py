@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
+from jax_bridge import ops
 from jax_bridge.calls import BlockCall, sides_of
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import in_jax
@@ -41,29 +42,29 @@ def error_of(local, x=X, **options) -> tuple[str, str]:
 
 # Each named op, the expression it stands for, and that of its gradient.
 NAMED = [
-    (partial(xj.ops.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
-    (partial(xj.ops.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
-    (partial(xj.ops.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
-    (partial(xj.ops.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
-    (partial(xj.ops.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
-    (partial(xj.ops.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
-    (partial(xj.ops.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
-    (partial(xj.ops.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
+    (partial(ops.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
+    (partial(ops.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
+    (partial(ops.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
+    (partial(ops.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
+    (partial(ops.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
+    (partial(ops.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
+    (partial(ops.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
+    (partial(ops.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
     (
-        partial(xj.ops.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
+        partial(ops.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
         "d0/zigzag(a) d1 -> d0 d1/a",
     ),
-    (partial(xj.ops.shard, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
-    (partial(xj.ops.shard, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
+    (partial(ops.shard, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
+    (partial(ops.shard, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
     (
-        partial(xj.ops.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
+        partial(ops.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
         "d0 d1/b -> d0 d1/b:halo(1,2,periodic)",
     ),
     (
-        partial(xj.ops.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
+        partial(ops.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
         "d0 d1/(b,a) -> d0 d1/(b,a):halo(2,2,edge,zero)",
     ),
-    (partial(xj.ops.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
+    (partial(ops.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
 ]
 
 
@@ -125,12 +126,8 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
 @pytest.mark.parametrize("check_vma", [True, False])
 @in_jax
 def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
-    moved = mapped(
-        lambda x: xj.redistribute(x * 2, "n/a d -> n d/a"),
-        (P("a"), P(None, "a")),
-        axis_names={"a"},
-        check_vma=check_vma,
-    )
+    doubled, specs = lambda x: xj.redistribute(x * 2, "n/a d -> n d/a"), (P("a"), P(None, "a"))
+    moved = mapped(doubled, specs, axis_names={"a"}, check_vma=check_vma)
     assert np.array_equal(jax.jit(moved)(X), 2 * X)
 
 
@@ -157,12 +154,8 @@ def test_axes_of_one_device() -> None:
         ("n d/b | sum(a)", "n d", (P("a", "b"), P())),
         ("n/a/b d", "n/b d/a", (P(("a", "b")), P("b", "a"))),
     ]:
-        moved = jax.shard_map(
-            lambda x, e=f"{src} -> {dst}": xj.redistribute(x, e),
-            mesh=one,
-            in_specs=specs[0],
-            out_specs=specs[1],
-        )
+        local = partial(xj.redistribute, layouts=f"{src} -> {dst}")
+        moved = jax.shard_map(local, mesh=one, in_specs=specs[0], out_specs=specs[1])
         assert np.array_equal(moved(X), X)
         assert np.array_equal(jax.grad(lambda x, f=moved: (f(x) * X).sum())(X), X)
     alone = jax.pmap(lambda x: xj.redistribute(x, "n/a/b d -> n d | copy(a)", xs.Mesh(a=1, b=2)), "b")

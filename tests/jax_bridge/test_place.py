@@ -13,6 +13,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.trees import leaves_of
 from tests.jax_bridge.helpers import in_jax, needs_flax
+from xshard import errors
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -34,15 +35,11 @@ def test_leaves_have_the_names_that_their_library_gives_them() -> None:
     tree = {"b": [1, (2, {"value": 3})], "a.c": 4, 5: None, "d": 6}
     assert names({str(k): v for k, v in tree.items()}) == ["a.c", "b.0", "b.1.0", "b.1.1.value", "d"]
     keys = jax.tree_util.tree_flatten_with_path([{"x": (1,)}])[0][0][0]
-    assert names([{"x": (1,)}]) == [jax.tree_util.keystr(keys, simple=True, separator=".")] and names(7) == [
-        ""
-    ]
-
+    assert names([{"x": (1,)}]) == [jax.tree_util.keystr(keys, simple=True, separator=".")]
+    assert names(7) == [""]
     mlp = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-    assert names(eqx.filter(mlp, eqx.is_array)) == [
-        f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
-    ]
-
+    expected = [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
+    assert names(eqx.filter(mlp, eqx.is_array)) == expected
     placed = xj.place(mlp, {"**.weight": "i/a o", "**": "..."}, mesh())
     assert placed.layers[0].weight.sharding.spec == P("a", None)
     assert placed.activation is mlp.activation
@@ -72,10 +69,8 @@ def test_devices_get_their_part_of_what_is_on_the_host() -> None:
     rules = {"w": "n/b d -> n d", "s.0": "n/zigzag(a) d | copy(b)", "s.1": "n/(a,b) d", "**": "..."}
     placed = xj.place(tree, rules, mesh())
     assert placed["step"] == 5 and placed["none"] is None and placed["scalar"] == 2
-    assert placed["w"].sharding.spec == P("b", None) and placed["w"].addressable_shards[0].data.shape == (
-        4,
-        3,
-    )
+    assert placed["w"].sharding.spec == P("b", None)
+    assert placed["w"].addressable_shards[0].data.shape == (4, 3)
     assert np.array_equal(placed["s"][0], x[[0, 1, 6, 7, 2, 3, 4, 5]])
     assert np.array_equal(xj.reshard(placed["s"][0], "n/zigzag(a) d -> n d"), x)
     fused = xj.place(x, "n/block(a,6,2) d", mesh())  # each of two segments is cut
@@ -105,31 +100,24 @@ def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
 def test_errors_come_with_the_leaf_before_anything_moves() -> None:
     tree = {"up": {"w": array(4, 2), "b": array(7)}}
     for rules, kind, words in (
-        ({"**.w": "i/q o", "**": "..."}, xs.errors.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
-        (
-            {"**.w": "i/a", "**": "..."},
-            xs.errors.ShapeError,
-            r"leaf 'up.w': 'i/a' has 1 dims, the array has 2",
-        ),
-        ({"**.b": "i/zigzag(a)", "**": "..."}, xs.errors.ShapeError, r"leaf 'up.b': .* uneven blocks in the"),
+        ({"**.w": "i/q o", "**": "..."}, errors.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
+        ({"**.w": "i/a", "**": "..."}, errors.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
+        ({"**.b": "i/zigzag(a)", "**": "..."}, errors.ShapeError, r"leaf 'up.b': .* uneven blocks in the"),
         ({"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
         (
             {"**.w": "...", "**.b": "i", "**.c": "i"},
             xs.XshardError,
             r"rule '\*\*.c' fits no name\n.*up.b, up.w",
         ),
-        ("i", xs.errors.ShapeError, "leaf 'up.w'"),
+        ("i", errors.ShapeError, "leaf 'up.w'"),
     ):
         with pytest.raises(kind, match=words):
             xj.place(tree, rules, mesh())
-    for wrong, words in (
-        (np.zeros(2), "float64, which JAX would make"),
-        (np.array(["a"]), "cannot hold <U1"),
-    ):
-        with pytest.raises(xs.errors.DtypeError, match=f"leaf 'x': .*{words}"):
+    for wrong, words in ((np.zeros(2), "which JAX would make"), (np.array(["a"]), "cannot hold <U1")):
+        with pytest.raises(errors.DtypeError, match=f"leaf 'x': .*{words}"):
             xj.place({"x": wrong}, {"x": "n"}, mesh())
-    with pytest.raises(xs.errors.MeshError, match="is not a mesh"):
+    with pytest.raises(errors.MeshError, match="is not a mesh"):
         xj.place(tree, "...", {"a": 2})
     stored = xj.place(array(6), "n/zigzag(c)", jax.make_mesh((3,), ("c",)))
-    with pytest.raises(xs.errors.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
+    with pytest.raises(errors.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
         xj.place({"x": stored}, {"x": "n/a"}, mesh())

@@ -16,6 +16,7 @@ import xshard as xs
 from jax_bridge.arrays import stored
 from jax_bridge.testing.worker import Timer
 from tests.jax_bridge.helpers import in_jax
+from xshard import errors
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
@@ -94,33 +95,28 @@ def test_storage_order() -> None:
 def test_the_order_of_rows_is_remembered() -> None:
     """And no other is read. What JAX computed, or nobody moved, is believed, unless debugging is on."""
     contiguous, back = on("auto", "b"), "n/zigzag(b) d -> n d/b"
-    with pytest.raises(xs.errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
+    with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
         xj.reshard(xj.reshard(contiguous, "n/b d -> n/b d"), back)
     assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
     ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
     assert np.array_equal(xj.reshard(np.asarray(ordered), back, mesh()), X)
     for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
-        with pytest.raises(
-            xs.errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"
-        ):
+        with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
             xj.reshard(ordered, wrong)
     doubled = ordered * 2
     assert np.array_equal(xj.reshard(doubled, back), 2 * X)
     with pytest.MonkeyPatch.context() as debugging:
         debugging.setattr(stored, "STRICT", True)
         for unknown in (contiguous, X, doubled):
-            with pytest.raises(
-                xs.errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"
-            ):
+            with pytest.raises(errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"):
                 xj.reshard(unknown, back, mesh())
     assert np.array_equal(xj.reshard(xj.stored_as(doubled, "n/zigzag(b) d"), back), 2 * X)
     assert np.array_equal(xj.reshard(xj.stored_as(ordered, "n/b d"), "n/b d -> n d/b"), ordered)
-    assert np.array_equal(
-        jax.jit(lambda x: xj.reshard(x, back))(xj.stored_as(doubled, "n/zigzag(b) d")), 2 * X
-    )
+    jitted = jax.jit(lambda x: xj.reshard(x, back))
+    assert np.array_equal(jitted(xj.stored_as(doubled, "n/zigzag(b) d")), 2 * X)
     one = jax.make_mesh((1,), ("b",), devices=jax.devices()[:1])  # where zigzag changes nothing
     assert np.array_equal(xj.reshard(X, back, one), X)
-    with pytest.raises(xs.errors.MeshError, match="the array lacks a mesh"):
+    with pytest.raises(errors.MeshError, match="the array lacks a mesh"):
         xj.stored_as(jnp.ones(4), "n/zigzag(b)")
     keys = jax.random.split(jax.random.key(0), 8)
     moved = xj.reshard(xj.reshard(keys, "n -> n/cyclic(b)", mesh()), "n/cyclic(b) -> n")
@@ -180,7 +176,7 @@ def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
     assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
     sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
     assert sent and set(sent) == {"u8"}
-    with pytest.raises(xs.errors.DtypeError, match=f"dtype {dtype} cannot be reduced"):
+    with pytest.raises(errors.DtypeError, match=f"dtype {dtype} cannot be reduced"):
         xs.plan("n d | sum(b) -> n d", xs.Mesh(b=4), X.shape, dtype)
 
 
@@ -219,7 +215,7 @@ def test_partial_sums_on_explicit_meshes() -> None:
         there = xj.reshard(a, "n d/b -> n d | copy(b)")
         assert jax.typeof(there).sharding.spec.reduced == {"b"}
         assert np.array_equal(xj.reshard(there, "n d | copy(b) -> n/b d"), X)
-        with pytest.raises(xs.errors.ShapeError, match=r"not sharded as 'n d' says in 'n d -> n/b d'"):
+        with pytest.raises(errors.ShapeError, match=r"not sharded as 'n d' says in 'n d -> n/b d'"):
             xj.reshard(there, "n d -> n/b d")
         addends = xj.reshard(a, "n d/b -> n d | sum(b)")
         assert jax.typeof(addends).sharding.spec.unreduced == {"b"}
@@ -240,29 +236,17 @@ def test_idle_replicas_take_shares_of_a_sum() -> None:
 
 @in_jax
 def test_errors() -> None:
-    x, e = on("auto", "a", "b"), xs.errors
+    x, e, reshard = on("auto", "a", "b"), errors, xj.reshard
     unknown = "on which mesh the array is in 'n/a d -> n d'"
     for call, kind, words in (
-        (
-            lambda: xj.reshard(x, "n/b d -> n d"),
-            e.ShapeError,
-            "not sharded as 'n/b d' says in 'n/b d -> n d'",
-        ),
-        (
-            lambda: xj.reshard(X[:14], "n/a d -> n/b d", mesh()),
-            e.ShapeError,
-            r"\(14, 8\) does not divide under",
-        ),
-        (
-            lambda: xj.reshard(x, "n/a d/b -> n d/b | copy(a)"),
-            e.MeshError,
-            "Explicit axes only in 'n/a d/b -> n",
-        ),
-        (lambda: xj.reshard(X, "n/a d -> n d"), e.MeshError, unknown),
+        (lambda: reshard(x, "n/b d -> n d"), e.ShapeError, "not sharded as 'n/b d' says in 'n/b d -> n d'"),
+        (lambda: reshard(X[:14], "n/a d -> n/b d", mesh()), e.ShapeError, r"\(14, 8\) does not divide"),
+        (lambda: reshard(x, "n/a d/b -> n d/b | copy(a)"), e.MeshError, "Explicit axes only in 'n/a d/b"),
+        (lambda: reshard(X, "n/a d -> n d"), e.MeshError, unknown),
         # And JAX knows no sharding either.
-        (lambda: jax.jit(lambda x: xj.reshard(x, "n/a d -> n d"))(X), e.MeshError, unknown),
-        (lambda: xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh), e.MeshError, "the mesh passed lacks"),
-        (lambda: xj.reshard(x, "n/c d -> n d"), e.NotationError, "unknown mesh axis 'c'"),
+        (lambda: jax.jit(lambda x: reshard(x, "n/a d -> n d"))(X), e.MeshError, unknown),
+        (lambda: reshard(x, "n/a d/b -> n d", mesh().abstract_mesh), e.MeshError, "the mesh passed lacks"),
+        (lambda: reshard(x, "n/c d -> n d"), e.NotationError, "unknown mesh axis 'c'"),
     ):
         with pytest.raises(kind, match=words):
             call()
@@ -272,18 +256,19 @@ def test_errors() -> None:
 def test_arguments_of_another_kind_or_in_another_place() -> None:
     """Errors of ours, whose hints lead out, instead of those of what happens to fail first."""
     x, move = on("auto", "a", "b"), "n/a d/b -> n d/b"
-    e, specs, here = xs.errors, xj.specs, mesh()
+    e, specs, here, reshard = errors, xj.specs, mesh(), xj.reshard
+    from_spec = specs.from_partition_spec
     wrong = [
-        (lambda: xj.reshard(x, move, xs.Mesh(a=2, b=4)), e.MeshError, "lacks devices\n.* jax.sharding.Mesh"),
-        (lambda: xj.reshard(x, move, "a=2,b=4"), e.MeshError, "'a=2,b=4' is not a mesh"),
+        (lambda: reshard(x, move, xs.Mesh(a=2, b=4)), e.MeshError, "lacks devices\n.* jax.sharding.Mesh"),
+        (lambda: reshard(x, move, "a=2,b=4"), e.MeshError, "'a=2,b=4' is not a mesh"),
         (lambda: specs.to_named_sharding("n/a d", xs.Mesh(a=2)), e.MeshError, "lacks devices"),
         (lambda: specs.to_named_sharding("n/q d", here), e.NotationError, "unknown mesh axis 'q'"),
         (lambda: xj.positions("n/a d", "a", shape=(4, 2), dim=0), e.MeshError, "'a' is not a mesh"),
-        (lambda: xj.reshard(x, P("a"), here), e.NotationError, "place of a layout\n.*from_partition_spec"),
-        (lambda: xj.reshard(x, (P("a"), P())), e.NotationError, "in place of a layout"),
-        (lambda: xj.reshard(x, x.sharding), e.NotationError, "a NamedSharding in place of a layout"),
-        (lambda: xj.reshard(move, x), e.NotationError, "the array comes first"),
-        (lambda: xj.reshard(np.array(["a"]), "n -> n", here), e.DtypeError, "cannot hold <U1"),
+        (lambda: reshard(x, P("a"), here), e.NotationError, "place of a layout\n.*from_partition_spec"),
+        (lambda: reshard(x, (P("a"), P())), e.NotationError, "in place of a layout"),
+        (lambda: reshard(x, x.sharding), e.NotationError, "a NamedSharding in place of a layout"),
+        (lambda: reshard(move, x), e.NotationError, "the array comes first"),
+        (lambda: reshard(np.array(["a"]), "n -> n", here), e.DtypeError, "cannot hold <U1"),
         (lambda: xj.redistribute(move, x), e.NotationError, "the array comes first"),
         (lambda: xj.redistribute(move, move), e.NotationError, "an expression in place of the array"),
         (lambda: xj.redistribute(object(), move), e.DtypeError, "cannot make an array of a object"),
@@ -292,17 +277,9 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
         (lambda: xj.redistribute(x, 3), e.NotationError, "3 is no"),
         (lambda: xj.ops.valid_mask("n", shape=8), e.ShapeError, "the shape 8 is not a sequence"),
         (lambda: xj.positions("n/a d", here, shape=8, dim=0), e.ShapeError, "the shape 8 is not a sequence"),
-        (
-            lambda: specs.from_partition_spec(x.sharding, 2),
-            e.NotationError,
-            "not a PartitionSpec\n.*its .spec",
-        ),
-        (
-            lambda: specs.from_partition_spec(("a", None), 2),
-            e.NotationError,
-            "a tuple is not a PartitionSpec",
-        ),
-        (lambda: specs.from_partition_spec(P("a"), 2, ["n"]), e.ShapeError, "1 names for 2 dims"),
+        (lambda: from_spec(x.sharding, 2), e.NotationError, "not a PartitionSpec\n.*its .spec"),
+        (lambda: from_spec(("a", None), 2), e.NotationError, "a tuple is not a PartitionSpec"),
+        (lambda: from_spec(P("a"), 2, ["n"]), e.ShapeError, "1 names for 2 dims"),
     ]
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):
@@ -322,9 +299,8 @@ def test_specs_and_back(text) -> None:
 
 
 def test_specs() -> None:
-    assert xj.specs.to_partition_spec("n/a/b d") == P(
-        ("a", "b"), None
-    )  # nested and grouped cuts are one to JAX
+    # Nested and grouped cuts are one to JAX.
+    assert xj.specs.to_partition_spec("n/a/b d") == P(("a", "b"), None)
     assert xj.specs.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
     assert str(xj.specs.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
     for text, reason in [
@@ -332,11 +308,11 @@ def test_specs() -> None:
         ("n | mean(a)", "only have the reduction sum"),
         ("n/a:halo(1,1)", "cannot have overlaps"),
     ]:
-        with pytest.raises(xs.errors.PlanError, match=reason):
+        with pytest.raises(errors.PlanError, match=reason):
             xj.specs.to_partition_spec(text)
-    with pytest.raises(xs.errors.ShapeError, match="has 2 dims, the array has 1"):
+    with pytest.raises(errors.ShapeError, match="has 2 dims, the array has 1"):
         xj.specs.from_partition_spec(P("a", "b"), 1)
-    with pytest.raises(xs.errors.PlanError, match="names no axes"):
+    with pytest.raises(errors.PlanError, match="names no axes"):
         xj.specs.from_partition_spec(P(P.UNCONSTRAINED), 1)
 
 
@@ -344,7 +320,7 @@ def test_specs() -> None:
 def test_named_shardings() -> None:
     sharding = xj.specs.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
     assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
-    with pytest.raises(xs.errors.MeshError, match="Explicit axes only"):
+    with pytest.raises(errors.MeshError, match="Explicit axes only"):
         xj.specs.to_named_sharding("n/a d | sum(b)", mesh("auto"))
 
 
