@@ -211,7 +211,7 @@ def convert_to_domain_parallel(
 
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
-    """Average the gradients over the domain, where the loss is the mean of its processes' losses."""
+    """Average the gradients over the domain: the loss is the mean of its processes' losses."""
     manager = _sharding_manager(manager)
     if manager is not None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

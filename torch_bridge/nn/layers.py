@@ -195,8 +195,8 @@ def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
         raise ShapeError(what, text=str(placement.layout))
     if not layer.training and layer.running_mean is not None:
         statistics = layer.running_mean, layer.running_var
-        parameters = placement.copied(layer.weight, layer.bias)
-        return nn.functional.batch_norm(x, *statistics, *parameters, False, 0.0, layer.eps), placement
+        weight, bias = placement.copied(layer.weight, layer.bias)
+        return nn.functional.batch_norm(x, *statistics, weight, bias, False, 0.0, layer.eps), placement
     y, mean, variance = norms.batch_norm(x, placement, (layer.weight, layer.bias), layer.eps)
     if layer.training and layer.running_mean is not None:
         layer.num_batches_tracked.add_(1)

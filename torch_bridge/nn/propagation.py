@@ -347,7 +347,7 @@ def _not_of_blocks(name: str) -> XshardError:
 
 
 class Propagation(TorchFunctionMode):
-    """Gives results of functions of tensors with records records, or refuses. paths: of modules, by id."""
+    """Records the placements of results, or refuses a function. paths: maps ids of modules to their paths."""
 
     def __init__(self, paths: Mapping[int, str]) -> None:
         super().__init__()
