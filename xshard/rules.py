@@ -85,18 +85,8 @@ class Rules(Mapping[Pattern, Any]):
         decided = {name: self.pattern_for(name) for name in names}
         missing = [name for name, pattern in decided.items() if pattern is None and not partial]
         unused = [p for p in self._rules if p not in decided.values() and p != ALL] if names else []
-        if missing or unused:
-            raise self._error(names, missing, unused, decided, what)
-        return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
-
-    def _error(
-        self,
-        names: list[str],
-        missing: list[str],
-        unused: list[Pattern],
-        decided: Mapping[str, Pattern | None],
-        what: str,
-    ) -> XshardError:
+        if not (missing or unused):
+            return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
         reasons, hints = [], []
         if missing:
             reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {_listed(missing)}")
@@ -104,9 +94,7 @@ class Rules(Mapping[Pattern, Any]):
             hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
         for pattern in unused:
             fitted = [name for name in names if self._fits[pattern].fullmatch(name)]
-            if fitted:
-                earlier = decided[fitted[0]]
-                assert earlier is not None
+            if fitted and (earlier := decided[fitted[0]]) is not None:
                 reasons.append(
                     f"rule '{text_of(pattern)}' comes too late: '{text_of(earlier)}' decides {fitted[0]}"
                 )
@@ -114,7 +102,7 @@ class Rules(Mapping[Pattern, Any]):
             else:
                 reasons.append(f"rule '{text_of(pattern)}' fits no {what}")
                 hints.append(f"the {what}s are: {_listed(names)}")
-        return XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
+        raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
 
 
 def text_of(pattern: Pattern) -> str:
@@ -163,39 +151,36 @@ def spellings(pattern: str) -> list[str]:
     return _spellings(tokens, pattern, None)
 
 
-def _spellings(
-    tokens: Iterator[re.Match[str]], pattern: str, opened: Span | None, depth: int = 0
-) -> list[str]:
+def _spellings(tokens: Iterator[re.Match[str]], text: str, opened: Span | None, depth: int = 0) -> list[str]:
     """Read alternatives up to the brace that closes the one at `opened` -> each of them written out."""
-    done: list[str] = []
-    now = [""]
-    _check_number(1, pattern)
+    done, now = list[str](), [""]
+    _check_number(1, text)
     for token in tokens:
         if token[0] == "}":
             if opened is None:
-                raise _malformed("'}' closes nothing", pattern, token.span())
+                raise _malformed("'}' closes nothing", text, token.span())
             return done + now
         if token[0] == "{":
             if depth == DEEPEST:
-                raise _malformed(f"braces inside more than {DEEPEST} others", pattern, token.span())
-            inside = _spellings(tokens, pattern, token.span(), depth + 1)
-            _check_number(len(now) * len(inside), pattern)
+                raise _malformed(f"braces inside more than {DEEPEST} others", text, token.span())
+            inside = _spellings(tokens, text, token.span(), depth + 1)
+            _check_number(len(now) * len(inside), text)
             now = [a + b for a in now for b in inside]
         elif token[0] == "|" or (token[0] == "," and opened):
             done, now = done + now, [""]
         else:
-            now = [text + token[0] for text in now]
-        _check_number(len(done) + len(now), pattern)
+            now = [start + token[0] for start in now]
+        _check_number(len(done) + len(now), text)
     if opened is not None:
-        raise _malformed("'{' is not closed", pattern, opened)
+        raise _malformed("'{' is not closed", text, opened)
     return done + now
 
 
 def _check_number(spellings: int, pattern: str) -> None:
-    if spellings > MOST_SPELLINGS:
-        raise _malformed(f"a pattern of more than {MOST_SPELLINGS} spellings", pattern, (0, len(pattern)))
-    if spellings * len(pattern) > MOST_CHARS:
-        raise _malformed(f"a pattern of more than {MOST_CHARS} characters", pattern, (0, len(pattern)))
+    limits = (spellings, MOST_SPELLINGS, "spellings"), (spellings * len(pattern), MOST_CHARS, "characters")
+    for n, most, what in limits:
+        if n > most:
+            raise _malformed(f"a pattern of more than {most} {what}", pattern, (0, len(pattern)))
 
 
 def _regex(spelling: str, pattern: str) -> str:

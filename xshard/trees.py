@@ -66,7 +66,7 @@ def spread(
 
 
 def children(tree: Any) -> dict[Any, Any] | None:
-    """The branches of a dict, a list or a tuple by key or index; None for a leaf."""
+    """The branches of a dict, a list or a tuple, in order; None for a leaf."""
     if isinstance(tree, Mapping):
         return dict(tree)
     return dict(enumerate(tree)) if isinstance(tree, list | tuple) else None

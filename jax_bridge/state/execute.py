@@ -1,8 +1,4 @@
-"""A tree plan as JAX executes it, bucket by bucket.
-
-Steps on one mesh run as `reshard` runs them; all messages of a bucket are one program on the devices of both
-meshes.
-"""
+"""A tree plan as JAX executes it: all messages of a bucket are one program on the devices of both meshes."""
 
 from __future__ import annotations
 
@@ -26,9 +22,8 @@ from xshard import Mesh, Plan
 from xshard.layout.runs import Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
-from xshard.state.parts import PartSharding, part_of
 from xshard.state.relations import ArrayPart
-from xshard.state.tree_plan import ArrayPlan, PartMove
+from xshard.state.tree_plan import ArrayPlan, PartMove, PartSharding, part_of
 from xshard.steps import Transpose
 from xshard.steps.exchange.messages import Message, rows_at
 
@@ -47,10 +42,7 @@ class LocalBlocks(NamedTuple):
 def execute(
     arrays: Mapping[str, LocalBlocks], bucket: Sequence[ArrayPlan], devices: Numbered
 ) -> list[Blocks]:
-    """Source arrays by name -> the local blocks of every array of a bucket.
-
-    All processes with a device in either mesh call it.
-    """
+    """Source arrays by name -> the local blocks of every array of a bucket."""
     bucket = [replace(array, moves=tuple(_runnable(move, array) for move in array.moves)) for array in bucket]
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
@@ -165,10 +157,7 @@ def _with_added_dim(sharded: PartSharding, block: tuple[int, ...]) -> tuple[int,
 
 
 def _messages(move: PartMove, numbers: Sequence[int]) -> tuple[tuple[Message, ...], str | None]:
-    """The messages between blocks of the whole arrays, and the operation that combines them.
-
-    numbers: the numbers of the program's devices, in order.
-    """
+    """The messages between blocks of whole arrays, and the operation that combines them."""
     step, messages = move.transfer, []
     dst_dims = [move.plan.dst.names.index(name) for name in move.plan.src.names]  # by source dim
     for src, dst, box, _ in _all_in_place(step) if step.is_in_place else step.messages:

@@ -30,8 +30,7 @@ from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError, open_checkpoint
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.loading import Load, plan_load, read_block
-from xshard.state.files.saving import Saving, Source, plan_save
-from xshard.state.files.writing import save_blocks
+from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
 
 Read = Callable[[], jax.Array]
@@ -169,10 +168,7 @@ def load(
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Do the work in every process -> the result of each, as JSON has it.
-
-    An error in one process is raised there, and FileError in the others.
-    """
+    """Do the work in every process -> all results, through JSON. If one fails, the others raise FileError."""
     value, error = None, None
     try:
         value = work()
@@ -232,20 +228,15 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
 
 def _read_ahead(begin: Callable[[Load], Read], loads: Mapping[str, Load]) -> Iterator[tuple[str, jax.Array]]:
     """Arrays by name; while one is made, the next is being read."""
-    last: tuple[str, Read] | None = None
-    for name, load in loads.items():
-        before, last = last, (name, begin(load))
-        if before is not None:
-            yield before[0], before[1]()
-    if last is not None:
-        yield last[0], last[1]()
+    reads = ((name, begin(load)) for name, load in loads.items())
+    last = next(reads, None)
+    while last is not None:
+        (name, wait), last = last, next(reads, None)
+        yield name, wait()
 
 
 def _begin_read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load) -> Read:
-    """Begin to read an array under its source layout -> a function that waits for it.
-
-    Devices of a process with equal blocks share one.
-    """
+    """Begin to read an array -> a function that waits for it. Devices with equal blocks share one."""
     source, stored, dtype = load.source, carrier(load.stored), numpy_dtype(load.array.dtype)
     sharding = storage_sharding(source.layout, mesh)
     holders: dict[Any, list[int]] = {}

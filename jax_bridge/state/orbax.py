@@ -89,8 +89,6 @@ def _folder(path: Path) -> Path:
     folders = [path] if (path / METADATA).exists() else [file.parent for file in path.glob(f"*/{METADATA}")]
     if len(folders) != 1:
         trees = ", ".join(sorted(folder.name for folder in folders)) or "none"
-        raise FileError(
-            f"{path} must have one tree of orbax, but has: {trees}",
-            hint="a step of a manager, or one tree in it: one that is being written has another name",
-        )
+        hint = "a step of a manager, or one tree in it: one that is being written has another name"
+        raise FileError(f"{path} must have one tree of orbax, but has: {trees}", hint=hint)
     return folders[0]

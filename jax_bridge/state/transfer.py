@@ -103,10 +103,7 @@ def transfer(
 
 
 class _SourceArray(NamedTuple):
-    """An array of numbers that moves, with its layout, and its new layout if that is its own.
-
-    leaf: the leaf, which may be PRNG keys. as_leaf: makes such a leaf of numbers.
-    """
+    """An array of numbers that moves. leaf: maybe PRNG keys; as_leaf makes such a leaf of numbers."""
 
     x: Any
     rule: Sides | Layout

@@ -1,8 +1,4 @@
-"""One tensor <-> one array of one device: the same memory, or a copy and the reason for it.
-
-torch makes every copy, at once and aligned, and shares it: a tensor may be written to as soon as its copy has
-been handed over. The log "xshard.interop" has a line for every copy without copy=True.
-"""
+"""One tensor <-> one array of one device: the same memory, or a copy of torch and the reason for it."""
 
 from __future__ import annotations
 
@@ -31,19 +27,14 @@ NIBBLES = ("int2", "int4", "uint2", "uint4")
 
 
 def jax_name(dtype: torch.dtype) -> str:
-    """JAX's name for a dtype of torch.
-
-    Raises DtypeError for a dtype that JAX does not have, and for 64 bits that JAX would silently narrow.
-    """
+    """JAX's name for a dtype of torch. Raises DtypeError also for 64 bits that JAX would silently narrow."""
     name = str(dtype).removeprefix("torch.")
     if not hasattr(jnp, name):
         raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
-        raise DtypeError(
-            f"the tensor is {dtype}, which JAX would make {narrow}",
-            hint='jax.config.update("jax_enable_x64", True), or convert it',
-        )
+        hint = 'jax.config.update("jax_enable_x64", True), or convert it'
+        raise DtypeError(f"the tensor is {dtype}, which JAX would make {narrow}", hint=hint)
     return name
 
 
@@ -62,10 +53,9 @@ def check_dense(x: Tensor) -> None:
     """Raise XshardError for a tensor without dense memory of its own: sparse, meta, fake, a wrapper."""
     wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
     if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
-        raise XshardError(
-            f"a {type(x).__name__} of {x.layout} on {x.device} is not dense memory that JAX can read",
-            hint="hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one",
-        )
+        reason = f"a {type(x).__name__} of {x.layout} on {x.device} is not dense memory that JAX can read"
+        hint = "hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one"
+        raise XshardError(reason, hint=hint)
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
@@ -80,15 +70,6 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
     if x.device.type == "cpu" and x.numel() and x.data_ptr() % ALIGNMENT:
         return f"its memory begins {x.data_ptr() % ALIGNMENT} bytes off a multiple of {ALIGNMENT}"
     return None
-
-
-def check_shared(x: Tensor, device: jax.Device) -> None:
-    """Raise XshardError if JAX cannot use the memory of a tensor."""
-    if (reason := why_copied(x, device)) is not None:
-        raise XshardError(
-            f"the tensor for {device} cannot be handed over without a copy: {reason}",
-            hint="copy=None allows one, and logs it",
-        )
 
 
 def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
@@ -120,11 +101,7 @@ def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
 
 
 class ReadOnlyTensor(Tensor):
-    """`ReadOnlyTensor(block)`: the block for reading. Its views are read-only too, new results are not.
-
-    Raises XshardError for an operation that would write to it, but not for writes that bypass torch's
-    operations (`.numpy()`, `.data_ptr()`).
-    """
+    """A block for reading, and its views: torch's operations that would write to it raise XshardError."""
 
     block: Tensor
 
@@ -146,10 +123,8 @@ class ReadOnlyTensor(Tensor):
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(isinstance(x, cls) for x in tree_leaves(named.get(argument.name))):
-                raise XshardError(
-                    f"{func} would write to memory that a jax.Array shares",
-                    hint="write to a copy: tensor.clone(), or to_torch(..., copy=True)",
-                )
+                hint = "write to a copy: tensor.clone(), or to_torch(..., copy=True)"
+                raise XshardError(f"{func} would write to memory that a jax.Array shares", hint=hint)
         shared = [x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)]
         out = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {}))
 

@@ -1,16 +1,16 @@
-"""The meshes of a hand-over: every device of torch's mesh is a device of JAX.
-
-It has the block of a rank, or one of the several blocks of a process.
-"""
+"""The processes and devices that torch and JAX share: every device of torch's mesh is a device of JAX."""
 
 from __future__ import annotations
 
 import functools
+import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import torch
 import torch.distributed as dist
 from jax.sharding import Mesh as JaxMesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +29,7 @@ TorchMesh = DeviceMesh | Mesh
 
 @dataclass(frozen=True, eq=False)
 class MeshPair:
-    """JAX's mesh and torch's, over the same devices or others.
-
-    axes: torch's mesh. devices: the device of JAX for each of its devices.
-    """
+    """JAX's mesh and torch's `axes`; devices: the device of JAX for each device of torch's mesh."""
 
     jax_mesh: JaxMesh
     axes: Mesh
@@ -61,10 +58,9 @@ class MeshPair:
         """torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
-            raise MeshError(
-                f"JAX's mesh is of {platform} devices, where torch cannot have tensors",
-                hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
-            )
+            reason = f"JAX's mesh is of {platform} devices, where torch cannot have tensors"
+            hint = f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies"
+            raise MeshError(reason, hint=hint)
         return KINDS[platform]
 
     @cached_property
@@ -94,14 +90,10 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
 
     Each rank of a `DeviceMesh` has one device, in JAX's mesh or in all of JAX. Device i of an `xshard.Mesh`
     is the i-th, by process and id, of JAX's mesh if that has as many, else of all of JAX.
-    Raises MeshError if the frameworks do not have the same processes, if JAX has fewer devices, or if this
-    process has no device in either mesh.
     """
     if not isinstance(jax_mesh, JaxMesh):
-        raise MeshError(
-            f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices",
-            hint="pass a jax.sharding.Mesh of devices",
-        )
+        hint = "pass a jax.sharding.Mesh of devices"
+        raise MeshError(f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices", hint=hint)
     check_processes()
     return _matched(jax_mesh, torch_mesh)
 
@@ -135,10 +127,8 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     meshes = MeshPair(jax_mesh, axes, devices)
     if all(d.process_index != jax.process_index() for d in meshes.every):
         torchs = "" if torch_mesh is None else f" or torch's {axes!r}"
-        raise MeshError(
-            f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}",
-            hint="call this in the processes of the mesh only",
-        )
+        reason = f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}"
+        raise MeshError(reason, hint="call this in the processes of the mesh only")
     return meshes
 
 
@@ -168,3 +158,62 @@ def _torch_devices(
 
 def _ordered(devices: Iterable[jax.Device]) -> tuple[jax.Device, ...]:
     return tuple(sorted(devices, key=lambda d: (d.process_index, d.id)))
+
+
+# XLA:CPU runs a program's devices, collectives and callbacks in one pool of threads, which wait for each
+# other: with too few threads it deadlocks.
+THREADS_PER_DEVICE = 4
+LEAST_THREADS = 16
+
+
+def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s: int = 300) -> None:
+    """Start torch's process group and JAX's distributed runtime in the same processes, with equal ranks.
+
+    Call it once in every process started by torchrun, before JAX's first computation, which makes its
+    devices. An existing process group of torch stays.
+
+    local_devices: devices of JAX per process, on CPUs; on GPUs both frameworks use the GPU of LOCAL_RANK.
+    With `JAX_PLATFORMS=cpu` both use CPUs.
+    backend: the backend of torch's process group; by default NCCL for GPUs and gloo for CPUs. JAX uses gloo
+    for collectives of CPUs too. timeout_s: how long processes wait for each other at the start.
+
+    Raises MeshError if there are no processes to join, if JAX has made its devices already, or if its
+    processes are not torch's.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            hint = "start the program by torchrun, or call torch.distributed.init_process_group() first"
+            raise MeshError("no process group is initialised, and RANK is not set", hint=hint)
+        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo"))
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    if _on_gpus():
+        torch.cuda.set_device(local_rank)
+    if not jax.distributed.is_initialized():
+        _start_jax(local_devices, local_rank, timeout_s)
+    check_processes()
+
+
+def _on_gpus() -> bool:
+    """True if there are GPUs, and JAX is not limited to CPUs."""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return torch.cuda.is_available() and not platforms.startswith("cpu")
+
+
+def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
+    os.environ.setdefault("PJRT_NPROC", str(max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = [f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{free.getsockname()[1]}"]
+    dist.broadcast_object_list(address, src=0)
+    try:
+        jax.config.update("jax_num_cpu_devices", local_devices)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            *(address[0], dist.get_world_size(), dist.get_rank()),
+            local_device_ids=[local_rank] if _on_gpus() else None,
+            initialization_timeout=timeout_s,
+        )
+    except RuntimeError as error:
+        reason = f"JAX cannot join the {dist.get_world_size()} processes of torch: {error}"
+        hint = "call initialize() before JAX makes its devices: before its first array or computation"
+        raise MeshError(reason, hint=hint) from error

@@ -1,18 +1,19 @@
 """`from_jax`: a JAX function on sharded arrays as a differentiable torch function on sharded tensors.
 
-The forward pass runs the function and saves its pullback; the backward pass runs the pullback. Each is one
-program, compiled once. If torch records the backward pass, for second derivatives, the pullback becomes
-another such function.
+The forward pass saves the function's pullback, and the backward pass runs it: two programs, compiled once. If
+torch records the backward pass, for second derivatives, the pullback becomes another such function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
@@ -21,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from jax_bridge.arrays.stored import stored_as
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
-from jax_bridge.torch_interop.pullback import VjpProgram, layouts_of, make_vjp_program
-from jax_bridge.torch_interop.route import Options
+from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of
 from xshard import Layout
@@ -157,23 +157,6 @@ class _Invocation:
         return blocks if isinstance(blocks, list) else [blocks]
 
 
-class _ThreadSettings(NamedTuple):
-    """JAX's settings of a thread; autograd runs the backward pass of a GPU in another thread."""
-
-    x64: bool
-    precision: str | None
-
-    @classmethod
-    def current(cls) -> _ThreadSettings:
-        config: Any = jax.config
-        return cls(config.jax_enable_x64, config.jax_default_matmul_precision)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        with jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision):
-            yield
-
-
 class _Apply(torch.autograd.Function):
     """`_Apply.apply(invocation, *tensors)`: the tensors of all outputs, differentiable."""
 
@@ -188,7 +171,9 @@ class _Apply(torch.autograd.Function):
         # An argument that the function returns unchanged must not be the caller's own tensor.
         arguments = {x.data_ptr() for x in flat}
         groups = [[x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups]
-        ctx.invocation, ctx.settings = invocation, _ThreadSettings.current()
+        config: Any = jax.config
+        ctx.invocation, ctx.x64 = invocation, config.jax_enable_x64
+        ctx.precision = config.jax_default_matmul_precision
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
             borrowed = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
@@ -200,7 +185,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.settings.applied():
+        # Autograd runs the backward pass of a GPU in another thread, which has other settings.
+        with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
             return _Apply._pull(ctx, *cotangents)
 
     @staticmethod
@@ -232,7 +218,119 @@ def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
 def _check_mesh(meshes: MeshPair) -> None:
     if not meshes.are_the_same:
         reason = f"the DTensor's mesh {meshes.axes!r} is not JAX's {meshes.jax_axes!r}"
-        raise MeshError(
-            f"{reason} with the same order of devices",
-            hint="a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh",
-        )
+        hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
+        raise MeshError(f"{reason} with the same order of devices", hint=hint)
+
+
+Arrays = Sequence[jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class VjpProgram:
+    """The forward and backward programs of a function of leaves. wrt: leaves that get a gradient."""
+
+    fn: Callable[..., tuple[jax.Array, ...]]
+    meshes: MeshPair
+    in_avals: tuple[Any, ...]
+    in_layouts: tuple[Layout, ...]
+    wrt: tuple[int, ...]
+    out_tree: Any
+    out_avals: tuple[Any, ...]
+    out_layouts: tuple[Layout, ...]
+
+    @cached_property
+    def smooth(self) -> tuple[int, ...]:
+        """Indices of the outputs that have a cotangent: floats and complex numbers."""
+        return tuple(i for i, aval in enumerate(self.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
+
+    @cached_property
+    def cotangent_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.out_layouts[i].dual for i in self.smooth)
+
+    @cached_property
+    def gradient_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.in_layouts[i].dual for i in self.wrt)
+
+    def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
+        """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
+        with jax.set_mesh(self.meshes.jax_mesh):  # for specs without a mesh; threads of autograd have none
+            return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
+
+    def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
+        """The gradients of the leaves `wrt`. Complex gradients are torch's: the conjugates of JAX's."""
+        with jax.set_mesh(self.meshes.jax_mesh):
+            return self._pulled(pull, list(cotangents))
+
+    def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
+        """`backward` as a function of leaves and cotangents."""
+        _, pull = self._vjp(*leaves)
+        return list(self._pull(pull, cotangents))
+
+    def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
+        """Indices of the outputs that share memory with the pullback."""
+        saved = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
+        return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
+
+    @cached_property
+    def _outputs(self) -> Callable[..., tuple[jax.Array, ...]]:
+        return jax.jit(self.fn, out_shardings=self._shardings(self.out_layouts, self.out_avals))
+
+    @cached_property
+    def _with_pullback(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+        return jax.jit(self._vjp, out_shardings=(self._shardings(self.out_layouts, self.out_avals), None))
+
+    @cached_property
+    def _pulled(self) -> Callable[..., tuple[jax.Array, ...]]:
+        avals = [self.in_avals[i] for i in self.wrt]
+        return jax.jit(self._pull, out_shardings=self._shardings(self.gradient_layouts, avals))
+
+    def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
+            replaced = dict(zip(self.wrt, some, strict=True))
+            return self.fn(*(replaced.get(i, x) for i, x in enumerate(leaves)))
+
+        return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
+
+    def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
+        smooth = dict(zip(self.smooth, map(_conjugate, cotangents), strict=True))
+        zeros = (np.zeros(aval.shape, jax.dtypes.float0) for aval in self.out_avals)
+        every = tuple(smooth.get(i, zero) for i, zero in enumerate(zeros))
+        return tuple(map(_conjugate, pull(every)))
+
+    def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True))
+
+
+def make_vjp_program(
+    fn: Callable[..., Any],
+    meshes: MeshPair,
+    tree: Any,
+    in_layouts: tuple[Layout, ...],
+    out_layouts: Any,
+    leaves: Arrays,
+    wrt: tuple[int, ...],
+) -> VjpProgram:
+    """The program of a function for these leaves of its arguments; `tree` is their structure."""
+
+    def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
+
+    with jax.set_mesh(meshes.jax_mesh):
+        out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
+    avals, out_tree = jax.tree.flatten(out)
+    layouts = tuple(map(Layout.parse, layouts_of("out_layouts", out_layouts, out_tree)))
+    for layout, aval in zip(layouts, avals, strict=True):
+        array_sharding(layout, meshes, aval.shape)  # raises before anything runs
+    return VjpProgram(
+        of_leaves, meshes, tuple(map(jax.typeof, leaves)), in_layouts, wrt, out_tree, tuple(avals), layouts
+    )
+
+
+def _conjugate(x: jax.Array) -> jax.Array:
+    return x.conj() if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def _memory(x: Any) -> set[tuple[Any, int]]:
+    if not isinstance(x, jax.Array) or not x.size:
+        return set()
+    return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}

@@ -1,8 +1,7 @@
 """`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
 
-Every device hands its blocks to torch. The gradient is another such function, which runs the torch function
-again and pulls back through it. So no graph of torch outlives a call, pullbacks may be used twice, and
-derivatives of any order exist.
+The gradient is another such function, which runs the torch function again and pulls back through it. So no
+graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order exist.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from torch.utils.dlpack import from_dlpack
 from jax_bridge.calls import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
-from jax_bridge.torch_interop.pullback import layouts_of
-from jax_bridge.torch_interop.route import array_sharding
+from jax_bridge.torch_interop.route import array_sharding, layouts_of
 from jax_bridge.versions import host_callback
 from xshard import Plan, XshardError, plan
 from xshard.errors import ShapeError
@@ -136,18 +134,13 @@ def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *
 
 def _results(fn: Flat, enters: Sequence[Plan], meshes: MeshPair) -> Sequence[Tensor]:
     """Fake results of a function for blocks of these shapes and dtypes."""
-    device = meshes.kind
+    types = [(p.target.local_shape(0), buffers.torch_dtype(p.dtype)) for p in enters]
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        blocks = [
-            torch.empty(p.target.local_shape(0), dtype=buffers.torch_dtype(p.dtype), device=device)
-            for p in enters
-        ]
-        results = fn(*blocks)
+        results = fn(*(torch.empty(shape, dtype=dtype, device=meshes.kind) for shape, dtype in types))
     for x in results:
         if not isinstance(x, Tensor):
-            raise XshardError(
-                f"the torch function returns {type(x).__name__}", hint="tensors, or pytrees of them"
-            )
+            hint = "tensors, or pytrees of them"
+            raise XshardError(f"the torch function returns {type(x).__name__}", hint=hint)
     return results
 
 
@@ -173,11 +166,7 @@ def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """A function of tensors as a function of global arrays.
-
-    enters: the plans of the arguments, from array to blocks. leaves: the plans of the results, from blocks to
-    array.
-    """
+    """A function of tensors as one of arrays. enters, leaves: the plans of its arguments and results."""
 
     fn: Flat
     meshes: MeshPair
@@ -195,12 +184,9 @@ class HostCall:
     @cached_property
     def pullback(self) -> HostCall:
         """The gradients as a function of the arrays and the cotangents."""
-        return HostCall(
-            self._pulled,
-            self.meshes,
-            (*self.enters, *(self.leaves[i].backward for i in _smooth(self.leaves))),
-            tuple(self.enters[i].backward for i in _smooth(self.enters)),
-        )
+        cotangents = (self.leaves[i].backward for i in _smooth(self.leaves))
+        gradients = tuple(self.enters[i].backward for i in _smooth(self.enters))
+        return HostCall(self._pulled, self.meshes, (*self.enters, *cotangents), gradients)
 
     @cached_property
     def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
@@ -256,14 +242,9 @@ class HostCall:
             outputs = self.fn(*inputs)
             cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
             pairs = [(outputs[i], g.conj()) for i, g in cotangents if outputs[i].requires_grad]
-            gradients = torch.autograd.grad(
-                [y for y, _ in pairs],
-                [inputs[i] for i in wrt],
-                [g for _, g in pairs],
-                create_graph=recorded,
-                materialize_grads=True,
-            )
-            return [g.conj() for g in gradients]
+            arguments = [y for y, _ in pairs], [inputs[i] for i in wrt], [g for _, g in pairs]
+            options: Any = {"create_graph": recorded, "materialize_grads": True}
+            return [g.conj() for g in torch.autograd.grad(*arguments, **options)]
 
 
 def _moved(x: jax.Array, plan: Plan) -> jax.Array:

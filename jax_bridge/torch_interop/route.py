@@ -1,7 +1,6 @@
 """The route of one array between torch and JAX: its shardings, and the side that moves its blocks.
 
-Everything follows from layouts, meshes, shapes and dtypes, is equal in all processes, and is cached by value.
-Of the sides that can execute the plan the cheaper one does; torch at equal costs, as it does not compile.
+The cheaper side that can execute the plan does; torch at equal costs, as it does not compile.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
 from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import MeshPair
+from jax_bridge.trees import leaves_of
 from torch_bridge.mesh.machine import machine as torch_machine
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Plan, Profile, Sharding, XshardError, plan
-from xshard.errors import PlanError, ShapeError
+from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors
@@ -43,9 +43,8 @@ Profiles = AnyProfile | Mapping[str, AnyProfile]
 class Route:
     """One array's way from one framework to the other.
 
-    src: its source layout. text: the user's text, for errors. blocks: the sharding of torch's blocks. array,
-    stored: JAX's sharding of the array, and its layout. plan, side: the plan that moves blocks, and the side
-    that executes it; None if nothing moves.
+    text: the user's text, for errors. blocks: the sharding of torch's blocks. array, stored: JAX's sharding
+    and its layout. side: the side that executes the plan; None if nothing moves.
     """
 
     src: Layout
@@ -62,7 +61,7 @@ class Route:
 
 
 class _Choice(NamedTuple):
-    """The profiles of torch and of JAX; the side that the user names; the reason why torch cannot, if any."""
+    """The profiles of both sides; the side that the user names; the reason why torch cannot, if any."""
 
     profiles: tuple[AnyProfile, ...]
     via: str | None
@@ -88,11 +87,8 @@ class Options:
     def check_moved(self, route: Route) -> None:
         """Log the plan that runs first; raise XshardError if copies are forbidden."""
         if self.copy is False:
-            raise XshardError(
-                "blocks that move cannot be handed over without a copy",
-                text=route.text,
-                hint="copy=None allows it",
-            )
+            reason = "blocks that move cannot be handed over without a copy"
+            raise XshardError(reason, text=route.text, hint="copy=None allows it")
         LOG.info("%s moves the blocks first: %s", route.side, route.text)
 
 
@@ -105,11 +101,16 @@ def array_sharding(layout: Layout, meshes: MeshPair, shape: tuple[int, ...]) -> 
         sharding = Sharding(layout, meshes.jax_axes, shape)
         if not sharding.is_even:
             whole = " ".join(sharding.layout.names)
-            raise ShapeError(
-                f"a jax.Array needs equal blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}",
-                hint=f"hand it over under a layout that divides, as in '{layout} -> {whole}'",
-            )
+            reason = f"a jax.Array needs equal blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}"
+            hint = f"hand it over under a layout that divides, as in '{layout} -> {whole}'"
+            raise ShapeError(reason, hint=hint)
         return storage_sharding(sharding.layout, meshes.jax_mesh)
+
+
+def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
+    """The layout or expression of every leaf of a structure. layouts: one for all, or a pytree prefix."""
+    with located(what):
+        return [leaf.given for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))]
 
 
 def _by_side(profile: Profiles) -> tuple[AnyProfile, ...]:

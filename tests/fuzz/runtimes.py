@@ -23,8 +23,7 @@ from xshard.runtimes.backends import BACKENDS, host_devices
 from xshard.state import plan_transfer
 from xshard.state.files import open_checkpoint, verify
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, plan_save
-from xshard.state.files.writing import begin, commit, write
+from xshard.state.files.saving import Source, begin, commit, plan_save, write
 from xshard.steps.base import Block
 
 LIMIT_S = 600.0  # without progress

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from xshard import Layout, Mesh, Sharding
 from xshard.state.files import Checkpoint
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, plan_save
-from xshard.state.files.writing import abort, begin, commit, write
+from xshard.state.files.saving import Source, abort, begin, commit, plan_save, write
 
 MESH = Mesh(p=2)
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.state.checkpoints import arrays, load, save
 from xshard import Mesh, XshardError
-from xshard.state.files import FileError, open_checkpoint, verify, writing
+from xshard.state.files import FileError, open_checkpoint, saving, verify
 from xshard.state.files.loading import plan_load
 
 INDEX = "model.safetensors.index.json"
@@ -227,7 +227,7 @@ def test_no_space_left(limit: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", range(5))
-@pytest.mark.parametrize(("module", "function"), [(writing, "_reserve"), (os, "pwrite"), (os, "fsync")])
+@pytest.mark.parametrize(("module", "function"), [(saving, "_reserve"), (os, "pwrite"), (os, "fsync")])
 def test_a_disk_that_fails_at_a_call(
     module: Any, function: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

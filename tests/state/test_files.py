@@ -19,11 +19,10 @@ from xshard import Layout, Link, Mesh, Sharding, XshardError, dtypes, load_profi
 from xshard.errors import DtypeError, PlanError
 from xshard.state import Names, concat, rename, split, stack
 from xshard.state.files import FileError, open_checkpoint, verify
-from xshard.state.files.boxes import box_pairs
+from xshard.state.files.checkpoint import box_pairs
 from xshard.state.files.folder import INDEX, KEY
 from xshard.state.files.loading import plan_load, read_block, source_sharding
-from xshard.state.files.saving import Saving, Source, plan_save
-from xshard.state.files.writing import abort, begin, commit, save_blocks, write
+from xshard.state.files.saving import Saving, Source, abort, begin, commit, plan_save, save_blocks, write
 from xshard.state.llama import named
 from xshard.state.names import names_from_json, names_to_json
 

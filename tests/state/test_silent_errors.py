@@ -15,8 +15,7 @@ from xshard.state import Names, concat, rename, split, stack
 from xshard.state.differences import diff_checkpoints
 from xshard.state.files import open_checkpoint
 from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
-from xshard.state.files.saving import Source, plan_save
-from xshard.state.files.writing import begin, commit, write
+from xshard.state.files.saving import Source, begin, commit, plan_save, write
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 ROWS = HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD

@@ -1,9 +1,12 @@
-"""One of two programs that meet in a store: its processes act as one, and have a group with the other's."""
+"""One of two programs that meet in a store: its processes act as one, and watch the other's heartbeats."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -13,19 +16,94 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from torch_bridge.live.heartbeat import PAUSE_S, Heartbeat, LostVersionError
 from torch_bridge.mesh.failures import within
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
-from torch_bridge.state.execute import execute
 from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
-from torch_bridge.state.processes import all_or_none
-from xshard import Mesh
+from torch_bridge.state.leaves import all_or_none
+from torch_bridge.state.transfer import execute
+from xshard import Mesh, XshardError
 from xshard.cost.machine import profile_of
 from xshard.errors import MeshError
 from xshard.state import Names, TreePlan
 from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET
+
+PAUSE_S = 0.02  # between two looks at the store or at a thread
+BEAT_S = 0.5  # between two counts
+
+
+class LostVersionError(XshardError, RuntimeError):
+    """A version did not arrive whole: the other program has ended, failed, or did not come in time."""
+
+
+class Heartbeat:
+    """A count in the store that grows while this rank works, and a watch on the counts of the other program.
+
+    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its own. It
+    counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a process
+    group would not do: NCCL ends the process that waits, and a server has to go on.
+    """
+
+    def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
+        self._store_call, self._key, self._max_looks = store_call, key, 0.0
+        self._error, self._notice = "", ""
+        self._watched: dict[str, str] = {}
+
+    @contextmanager
+    def beating(self, session: int, silent_s: float) -> Iterator[None]:
+        """Count in a thread. silent_s: a rank without a new count for so long has stopped."""
+        over = threading.Event()
+        self._error, self._watched, self._max_looks = "", {}, silent_s / BEAT_S
+        own = self._key("beats", session, dist.get_rank())
+        thread = threading.Thread(target=self._beat, args=(own, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(2 * BEAT_S)
+
+    def watch(self, program: str, session: int, n: int, version: int) -> None:
+        """From now on watch the `n` ranks of the other program, while this version is on its way."""
+        self._notice = self._key("stopped", session, version)
+        self._watched = {self._key("beats", session, r): f"rank {r} of the {program}" for r in range(n)}
+
+    def check(self) -> None:
+        """Raise LostVersionError if a rank of the other program has stopped, or the store does not answer."""
+        if self._error:
+            raise LostVersionError(self._error)
+
+    def guarded(self, call: Callable[[], T]) -> T:
+        """The result of a call that waits for the other program, unless `check` raises first."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([future], PAUSE_S).done:
+            self.check()
+        return future.result()
+
+    def _beat(self, own: str, over: threading.Event) -> None:
+        looks: dict[str, tuple[int, int]] = {}  # the last count of a rank, and how many looks have shown it
+        try:
+            while not over.wait(BEAT_S):
+                self._store_call("add", own, 1)
+                for key, rank in self._watched.items() if dist.get_rank() == 0 else ():
+                    count, (last, n) = self._store_call("add", key, 0), looks.get(key, (-1, 0))
+                    looks[key] = count, n + 1 if count == last else 0
+                    if looks[key][1] >= self._max_looks:
+                        self._store_call("set", self._notice, rank)
+                if self._watched and self._store_call("check", [self._notice]):
+                    self._error = self._store_call("get", self._notice).decode() + " has stopped"
+        except LostVersionError as error:
+            self._error = str(error)
+
 
 T = TypeVar("T")
 
@@ -61,10 +139,8 @@ class Endpoint:
         check_world()
         mesh = self.src_mesh if self.is_trainer else self.dst_mesh
         if mesh.n_devices != (n := dist.get_world_size()):
-            raise MeshError(
-                f"{mesh!r} has {mesh.n_devices} devices, this program {n} processes",
-                hint="src_mesh has all processes of the trainer, dst_mesh all of the server",
-            )
+            hint = "src_mesh has all processes of the trainer, dst_mesh all of the server"
+            raise MeshError(f"{mesh!r} has {mesh.n_devices} devices, this program {n} processes", hint=hint)
         self.heart = Heartbeat(self.store_call, self.key)
 
     def start_session(self) -> None:
@@ -116,7 +192,7 @@ class Endpoint:
         return "\n".join((str(plan), *rules_text(self.rules, self.names).values()))
 
     def recv(self, *parts: object) -> str | None:
-        """The text that the other program writes to a key of the store; None if it does not come in time."""
+        """The text that the other program writes to a key; None if it does not come in time."""
         key, end_s = self.key(*parts), time.monotonic() + self.timeout_s
         while not self.store_call("check", [key]):
             self.heart.check()
@@ -145,12 +221,7 @@ class Endpoint:
         return self._group
 
     def execute(
-        self,
-        plan: TreePlan,
-        blocks: dict[str, Tensor],
-        sessions: str,
-        device: torch.device,
-        progress: Progress,
+        self, plan: TreePlan, blocks: dict[str, Tensor], sessions: str, device: torch.device, report: Progress
     ) -> dict[str, Tensor]:
         """Execute the plan in the group of both sessions -> the blocks that arrive here."""
         group = self.connect(sessions)
@@ -159,7 +230,7 @@ class Endpoint:
 
         def run() -> dict[str, Tensor] | None:
             with torch.cuda.stream(stream):  # the stream of the caller's thread
-                return execute(plan, blocks, device, group, progress=progress)
+                return execute(plan, blocks, device, group, progress=report)
 
         return self.heart.guarded(run) or {}
 

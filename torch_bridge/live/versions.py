@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.errors import DesyncError
-from torch_bridge.live.endpoint import Endpoint
-from torch_bridge.live.heartbeat import PAUSE_S, LostVersionError
+from torch_bridge.live.endpoint import PAUSE_S, Endpoint, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.redistribution.blocks import tensor_device_of
@@ -87,10 +86,8 @@ class Publisher(Endpoint):
 
         version, server = self.broadcast(offered)
         if server is None:
-            raise LostVersionError(
-                f"no server took version {version} within {self.timeout_s:g} s",
-                hint="all its ranks call Subscriber.receive, on the same store and name",
-            )
+            hint = "all its ranks call Subscriber.receive, on the same store and name"
+            raise LostVersionError(f"no server took version {version} within {self.timeout_s:g} s", hint=hint)
         self.heart.watch("server", int(server), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"

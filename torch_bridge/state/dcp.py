@@ -1,8 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: which bytes of its files are which rows of an array.
-
-Metadata may contain DCP's own records and nothing else. torch finds where the numbers of a tensor begin; only
-rows that are needed are read.
-"""
+"""Checkpoints of `torch.distributed.checkpoint`: only the rows that are needed are read."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ _RECORDS = {
 def open_dcp(path: str | Path) -> Checkpoint:
     """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
 
-    Other values are read when they are used, as `torch.load(weights_only=True)` does.
     Raises FileError for metadata with anything but records of DCP, and for tensors with parts outside of
     the folder or of their files, or parts that overlap or leave a gap.
     """
@@ -52,7 +47,10 @@ def open_dcp(path: str | Path) -> Checkpoint:
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
-        items = {_key(index): _item(folder, info) for index, info in records.storage_data.items()}
+        items = {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): _item(folder, info)
+            for index, info in records.storage_data.items()
+        }
         arrays: dict[str, _Tensor] = {}
         constants: dict[str, _Item] = {}
         for name, record in records.state_dict_metadata.items():
@@ -154,10 +152,6 @@ def _common(wanted: range, part: slice) -> tuple[slice, slice]:
     return in_wanted, slice(rows.start - part.start, rows.stop - part.start, rows.step)
 
 
-def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    return index.fqn, None if index.offset is None else tuple(index.offset)
-
-
 def _item(folder: Path, info: Any) -> _Item:
     """An item of the metadata, as a part of a file in the folder."""
     file, end = folder / info.relative_path, info.offset + info.length
@@ -180,11 +174,8 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     some = (sizes > 0).all(-1)
     begin_before = (starts[some][:, None] < stops[some]).all(-1)  # the end of the other
     inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
-    if (
-        not inside
-        or math.prod(shape) != sizes.prod(-1).sum()
-        or (begin_before & begin_before.T).sum() > some.sum()
-    ):
+    overlap = (begin_before & begin_before.T).sum() > some.sum()
+    if not inside or math.prod(shape) != sizes.prod(-1).sum() or overlap:
         raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
     parts = [
         _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)

@@ -21,8 +21,7 @@ from torch.utils._pytree import (
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from torch_bridge.state.leaves import local_array, tensors_and_constants
-from torch_bridge.state.processes import rank
+from torch_bridge.state.leaves import local_array, rank, tensors_and_constants
 from xshard import Mesh, Profile, Rules, dtypes
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
@@ -35,7 +34,7 @@ Facts = Mapping[str, str]
 
 
 class LeafFacts(NamedTuple):
-    """Facts about a leaf for other processes. rule: its layout, or its expression."""
+    """Facts about a leaf for other processes. rule: its layout or expression."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,10 +45,7 @@ class LeafFacts(NamedTuple):
 def described(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The local blocks of a tree by name, and its facts: its mesh, its structure, and each leaf.
-
-    Raises XshardError with the name of the leaf that does not fit its rule.
-    """
+    """The local blocks of a tree by name, and its facts: its mesh, its structure, and each leaf."""
     tensors, constants = tensors_and_constants(tree)
     mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
     if mesh is None:

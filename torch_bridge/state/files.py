@@ -17,8 +17,15 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from torch_bridge.state.leaves import WHOLE, LocalArray, local_arrays
-from torch_bridge.state.processes import all_or_none, axes_of, processes_of, rank
+from torch_bridge.state.leaves import (
+    WHOLE,
+    LocalArray,
+    all_or_none,
+    axes_of,
+    local_arrays,
+    processes_of,
+    rank,
+)
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.cost.machine import node_processes
 from xshard.errors import located
@@ -26,8 +33,7 @@ from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.loading import Load, cast, in_both, load_of, plan_load, read_block, stored_as
-from xshard.state.files.saving import Saving, Source, plan_save
-from xshard.state.files.writing import save_blocks
+from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import groups, leaf_name, place_of
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
@@ -135,11 +141,23 @@ def load(
                 array = LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks)
                 loads[name] = load, array
         else:
-            loads.update(_plan_filling(opened[0], names, strict, plan_for, like, rules, mesh))
+            stored = stored_as(opened[0], names)
+            shapes = {name: each.shape for name, each in stored.items()}
+            arrays = list(local_arrays(like, rules, mesh, shapes)[0].values())
+            firsts = in_both(stored, [array.names for array in arrays], strict)
+            for array, stored_name in zip(arrays, firsts, strict=True):
+                if array.is_meta and array.put is None:
+                    hint = "xt.parallelize or model.to_empty(device=...) first"
+                    raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
+                if stored_name is not None:
+                    with located(stored_name):
+                        as_filled = cast(stored[stored_name], dtypes.name_of(array.dtype))
+                        filled = load_of(opened[0], as_filled, array.sharding, plan_for)
+                    loads[stored_name] = filled, array
             if not isinstance(like, nn.Module):
                 leaves = ((leaf_name(keys), x) for keys, x in tree_flatten_with_path(like)[0])
-                stored = opened[0].constant
-                constants.update({name: stored(name, x) for name, x in leaves if not isinstance(x, Tensor)})
+                saved = opened[0].constant
+                constants.update({name: saved(name, x) for name, x in leaves if not isinstance(x, Tensor)})
         if verify:
             compare_checksums(opened[0], ranks.index(rank()), len(ranks))
         return {name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()}
@@ -171,32 +189,6 @@ def load(
     if like is None or isinstance(like, nn.Module):
         return result if like is None else like
     return tree_map_with_path(lambda keys, x: constants.get(leaf_name(keys), x), like)
-
-
-def _plan_filling(
-    checkpoint: Checkpoint,
-    names: Names | None,
-    strict: bool,
-    profile: Profile,
-    tree: Any,
-    rules: Any,
-    mesh: MeshLike | None,
-) -> Loads:
-    """The loads that fill a tree; an array with several names takes the first that is stored."""
-    stored, loads = stored_as(checkpoint, names), Loads()
-    shapes = {name: each.shape for name, each in stored.items()}
-    arrays = local_arrays(tree, rules, mesh, shapes)[0].values()
-    for array, name in zip(arrays, in_both(stored, [array.names for array in arrays], strict), strict=True):
-        if array.is_meta and array.put is None:
-            raise XshardError(
-                f"{array.names[0]} is on the meta device",
-                hint="xt.parallelize or model.to_empty(device=...) first",
-            )
-        if name is not None:
-            with located(name):
-                as_filled = cast(stored[name], dtypes.name_of(array.dtype))
-                loads[name] = load_of(checkpoint, as_filled, array.sharding, profile), array
-    return loads
 
 
 def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) -> Tensor | None:

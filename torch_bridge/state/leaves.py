@@ -1,31 +1,85 @@
-"""The arrays of a model, a state dict or any tree by name: layouts, and the blocks of this process."""
+"""Arrays of a model or a tree by name, with layouts and local blocks, and the processes that hold them."""
 
 from __future__ import annotations
 
-import functools
+import json
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL, c_size_t, c_void_p
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
-from torch_bridge.mesh.process_mesh import MeshLike, callers, dtensor_axes, dtensor_mesh, mesh_of
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    callers,
+    dtensor_axes,
+    dtensor_mesh,
+    mesh_of,
+    process_mesh,
+)
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
-from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from torch_bridge.state.processes import axes_of, processes_of, rank
-from xshard import Layout, Rules, Sharding, XshardError
+from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
 from xshard.trees import leaf_name, named_once, place_of
+
+
+def rank() -> int:
+    """The rank of this process; 0 without a world."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def processes_of(mesh: MeshLike | None) -> tuple[int, ...]:
+    """The ranks of a mesh; for None, the ranks of the world, or this process alone."""
+    if not dist.is_initialized():
+        if mesh is not None and mesh_of(mesh).n_devices > 1:
+            process_mesh(mesh)  # raises
+        return (0,)
+    return tuple(range(dist.get_world_size())) if mesh is None else process_mesh(mesh).ranks
+
+
+def axes_of(mesh: MeshLike | None) -> Mesh:
+    """The axes of a mesh; None is the world as one axis."""
+    return mesh_of(mesh) if mesh is not None else Mesh(world=len(processes_of(None)))
+
+
+def all_or_none(
+    ranks: Sequence[int],
+    call: str,
+    work: Callable[[], Any],
+    *,
+    agree: bool = False,
+    timeout: timedelta | None = None,
+) -> list[Any]:
+    """Do the work on all of these ranks -> the result of each, as JSON has it.
+
+    agree: the results are facts by name, equal on all ranks. Raises DesyncError on all ranks if one fails or,
+    with `agree`, differs; if all fail, each raises its error.
+    """
+    if len(ranks) == 1:
+        return [work()]
+
+    def facts() -> CallFacts:
+        result = work()
+        if agree:
+            return CallFacts({name: str(fact) for name, fact in result.items()}, {}, (), {})
+        return CallFacts({}, {}, (), {"result": json.dumps(result)})
+
+    reports = compare_ranks(ranks, call, facts, timeout)
+    return [reports[r]["everywhere"] or json.loads(reports[r]["own"]["result"]) for r in ranks]
+
 
 WHOLE: Any = {"**": "..."}
 Constant = int | float | str | None  # bools are ints
@@ -34,9 +88,8 @@ _LARGE_BYTES = 2**20  # smaller blocks share their pages
 
 @dataclass(eq=False)
 class LocalArray:
-    """An array of a tree, under one name or several, as this process has it.
+    """An array of a tree, under one name or several; on a process outside of its mesh it has no block.
 
-    block: the local block; None on a process outside of the mesh. mesh, ranks: the devices of the array.
     put: replaces the block in the tree, if that is possible.
     """
 
@@ -70,14 +123,16 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """The arrays of a model or any tree, and its other leaves, by name.
 
-    Parallel models and DTensors bring their layouts; all other tensors are local blocks with layouts by
-    `rules`. shapes: global shapes by name, if blocks differ in size. Raises XshardError with the name of a
-    leaf that has no rule or is neither a tensor nor a constant.
+    Parallel models and DTensors bring their layouts; other tensors are local blocks with layouts by `rules`.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         parallel, saved = parallel_of(tree), set(tree.state_dict())
         saved_parameters = [each for each in parallel.parameters if saved.intersection(each.names)]
-        return {each.name: _parameter(each, parallel.context) for each in saved_parameters}, {}
+        mesh, ranks = parallel.context.mesh, parallel.context.processes.ranks
+        return {
+            each.name: LocalArray(each.names, x, x.dtype, each.sharding, mesh, ranks, each.put)
+            for each, x in ((each, each.tensor.detach()) for each in saved_parameters)
+        }, {}
     tensors, constants = tensors_and_constants(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules(WHOLE if rules is None else rules).match(blocks, what="tensor")
@@ -91,7 +146,7 @@ def local_arrays(
 
 
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """The leaves of a tree by name. Raises XshardError for other leaves, and for two leaves of one name."""
+    """The leaves of a tree by name."""
     leaves = named_once((leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
     tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
     constants = {name: x for name, x in leaves.items() if name not in tensors}
@@ -106,15 +161,10 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
 def local_array(
     name: str, x: Tensor, rule: Sides | None, mesh: MeshLike, ranks: Sequence[int], shape: Any = None
 ) -> LocalArray:
-    """A DTensor, or a local block under the left side of a rule.
-
-    shape: the global shape; None if blocks are equal. Raises ShapeError for a block of another shape.
-    """
+    """A DTensor, or a local block under the left side of a rule. shape: global; None if blocks are equal."""
     if x.layout != torch.strided or x.is_quantized:
-        raise XshardError(
-            f"a tensor of {x.layout if x.layout != torch.strided else x.dtype}",
-            hint="x.to_dense() or x.dequantize()",
-        )
+        reason = f"a tensor of {x.layout if x.layout != torch.strided else x.dtype}"
+        raise XshardError(reason, hint="x.to_dense() or x.dequantize()")
     block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
         on, shape = x.device_mesh, tuple(x.shape)
@@ -136,22 +186,9 @@ def local_array(
 
 
 def _on_large_pages(x: Tensor) -> Tensor:
-    """Advise the system to use large pages for new CPU memory, as numpy does.
-
-    Getting small pages takes four times as long as copying into them.
-    """
+    """Use large pages for new CPU memory: getting small ones takes four times as long as copying to them."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
     if x.device.type == "cpu" and x.nbytes >= _LARGE_BYTES and advice is not None:
         ahead = -x.data_ptr() % mmap.PAGESIZE
-        _libc().madvise(c_void_p(x.data_ptr() + ahead), c_size_t(x.nbytes - ahead), advice)
+        CDLL(None).madvise(c_void_p(x.data_ptr() + ahead), c_size_t(x.nbytes - ahead), advice)
     return x
-
-
-@functools.cache
-def _libc() -> CDLL:
-    return CDLL(None)
-
-
-def _parameter(each: ShardedParameter, context: ParallelContext) -> LocalArray:
-    x, ranks = each.tensor.detach(), context.processes.ranks
-    return LocalArray(each.names, x, x.dtype, each.sharding, context.mesh, ranks, each.put)

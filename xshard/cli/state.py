@@ -21,8 +21,7 @@ from xshard.state import Names
 from xshard.state.differences import diff_checkpoints
 from xshard.state.files import open_checkpoint, verify
 from xshard.state.files.loading import plan_load, read_block
-from xshard.state.files.saving import Source, plan_save
-from xshard.state.files.writing import save_blocks
+from xshard.state.files.saving import Source, plan_save, save_blocks
 from xshard.state.llama import named
 from xshard.state.names import names_from_json
 from xshard.state.progress import reporting

@@ -13,8 +13,6 @@ from xshard.state.files.checkpoint import Checkpoint
 
 
 class Difference(NamedTuple):
-    """An array that differs, and how."""
-
     name: str
     what: str
 

@@ -35,7 +35,11 @@ def rename(
     >>> {name: array.shape for name, array in names.resolve({"a.q": (4, 2), "a.k": (1, 2)}).items()}
     {'a.query': (2, 4), 'a.key': (2, 1)}
     """
-    for one, other in _pairs(src, dst):
+    left, right = spellings(src), spellings(dst)
+    if len(left) != len(right):
+        reason = f"'{src}' stands for {len(left)} names, '{dst}' for {len(right)}"
+        raise XshardError(reason, hint="as many alternatives in both")
+    for one, other in zip(left, right, strict=True):
         yield Relation((one,), other, _permutation(order), dtype=dtype, optional=optional)
 
 
@@ -208,10 +212,8 @@ def _check_patterns(relation: Relation) -> None:
     patterns = (*relation.parts, relation.whole)
     for pattern in patterns:
         if spellings(pattern) != [pattern]:
-            raise XshardError(
-                f"'{pattern}' in '{relation}' stands for several names",
-                hint="braces and bars are for rename; write a relation for each name",
-            )
+            hint = "braces and bars are for rename; write a relation for each name"
+            raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern
     stars = [stars_in(pattern) for pattern in patterns]
     if relation.stacks and "*" not in stars[0][-1:]:
@@ -219,20 +221,9 @@ def _check_patterns(relation: Relation) -> None:
     if relation.stacks:
         stars[0].pop()
     if any(each != stars[-1] for each in stars):
-        raise XshardError(
-            f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}",
-            hint="each star stands for the same text on both sides: as many on each side, in the same order",
-        )
-
-
-def _pairs(src: str, dst: str) -> list[tuple[str, str]]:
-    left, right = spellings(src), spellings(dst)
-    if len(left) != len(right):
-        raise XshardError(
-            f"'{src}' stands for {len(left)} names, '{dst}' for {len(right)}",
-            hint="as many alternatives in both",
-        )
-    return list(zip(left, right, strict=True))
+        reason = f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}"
+        hint = "each star stands for the same text on both sides: as many on each side, in the same order"
+        raise XshardError(reason, hint=hint)
 
 
 def _permutation(order: str | None) -> tuple[int, ...] | None:
@@ -240,9 +231,8 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
         return None
     src, dst = parse_expression(order)
     if src.axes or dst.axes:
-        raise XshardError(
-            f"'{shown(order)}' has mesh axes", hint="an order of dims alone, as in 'o i -> i o'"
-        )
+        hint = "an order of dims alone, as in 'o i -> i o'"
+        raise XshardError(f"'{shown(order)}' has mesh axes", hint=hint)
     return tuple(src.names.index(name) for name in dst.names)
 
 

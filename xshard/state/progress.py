@@ -18,11 +18,10 @@ LARGE_BYTES = 2**28  # a larger tree shows a bar on a terminal
 def reporting(
     progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a callback; call it with the bytes done since the last call.
+    """Yield a callback for the bytes done since its last call. Raises XshardError for True without rich.
 
-    progress: called with the bytes done and the total; True: a bar; None: a bar if `total` is large, stderr
-    is a terminal and rich is installed. is_seen: this process shows the bar. console: rich's; stderr by
-    default. Raises XshardError for True without rich.
+    progress: None shows a bar if `total` is large, stderr is a terminal and rich is installed. is_seen: this
+    process shows the bar.
     """
     done = 0
 

@@ -14,10 +14,7 @@ Shape = tuple[int, ...]
 
 
 class ArrayPart(NamedTuple):
-    """A part of the array `name`: all of it, or the rows `rows` of dim `dim`.
-
-    adds: the array lacks dim `dim`; its part has that dim, with length 1.
-    """
+    """All of an array, or the rows `rows` of dim `dim`. adds: only the part has that dim, with length 1."""
 
     name: str
     dim: int | None = None
@@ -26,11 +23,9 @@ class ArrayPart(NamedTuple):
 
     def part_shape(self, shape: Shape) -> Shape:
         """The shape of the array -> the shape of the part."""
-        if self.dim is None:
+        if (d := self.dim) is None:
             return shape
-        if self.adds:
-            return (*shape[: self.dim], 1, *shape[self.dim :])
-        return (*shape[: self.dim], n_rows(self.rows), *shape[self.dim + 1 :])
+        return (*shape[:d], 1, *shape[d:]) if self.adds else (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:
@@ -85,9 +80,8 @@ class Relation:
     def inverse(self) -> Relation:
         """The relation from targets to sources. Raises XshardError for a cast."""
         if self.dtype is not None:
-            raise XshardError(
-                f"a cast to {self.dtype} cannot be inverted", hint="cast in a mapping of its own"
-            )
+            hint = "cast in a mapping of its own"
+            raise XshardError(f"a cast to {self.dtype} cannot be inverted", hint=hint)
         return replace(self, splits=not self.splits)
 
     @property

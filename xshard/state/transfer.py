@@ -20,13 +20,13 @@ from xshard.plans.transfer import balanced
 from xshard.rules import Rules
 from xshard.search.request import Devices, Request, device_numbers
 from xshard.state.names import SAME, Names
-from xshard.state.parts import part_of
-from xshard.state.relations import ArrayPart, PartMapping, TargetArray
-from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan
+from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
+from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
 from xshard.steps.base import REDUCERS
 from xshard.trees import groups, place_of
 
 BUCKET = "256MiB"
+Dtypes = Mapping[str, str] | None  # by name
 
 
 def plan_transfer(
@@ -38,7 +38,7 @@ def plan_transfer(
     src_devices: Sequence[int] | None = None,
     dst_devices: Sequence[int] | None = None,
     names: Names | None = None,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Dtypes = None,
     profile: str | Path | Profile = "h100",
     bucket_bytes: int | str | None = BUCKET,
 ) -> TreePlan:
@@ -79,18 +79,14 @@ def plan_transfer(
         arrays.append(ArrayPlan(name, sharding, target.dtype, moves))
     arrays = _balanced(arrays)
     limit = limit_of(bucket_bytes, "bucket_bytes")
-    buckets = groups([array.sent_and_received for array in arrays], limit)
+    buckets = groups([array.bytes_by_device(sent=True) for array in arrays], limit)
     return TreePlan(
         src_mesh, dst_mesh, *devices, sources, tuple(tuple(arrays[i] for i in b) for b in buckets), machine
     )
 
 
 def _layouts(
-    rules: Any,
-    names: Names | None,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str] | None,
-    meshes: tuple[Mesh, Mesh],
+    rules: Any, names: Names | None, shapes: Mapping[str, Shape], dtypes: Dtypes, meshes: tuple[Mesh, Mesh]
 ) -> tuple[dict[str, Layout], dict[str, Layout], dict[str, TargetArray]]:
     """The layouts of all source arrays, the layouts of all target arrays, and the target arrays."""
     if isinstance(rules, list | tuple) and len(rules) == 2:
@@ -101,10 +97,8 @@ def _layouts(
         )
         return src, dst, targets
     if names is not None:
-        raise NotationError(
-            "with names=, the two sides of an arrow are about different arrays",
-            hint='rules=({"**": layouts by source names}, {"**": layouts by target names})',
-        )
+        hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
+        raise NotationError("with names=, the two sides of an arrow are about different arrays", hint=hint)
     src, dst, targets = {}, {}, {}
     for name, rule in Rules(rules).match(list(shapes)).items():
         with located(place_of(name)):

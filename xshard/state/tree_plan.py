@@ -2,34 +2,107 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from xshard.cost.bounds import lacking_elements
 from xshard.cost.model import Profile
+from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh, Sharding
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import Run, Runs, common_segments, merge_adjacent, n_rows
+from xshard.notation.parser import INTERVALS, Dim, Shard
 from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
-from xshard.state.parts import PartSharding
+from xshard.state.relations import ArrayPart
+
+ADDED = "_added"  # the dim of length 1 of an array that is stacked
+
+
+@dataclass(frozen=True)
+class PartSharding:
+    """The sharding of a part of an array. rows: its rows in a block, by index along the axes of its dim."""
+
+    whole: Sharding
+    part: ArrayPart
+    sharding: Sharding
+    rows: tuple[Runs, ...] = ()
+
+    def numpy_index(self, device: int) -> tuple[Any, ...]:
+        """The numpy index of the device's block of the part in its block of the whole."""
+        if not self.rows:
+            return self.part.numpy_index
+        assert self.part.dim is not None
+        return self.part._replace(rows=self.rows[self.whole.dim_device(self.part.dim, device)]).numpy_index
+
+
+@lru_cache(maxsize=65536)
+def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
+    """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap.
+
+    >>> from xshard import Layout, Mesh
+    >>> from xshard.layout.runs import interval
+    >>> fused = Sharding(Layout("o/tp i"), Mesh(tp=2), (12, 3))
+    >>> keys = part_of(fused, ArrayPart("qkv", 0, interval(4, 8)))
+    >>> keys.sharding, keys.numpy_index(0), keys.numpy_index(1)
+    (Sharding('o/tp i', Mesh(tp=2), (4, 3)), (slice(4, 6, 1),), (slice(0, 2, 1),))
+    """
+    d, dims, shape = part.dim, whole.layout.dims, part.part_shape(whole.shape)
+    if d is None:
+        return PartSharding(whole, part, whole)
+    if part.adds:
+        layout = replace(whole.layout, dims=(*dims[:d], Dim(ADDED), *dims[d:]))
+        return PartSharding(whole, part, Sharding(layout, whole.mesh, shape))
+    if dims[d].overlap is not None:
+        hint = "trim before, widen after"
+        raise PlanError(f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout", hint=hint)
+    # Rows in both, with their start in the part and in the block.
+    segments = [common_segments(part.rows, rows) for rows in whole.owners(d)]
+    held = tuple(merge_adjacent(Run(s.src, s.length) for s in some) for some in segments)
+    in_block = tuple(_as_one_run([Run(s.dst, s.length) for s in some]) for some in segments)
+    dim = _sharded_as(dims[d], held, whole.mesh.sizes_of(dims[d].axes), n_rows(part.rows))
+    layout = replace(whole.layout, dims=(*dims[:d], dim, *dims[d + 1 :]))
+    return PartSharding(whole, part, Sharding(layout, whole.mesh, shape), in_block)
+
+
+def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length: int) -> Dim:
+    """The dim with the simplest shards that give every device these rows."""
+    axes = dim.axes
+    unnumbered = tuple(replace(shard, numbers=()) for shard in dim.shards)
+    for shards in (unnumbered, (Shard(axes),)):
+        if any(shard.order in ("sizes", INTERVALS) for shard in shards) or not axes:
+            continue
+        plain = Dim(dim.name, shards)
+        if tuple(map(merge_adjacent, all_owned_rows(plain, length, sizes))) == held:
+            return plain
+    numbers = tuple(
+        tuple(bound for run in runs for bound in (run.start, run.start + run.length)) for runs in held
+    )
+    return Dim(dim.name, (Shard(axes, INTERVALS, numbers),)) if axes else dim
+
+
+def _as_one_run(runs: Sequence[Run]) -> Runs:
+    """Runs of one length at one stride as one run, which an index reaches without a copy."""
+    starts, lengths = [run.start for run in runs], {run.length for run in runs}
+    strides = {b - a for a, b in itertools.pairwise(starts)}
+    if len(lengths) == len(strides) == 1 and min(strides) > 0:
+        return (Run(starts[0], lengths.pop(), len(runs), strides.pop()),)
+    return merge_adjacent(runs)
 
 
 class SourceArray(NamedTuple):
-    """An array of the source tree."""
-
     sharding: Sharding
     dtype: str
 
 
 class PartMove(NamedTuple):
-    """The move of a part of the source array `name` to a part of a target array.
-
-    plan: between the parts as arrays of their own; one of its steps is a `Transfer`.
-    """
+    """The move of a part of the source array `name`, by a plan with a `Transfer` between the two parts."""
 
     name: str
     src: PartSharding
@@ -65,21 +138,12 @@ class ArrayPlan:
                 devices[0] = devices[1]
         return traffic
 
-    @property
-    def sent_and_received(self) -> Counter[int]:
-        """Bytes that every device sends and receives."""
+    def bytes_by_device(self, *, sent: bool = False) -> Counter[int]:
+        """Bytes that every device receives, and those that it sends if they are `sent` too."""
         n_bytes: Counter[int] = Counter()
-        for pair, n in self.traffic.items():
-            for device in pair:
+        for (sender, receiver), n in self.traffic.items():
+            for device in (sender, receiver) if sent else (receiver,):
                 n_bytes[device] += n
-        return n_bytes
-
-    @property
-    def received(self) -> Counter[int]:
-        """Bytes that every device receives."""
-        n_bytes: Counter[int] = Counter()
-        for (_, receiver), n in self.traffic.items():
-            n_bytes[receiver] += n
         return n_bytes
 
     @property
@@ -127,7 +191,7 @@ class TreePlan:
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives."""
-        return max(sum((a.received for a in self.arrays), Counter()).values(), default=0)
+        return max(sum((a.bytes_by_device() for a in self.arrays), Counter()).values(), default=0)
 
     @property
     def bytes_moved(self) -> int:
@@ -152,7 +216,9 @@ class TreePlan:
         for array in self.arrays:
             layouts = dict.fromkeys(str(move.src.whole.layout) for move in array.moves)
             dtypes = dict.fromkeys((*(move.plan.dtype for move in array.moves), array.dtype))
-            figures = (format_bytes(max(n.values(), default=0)) for n in (array.received, array.lacking))
+            figures = (
+                format_bytes(max(n.values(), default=0)) for n in (array.bytes_by_device(), array.lacking)
+            )
             texts = ", ".join(layouts), str(array.sharding.layout), " -> ".join(dtypes)
             rows.append((array.name, *texts, *figures, str(len(array.pairs))))
         devices = f"devices {device_ranges(self.src_devices)} -> {device_ranges(self.dst_devices)}"

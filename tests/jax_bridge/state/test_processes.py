@@ -16,7 +16,7 @@ import pytest
 from xshard import Layout, Mesh, Sharding
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
 from xshard.runtimes.processes import Process
-from xshard.state.files import FileError, open_checkpoint, verify, writing
+from xshard.state.files import FileError, open_checkpoint, saving, verify
 
 TIMEOUT_S = 400.0  # without any progress
 TREE = {
@@ -89,7 +89,7 @@ def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> s
 
     import jax_bridge as xj
 
-    module: Any = writing if function == "_reserve" else os
+    module: Any = saving if function == "_reserve" else os
     original = getattr(module, function)
 
     def full(*_: object) -> None:

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -26,12 +27,12 @@ import torch.distributed as dist
 import torch_bridge as xt
 from tests.torch_bridge.helpers import PRELOADED
 from torch_bridge.live import endpoint
-from torch_bridge.state import execute
+from torch_bridge.state import transfer
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
 
-ROOMS = str(Path(endpoint.__file__).parent), str(Path(execute.__file__).parent)
+ROOMS = str(Path(endpoint.__file__).parent), str(Path(transfer.__file__).parent)
 # How often their lines run is a matter of time.
 WAITING = {"recv", "_offered", "guarded", "check", "_beat", "store_call"}
 TAKEN = "plan"  # what a server calls before it answers
@@ -86,6 +87,9 @@ class Server(xt.live.Subscriber):
     def act(self, order: Order) -> bool:
         return self.receive(order.wait_s)
 
+    def has_taken(self) -> bool:
+        return bool(self.store.check([self.key("taken", self._latest)]))
+
     def has(self) -> int:
         if self.tree is None:
             return 0
@@ -105,7 +109,9 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def killed_before(line: int | str | None, rooms: str | tuple[str, ...] = ROOMS) -> Iterator[list[str]]:
+def killed_before(
+    line: int | str | None, rooms: str | tuple[str, ...] = ROOMS, is_due: Callable[[], bool] = lambda: True
+) -> Iterator[list[str]]:
     """The lines of the rooms that run, and the end of this process before one of them, or after the last."""
     lines: list[str] = []
     begin = dist.batch_isend_irecv
@@ -115,6 +121,8 @@ def killed_before(line: int | str | None, rooms: str | tuple[str, ...] = ROOMS) 
             return None
         if event == "line":
             if line in (len(lines), frame.f_code.co_name):
+                while not is_due():
+                    time.sleep(0.02)
                 os.kill(os.getpid(), signal.SIGKILL)
             lines.append(frame.f_code.co_name)
         return trace
@@ -140,7 +148,9 @@ def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Co
     while (order := pipe.recv()) is not None:
         error, done = "", False
         end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
-        with killed_before(order.line) as lines:
+        # Before its first rank has taken a version, nothing says that there is a server.
+        is_due = end.has_taken if kind is Server and isinstance(order.line, str) else lambda: True
+        with killed_before(order.line, is_due=is_due) as lines:
             try:
                 done = end.act(order)
             except xt.live.LostVersionError as raised:
@@ -228,9 +238,8 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
     assert "did not arrive whole; version 1 stays" in lost[0] and "of the trainer has stopped" in lost[0]
     arrives(trainer, server, number := number + 1)
     server.kill()
-    for line in (TAKEN, OFFERED, *itertools.repeat(None, SERVERS)):
-        # At these lines the first rank, without which the trainer would wait for a server.
-        number, killed = number + 1, 0 if line else rng.randrange(2)
+    for line, rank in (*itertools.product((TAKEN, OFFERED), (0, 1)), *[(None, None)] * SERVERS):
+        number, killed = number + 1, rng.randrange(2) if rank is None else rank
         doomed = start(Server)
         doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)
         trainer.order(Order(number, wait_s=600.0 if line else 0.0))

@@ -22,7 +22,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import PRELOADED, error_of, on_ranks
 from torch_bridge.live import versions
 from torch_bridge.mesh.desync import compare_ranks
-from torch_bridge.state import processes
+from torch_bridge.state import leaves
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
@@ -182,7 +182,7 @@ def _nobody_serves(folder: Path) -> tuple[str, str]:
         waited.append(timeout)
         return compare_ranks(ranks, asked, prepare, timedelta(seconds=TIMEOUT_S))
 
-    with mock.patch.object(processes, "compare_ranks", meet):
+    with mock.patch.object(leaves, "compare_ranks", meet):
         publisher = xt.live.Publisher(store=store, rules=RULES, **MESHES, timeout_s=0.5)
         found = error_of(lambda: publisher.publish(blocks(1, "src_mesh"), SHAPES))
     assert waited[-1] == timedelta(seconds=1)

@@ -20,15 +20,15 @@ import torch_bridge as xt
 from tests.torch_bridge.helpers import PRELOADED
 from tests.torch_bridge.state.test_kills import killed_before
 from torch_bridge.lower import transfer as lowered
-from torch_bridge.state import execute, files, processes, transfer
+from torch_bridge.state import files, leaves, transfer
 from xshard import Mesh, XshardError
-from xshard.state.files import open_checkpoint, verify, writing
+from xshard.state.files import open_checkpoint, saving, verify
 
 assert PRELOADED  # the server of forks has torch_bridge already
 
 RANKS, SENDERS, TAKERS = range(3), (0, 1), (1, 2)
-ROOM = tuple(str(module.__file__) for module in (transfer, execute, lowered))
-FILES = tuple(str(module.__file__) for module in (files, processes, writing))
+ROOM = tuple(str(module.__file__) for module in (transfer, lowered))
+FILES = tuple(str(module.__file__) for module in (files, leaves, saving))
 KILLED = 4
 ROWS = 8
 

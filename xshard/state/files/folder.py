@@ -1,7 +1,4 @@
-"""`open_checkpoint`: a safetensors file, or a folder of them, as a checkpoint.
-
-Files are mapped into memory: an array is copied once, by its reader, and needs no memory before that.
-"""
+"""`open_checkpoint`: a safetensors file, or a folder of them, mapped into memory as a checkpoint."""
 
 from __future__ import annotations
 
@@ -79,8 +76,14 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
     data, an index that names other arrays, and files outside of the folder.
     """
     path = Path(path)
-    if (other := _opened_by_other_system(path)) is not None:
-        return other
+    system = next((system for name, system in _SYSTEMS.items() if (path / name).exists()), None)
+    if system is not None:
+        try:
+            opened: Checkpoint = pkgutil.resolve_name(system[1])(path)
+            return opened
+        except ImportError as error:
+            hint = f"pip install 'xshard[{system[0]}]'"
+            raise FileError(f"{path} needs {system[0]} to be read: {error}", hint=hint) from None
     try:
         files, index = _shards(path) if path.is_dir() else ([path], None)
         arrays: dict[str, Mapped] = {}
@@ -88,10 +91,8 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         notes: list[Any] = []
         for file in files:
             if not links and path.is_dir() and not file.resolve().is_relative_to(path.resolve()):
-                raise FileError(
-                    f"{file.name} is a link out of the folder, to {file.resolve()}",
-                    hint="links=True allows that, if you trust the author of the folder",
-                )
+                hint = "links=True allows that, if you trust the author of the folder"
+                raise FileError(f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint)
             entries, metadata = read_header(file)
             for name, array in _mapped(file, entries).items():
                 if name in arrays:
@@ -101,7 +102,10 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
     except OSError as error:
         raise FileError(f"{error.filename or path}: {error.strerror}") from error
     if index is not None:
-        _check_index(index, places)
+        weight_map = index["weight_map"]
+        for name in (*weight_map, *places):
+            if weight_map.get(name) != places.get(name):
+                raise FileError(f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}")
         notes.append(index.get("metadata", {}).get(KEY, {}))
     try:
         return Checkpoint(arrays, places=places, **_noted(notes, arrays))
@@ -128,10 +132,7 @@ def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
 
 
 def checksum(array: NDArray[Any]) -> int:
-    """CRC-32 of the bytes of an array in the order of its rows.
-
-    It detects accidents, not attacks, at 6 GB/s (SHA-256: 1.8, BLAKE2b: 1.2).
-    """
+    """CRC-32 of an array's rows: it detects accidents, not attacks, at 6 GB/s (SHA-256: 1.8)."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -144,10 +145,8 @@ def read_index(path: Path) -> dict[str, Any]:
         raise FileError(f"{path.name}: weight_map must map texts to texts", hint="arrays to their files")
     for name, file in files.items():
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise FileError(
-                f"{path.name}: {name}: {shown(file)} is not a safetensors file of this folder",
-                hint="the index has names of files beside it, without a folder",
-            )
+            reason = f"{path.name}: {name}: {shown(file)} is not a safetensors file of this folder"
+            raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
         raise FileError(f"{path.name}: metadata is not an object")
     return index
@@ -173,33 +172,14 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
     return files, None
 
 
-def _opened_by_other_system(folder: Path) -> Checkpoint | None:
-    """A folder of torch's DCP or of orbax; None for any other.
-
-    Raises FileError as the system's reader does, and if the system is not installed.
-    """
-    system = next((system for name, system in _SYSTEMS.items() if (folder / name).exists()), None)
-    if system is None:
-        return None
-    extra, reader = system
-    try:
-        function = pkgutil.resolve_name(reader)
-    except ImportError as error:
-        hint = f"pip install 'xshard[{extra}]'"
-        raise FileError(f"{folder} needs {extra} to be read: {error}", hint=hint) from None
-    opened: Checkpoint = function(folder)
-    return opened
-
-
 def _check_complete(folder: Path, names: list[str]) -> None:
     """Raise FileError if some of the numbered files, or their index, are missing."""
     sets = [match.group(1, 3) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
     for start, total in sets:
         if sets.count((start, total)) != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
-            raise FileError(
-                f"{folder} has {sets.count((start, total))} files {start}-...-of-{total}, and no index",
-                hint="a save that did not end, or a copy without all files and their index",
-            )
+            reason = f"{folder} has {sets.count((start, total))} files {start}-...-of-{total}, and no index"
+            hint = "a save that did not end, or a copy without all files and their index"
+            raise FileError(reason, hint=hint)
 
 
 def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
@@ -220,13 +200,6 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
     memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     weakref.finalize(memory, os.close, file)
     return file, memory
-
-
-def _check_index(index: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    weight_map = index["weight_map"]
-    for name in (*weight_map, *places):
-        if weight_map.get(name) != places.get(name):
-            raise FileError(f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}")
 
 
 def _json(text: str, where: str) -> dict[str, Any]:

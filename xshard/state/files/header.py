@@ -24,15 +24,8 @@ _SHORT = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
-    **{
-        f"{kind}{bits}": f"{short}{bits}"
-        for kind, short, sizes in (
-            ("float", "F", "16 32 64"),
-            ("int", "I", "8 16 32 64"),
-            ("uint", "U", "8 16 32 64"),
-        )
-        for bits in sizes.split()
-    },
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
 }
 _LONG = {short: name for name, short in _SHORT.items()}
 _METADATA = "__metadata__"
@@ -44,7 +37,7 @@ class FileError(XshardError):
 
 
 class Entry(NamedTuple):
-    """An array in a file. start: the offset of its bytes in the file."""
+    """An array in a file, and the offset of its bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,15 +45,10 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Read the arrays of a safetensors file by name, in the order of their bytes, and its `__metadata__`.
-
-    Raises FileError, with the file and the array, for a malformed header; no data is read.
-    """
+    """The arrays of a safetensors file by name, in the order of their bytes, and its `__metadata__`."""
     if path.suffix in _PICKLES:
-        raise FileError(
-            f"{path.name} is a pickle, which runs code when it is read",
-            hint="convert it if you trust its author: safetensors.torch.save_file(torch.load(...))",
-        )
+        hint = "convert it if you trust its author: safetensors.torch.save_file(torch.load(...))"
+        raise FileError(f"{path.name} is a pickle, which runs code when it is read", hint=hint)
     check_regular(path)
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -68,10 +56,8 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_BYTES):
             sizes = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
-            raise FileError(
-                f"{path.name} is not a whole safetensors file: {sizes}",
-                hint="it is truncated, or of another format: copy or download it again",
-            )
+            hint = "it is truncated, or of another format: copy or download it again"
+            raise FileError(f"{path.name} is not a whole safetensors file: {sizes}", hint=hint)
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_once)
@@ -94,20 +80,15 @@ def check_regular(path: Path) -> None:
 
 
 def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with these shapes and dtypes, in the order of their bytes, 8 bytes aligned.
-
-    Raises DtypeError for a dtype that safetensors lacks, FileError for an array with the name of its
-    metadata.
-    """
+    """The first bytes of a file with these shapes and dtypes, in the order of the data, 8 bytes aligned."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     start = 0
     if _METADATA in entries:
         raise FileError(f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name")
     for name, (shape, dtype) in entries.items():
         if dtype not in _SHORT:
-            raise DtypeError(
-                f"{name}: safetensors has no {dtype}", hint=f"it has {', '.join(sorted(_SHORT))}"
-            )
+            hint = f"it has {', '.join(sorted(_SHORT))}"
+            raise DtypeError(f"{name}: safetensors has no {dtype}", hint=hint)
         stop = start + dtypes.n_bytes(shape, dtype)
         header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop

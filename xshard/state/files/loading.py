@@ -1,7 +1,6 @@
 """The plan of a load: the layout of every array, and the layout under which it is read.
 
-Devices that need the same rows all read them, or read a part each and send it to the others, if that is
-cheaper by the disk of a profile. Blocks are numpy arrays.
+Devices that need the same rows all read them, or read a part each and share it, if a profile's disk is slow.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
 from xshard.rules import Rules
 from xshard.search.request import Request
-from xshard.state.files.boxes import box_pairs, check_whole
-from xshard.state.files.checkpoint import Checkpoint
+from xshard.state.files.checkpoint import Checkpoint, box_pairs, check_whole
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
 
@@ -56,11 +54,8 @@ def plan_load(
 ) -> dict[str, Load]:
     """Plan the load of every array of a checkpoint.
 
-    rules: layouts by the names in this program. names: maps stored names to the names in this program. dtype:
-    the dtype of all arrays of floats; None: as stored. like: the arrays to fill, with shapes and dtypes.
-    strict: every array of `like` has to be stored, and no other. profile: the machine; without a disk every
-    device reads the rows that it needs. Raises XshardError for a name without a rule or a rule without a
-    name, and for layouts or dtypes that do not fit.
+    rules: layouts by the names in this program, to which `names` maps stored names. dtype: the dtype of all
+    floats. like: the arrays to fill. strict: every array of `like` has to be stored, and no other.
     """
     machine, loads = load_profile(profile), {}
     floats = None if dtype is None else dtypes.name_of(dtype)
@@ -86,9 +81,8 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetAr
 def load_of(checkpoint: Checkpoint, array: TargetArray, target: Sharding, profile: Profile) -> Load:
     """The load of one array. Raises ShapeError if it has another shape."""
     if array.shape != target.shape:
-        raise ShapeError(
-            f"shape {array.shape} in the checkpoint, {target.shape} here", hint="names= maps arrays"
-        )
+        hint = "names= maps arrays"
+        raise ShapeError(f"shape {array.shape} in the checkpoint, {target.shape} here", hint=hint)
     check_whole(target)
     stored = checkpoint[array.pieces[0].src.name].dtype
     return Load(array, stored, source_sharding(target, array.dtype, profile), target)
@@ -106,11 +100,8 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
 
     >>> from xshard.cost.machine import load_profile
     >>> slow = replace(load_profile("h100"), disk=Link(1e-4, 2e9))
-    >>> str(
-    ...     source_sharding(
-    ...         Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192)), "bfloat16", slow
-    ...     ).layout
-    ... )
+    >>> sharded = Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192))
+    >>> str(source_sharding(sharded, "bfloat16", slow).layout)
     'o/tp i/dp'
     """
     mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
