@@ -80,8 +80,12 @@ class Options:
     via: str | None = None
 
     def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
-        """The route of an array. array: block shape, global shape if known, dtype. Raises as `api.to_jax`."""
-        choice = _Choice(_by_side(self.profile), self.via, _torch_refuses(meshes))
+        """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
+        torch_profile, jax_profile = (
+            self.profile[side] if isinstance(self.profile, Mapping) else self.profile for side in SIDES
+        )
+        profiles = torch_machine(torch_profile), jax_machine(jax_profile)
+        choice = _Choice(profiles, self.via, _torch_refuses(meshes))
         return _route(layout, meshes, *array, choice, to_jax)
 
     def check_moved(self, route: Route) -> None:
@@ -113,11 +117,6 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
         return [leaf.given for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))]
 
 
-def _by_side(profile: Profiles) -> tuple[AnyProfile, ...]:
-    profiles = (profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
-    return tuple(find(each) for find, each in zip((torch_machine, jax_machine), profiles, strict=True))
-
-
 @functools.lru_cache(maxsize=65536)
 def _route(
     layout: Layout | Expression,
@@ -130,9 +129,8 @@ def _route(
 ) -> Route:
     src, dst, text = sides_or_one(layout)
     torch_end, jax_end = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = (
-        (torch_end, jax_end) if to_jax else (jax_end, torch_end)
-    )
+    src_end, dst_end = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = src_end, dst_end
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
         check_axes(src, src_mesh, text)
@@ -142,17 +140,14 @@ def _route(
         array, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
         if choice.via not in (None, *SIDES):
             raise PlanError(f"via={choice.via!r}", hint='"torch", "jax", or None for the cheaper side')
+        ends: Any = {
+            "src_mesh": src_mesh,
+            "src_devices": meshes.numbers(src_devices),
+            "dst_mesh": dst_mesh,
+            "dst_devices": meshes.numbers(dst_devices),
+        }
         plans = {
-            side: plan(
-                (src, dst),
-                src_mesh=src_mesh,
-                dst_mesh=dst_mesh,
-                src_devices=meshes.numbers(src_devices),
-                dst_devices=meshes.numbers(dst_devices),
-                shape=whole,
-                dtype=dtype,
-                profile=profile,
-            )
+            side: plan((src, dst), shape=whole, dtype=dtype, profile=profile, **ends)
             for side, profile in zip(SIDES, choice.profiles, strict=True)
         }
         side = _cheaper_side(plans, meshes, choice)

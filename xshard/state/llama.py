@@ -14,11 +14,7 @@ _GATE_UP = [f"{_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 def to_flax() -> Names:
-    """Names to the Flax model in transformers: kernels are [in, out].
-
-    >>> str(to_flax().relations[0])
-    '**.self_attn.*_proj.weight -> **.self_attn.*_proj.kernel'
-    """
+    """Names to the Flax model in transformers: kernels are [in, out]."""
     return Names(
         rename("**.{self_attn,mlp}.*_proj.weight", "**.{self_attn,mlp}.*_proj.kernel", "o i -> i o"),
         rename("lm_head.weight", "lm_head.kernel", "o i -> i o", optional=True),

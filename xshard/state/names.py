@@ -178,11 +178,7 @@ class Names:
 
 
 def names_to_json(names: Names) -> list[dict[str, Any]]:
-    """Names as JSON, for files and the command line: the fields of each relation that are not the default.
-
-    >>> names_to_json(Names(concat(["*.gate", "*.up"], "*.gate_up", rows=(1, 1))))
-    [{'parts': ['*.gate', '*.up'], 'whole': '*.gate_up', 'rows': [1, 1]}]
-    """
+    """Names as JSON, for files and the command line: the fields of each relation that are not the default."""
     defaults = fields_to_plain(Relation((), ""))
     return [
         {field: value for field, value in fields_to_plain(relation).items() if value != defaults[field]}

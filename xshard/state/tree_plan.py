@@ -44,15 +44,7 @@ class PartSharding:
 
 @lru_cache(maxsize=65536)
 def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
-    """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap.
-
-    >>> from xshard import Layout, Mesh
-    >>> from xshard.layout.runs import interval
-    >>> fused = Sharding(Layout("o/tp i"), Mesh(tp=2), (12, 3))
-    >>> keys = part_of(fused, ArrayPart("qkv", 0, interval(4, 8)))
-    >>> keys.sharding, keys.numpy_index(0), keys.numpy_index(1)
-    (Sharding('o/tp i', Mesh(tp=2), (4, 3)), (slice(4, 6, 1),), (slice(0, 2, 1),))
-    """
+    """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap."""
     d, dims, shape = part.dim, whole.layout.dims, part.part_shape(whole.shape)
     if d is None:
         return PartSharding(whole, part, whole)

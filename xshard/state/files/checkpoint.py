@@ -138,15 +138,7 @@ def check_whole(sharding: Sharding) -> None:
 
 
 def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) -> Iterator[BoxPair]:
-    """The boxes of a device's block of an array. pieces: the parts that make the array.
-
-    >>> from xshard import Layout, Mesh
-    >>> from xshard.state.relations import ArrayPart
-    >>> sharded = Sharding(Layout("i o/tp"), Mesh(tp=2), (3, 8))
-    >>> pair = next(box_pairs([PartMapping(ArrayPart("w"), ArrayPart("w"), (1, 0))], sharded, device=1))
-    >>> pair.box, pair.slices
-    ((slice(4, 8, None), slice(0, 3, None)), (slice(0, 3, None), slice(0, 4, None)))
-    """
+    """The boxes of a device's block of an array. pieces: the parts that make the array."""
     held = [sharding.held(d, device) for d in range(len(sharding.shape))]
     for src, dst, order in pieces:
         dims: list[list[Rows]] = []

@@ -96,14 +96,7 @@ def cast(array: TargetArray, dtype: str) -> TargetArray:
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
-    """The cheapest sharding to read: the target's, or one that shards replicas too, which then share.
-
-    >>> from xshard.cost.machine import load_profile
-    >>> slow = replace(load_profile("h100"), disk=Link(1e-4, 2e9))
-    >>> sharded = Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192))
-    >>> str(source_sharding(sharded, "bfloat16", slow).layout)
-    'o/tp i/dp'
-    """
+    """The cheapest sharding to read: the target's, or one that shards replicas too, which then share."""
     mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
     sharded = [axis for dim in layout.dims for axis in dim.axes]
     idle = [axis for axis in mesh.axes if axis not in sharded and mesh.size(axis) > 1]
@@ -130,9 +123,6 @@ def in_both(
     """The first name of every array of a tree that is stored, or None.
 
     strict: raise XshardError for an array that is in only one of the two places.
-
-    >>> in_both({"a": 1, "b": 2}, [("tied", "a"), ("c",)], strict=False)
-    ['a', None]
     """
     firsts = [next((name for name in names if name in stored), None) for names in leaves]
     in_tree = {name for names in leaves for name in names}

@@ -96,12 +96,6 @@ def plan_save(
 
     shard_bytes: the most bytes of a file, unless one array is larger. constants: the other leaves, as JSON.
     Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks.
-
-    >>> from xshard import Layout, Mesh
-    >>> sharded = Source(Sharding(Layout("o/tp i"), Mesh(dp=2, tp=2), (8, 4)), "float32", range(4))
-    >>> saving = plan_save({"w": sharded})
-    >>> [[(device, pairs[0].box[0]) for _, device, pairs in saving.writes(process)] for process in range(4)]
-    [[(0, slice(0, 4, None))], [(1, slice(4, 8, None))], [], []]
     """
     for name, source in sources.items():
         with located(name):
