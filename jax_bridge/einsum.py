@@ -27,20 +27,22 @@ from xshard.contractions.shapes import Shapes, whole_shapes
 from xshard.errors import DtypeError, ShapeError
 from xshard.notation.parser import text_spans
 
-
-class Product(NamedTuple):
-    """How local products are made: `preferred_element_type` and `precision` of `jnp.einsum`."""
-
-    dtype: Any
-    precision: Any
+Move = Callable[[jax.Array, Plan], jax.Array]
 
 
-def plan_for(
-    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile, overlap: str
-) -> ContractionPlan:
-    """The cheapest plan."""
-    whole = tuple(map(tuple, shapes))
-    return planner.plan_contraction(text, mesh, None, whole, dtype.name, profile, None, None, None, overlap)
+class Choices(NamedTuple):
+    """How a contraction is planned, and how local products are made: options of `jnp.einsum`."""
+
+    profile: str | Path | Profile
+    overlap: str
+    dtype: Any = None
+    precision: Any = None
+
+    def plan(self, text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype) -> ContractionPlan:
+        """The cheapest plan."""
+        whole, limits = tuple(map(tuple, shapes)), (None, None, None)
+        call = text, mesh, None, whole, dtype.name, self.profile
+        return planner.plan_contraction(*call, *limits, self.overlap)
 
 
 def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
@@ -65,9 +67,7 @@ def einsum_blocks(
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes | None,
-    profile: str | Path | Profile,
-    overlap: str,
-    product: Product,
+    options: Choices,
 ) -> jax.Array:
     """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
     call, dtype = contraction_of(expression), jnp.result_type(*blocks)
@@ -76,9 +76,9 @@ def einsum_blocks(
         here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
         check_given(plan, shapes or plan.shapes, dtype.name)
     else:
-        here, machine = machine_here(mesh, (*call.operands, call.result), call.text, profile)
+        here, machine = machine_here(mesh, (*call.operands, call.result), call.text, options.profile)
         whole = shapes or whole_shapes(call, here, [x.shape for x in blocks])
-        plan = plan_for(call.text, here, whole, dtype, machine, overlap)
+        plan = options._replace(profile=machine).plan(call.text, here, whole, dtype)
     left = []
     for x, move, span in zip(blocks, plan.moves, text_spans(call.text).layouts, strict=False):
         check_block_here(x.shape, move.source, call.text, inferred=shapes is None, start=span[0])
@@ -88,10 +88,10 @@ def einsum_blocks(
         operands = [left[i] for i in part.takes]
         left = [x for i, x in enumerate(left) if i not in part.takes]
         if part.ring is not None:
-            left.append(_in_rounds(part, part.ring, operands, moved, product))
+            left.append(_in_rounds(part, part.ring, operands, moved, options))
         else:
             contracted = list(map(moved, operands, part.moves))
-            left.append(moved(_local(part, contracted, product), part.result))
+            left.append(moved(_local(part, contracted, options), part.result))
     return left[0]
 
 
@@ -101,23 +101,19 @@ def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
     return execute(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
 
 
-def _local(part: Part, operands: Sequence[jax.Array], product: Product) -> jax.Array:
+def _local(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.Array:
     """Blocks under the layouts where they are contracted -> the block of the local result."""
     numbers = defaultdict[str, int](itertools.count().__next__)
     layouts = *(move.dst for move in part.moves), part.result.src
     names = [tuple(numbers[name] for name in layout.names) for layout in layouts]
-    options = {"preferred_element_type": product.dtype, "precision": product.precision}
+    arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
     if len(operands) == 1:
-        return jnp.einsum(operands[0], *names, **options)
-    return multiplied(operands[0], operands[1], names, **options)
+        return jnp.einsum(operands[0], *names, **arithmetic)
+    return multiplied(*operands, names, **arithmetic)
 
 
 def _in_rounds(
-    part: Part,
-    ring: ContractionRing,
-    operands: Sequence[jax.Array],
-    moved: Callable[[jax.Array, Plan], jax.Array],
-    product: Product,
+    part: Part, ring: ContractionRing, operands: Sequence[jax.Array], moved: Move, options: Choices
 ) -> jax.Array:
     """A part's blocks -> its result. No product waits for the message that is sent in its round."""
 
@@ -140,7 +136,7 @@ def _in_rounds(
             rows = x.shape[d] // ring.products
             blocks = [lax.dynamic_slice_in_dim(x, start, rows, d) for start in starts(rows)]
         pieces.append(blocks)
-    results = [_local(part, each, product) for each in zip(*pieces, strict=True)]
+    results = [_local(part, each, options) for each in zip(*pieces, strict=True)]
     if ring.dim not in part.result.src.names:
         return moved(reduce(add, results), part.result)
     d = part.result.src.dim_index(ring.dim)

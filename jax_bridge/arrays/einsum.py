@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, remember
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import Product, check_given, check_shapes, einsum_blocks, plan_for
+from jax_bridge.einsum import Choices, check_given, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
 from xshard import ContractionPlan, Profile
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import check_operands, shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, check_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
@@ -62,46 +62,33 @@ def einsum(
     text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):
-        raise DtypeError(
-            "PRNG keys cannot be multiplied", text=text, hint="redistribute and reshard move them"
-        )
+        what = "PRNG keys cannot be multiplied"
+        raise DtypeError(what, text=text, hint="redistribute and reshard move them")
     own_shapes = tuple(x.shape for x in arrays)
     check_operands(call, own_shapes)
     shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
-    product = Product(preferred, precision)
+    options = Choices(profile, overlap, preferred, precision)
     axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(expression, arrays, mesh, shapes, profile, overlap, product)
+        return einsum_blocks(expression, arrays, mesh, shapes, options)
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     check_shapes(shapes or own_shapes, own_shapes, text)
-    program = _program(expression, here, own_shapes, dtype, machine(profile, here.here), overlap, product)
-    for x, source in zip(arrays, program.sources, strict=True):
+    options = options._replace(profile=machine(profile, here.here))
+    plan, sources, run = _program(expression, here, own_shapes, dtype, options)
+    for x, source in zip(arrays, sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
-    placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
-    return remember(program.run(*placed), program.plan.result.target)
-
-
-class _EinsumProgram(NamedTuple):
-    """A jitted function of all operands, its plan, and the arrays that it expects."""
-
-    plan: ContractionPlan
-    sources: list[StoredArray]
-    run: Callable[..., jax.Array]
+    placed = [source.bring(x) for x, source in zip(arrays, sources, strict=True)]
+    return remember(run(*placed), plan.result.target)
 
 
 @lru_cache(maxsize=4096)
 def _program(
-    expression: str | ContractionPlan,
-    mesh: ArrayMesh,
-    shapes: tuple[tuple[int, ...], ...],
-    dtype: np.dtype,
-    profile: str | Path | Profile,
-    overlap: str,
-    product: Product,
-) -> _EinsumProgram:
+    expression: str | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
+    """A plan, the arrays that it expects, and a jitted function of all operands."""
     call = contraction_of(expression)
     text, layouts = call.text, (*call.operands, call.result)
     free = mesh.free([axis for layout in layouts for axis in layout.axes], text)
@@ -110,14 +97,14 @@ def _program(
         check_given(plan, shapes, dtype.name)
         mesh.free(plan.axes, text, plan.mesh)
     else:
-        plan = plan_for(text, free, shapes, dtype, profile, overlap)
+        plan = options.plan(text, free, shapes, dtype)
     arrays = [*(move.source for move in plan.moves), plan.result.target]
     *sources, target = (StoredArray.of(array, mesh, text) for array in arrays)
     received = format_bytes(plan.bytes_received)
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 
     def local(*blocks: jax.Array) -> jax.Array:
-        return as_tagged(einsum_blocks(plan, blocks, None, None, profile, overlap, product), call.result)
+        return as_tagged(einsum_blocks(plan, blocks, None, None, options), call.result)
 
     on_devices = jax.shard_map(
         local,
@@ -128,4 +115,4 @@ def _program(
     )
     # A mesh without devices comes from the context: the jit around this one knows the devices.
     run = jax.jit(on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding)
-    return _EinsumProgram(plan, sources, run)
+    return plan, sources, run

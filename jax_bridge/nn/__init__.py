@@ -1,9 +1,8 @@
 """Layers inside `jax.shard_map` with the results that they have on the global array."""
 
 from jax_bridge.nn.attention import attention
-from jax_bridge.nn.conv import conv_general_dilated
+from jax_bridge.nn.conv import avg_pool, conv_general_dilated, max_pool, reduce_window
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
-from jax_bridge.nn.pool import avg_pool, max_pool, reduce_window
 from jax_bridge.nn.resample import interpolate, resize
 from jax_bridge.nn.sharded import Sharded
 

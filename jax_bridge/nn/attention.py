@@ -9,13 +9,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here
 from jax_bridge.nn.ring import DeviceAttention, ring
 from xshard import Layout, Mesh, Profile, Sharding
-from xshard.contractions.attention import chosen
+from xshard.contractions.prices import fastest_attention
 from xshard.errors import DtypeError
 from xshard.layout.lengths import global_shape
 from xshard.nn import attention as core
@@ -25,15 +26,15 @@ Implementation = Literal["xla", "cudnn"] | None
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     layout: Layout | str,
     mesh: AnyMesh | None = None,
     *,
     how: str = AUTO,
     causal: bool = False,
-    documents: jax.Array | None = None,
+    documents: Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     kv_layout: Layout | str | None = None,
@@ -43,17 +44,15 @@ def attention(
     heads: str = "h",
     profile: str | Path | Profile = "auto",
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Array:
     """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.
 
-    The dims of blocks are the dims of `layout`, in any order, with the width of heads last; the result has
-    the dims of `q` and the width of `v`. The sequence may be sharded in any order, and heads and batch too.
-    Masks follow from the positions of the rows, whatever their order.
+    Blocks have the dims of `layout`, the width of heads last. The sequence may be sharded in any order, and
+    heads and batch too: masks follow from the positions of the rows.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence; "ring" passes blocks of keys and values from device to device, so that no device holds all of
-    them; "auto" takes the cheapest on the machine of `profile`. A ring has first derivatives in reverse
-    mode, the others have all.
+    sequence; "ring" passes blocks of keys and values on, so that no device holds all of them, and has first
+    derivatives in reverse mode only; "auto" takes the cheapest on the machine of `profile`.
     causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded
     like the dims of `q`: rows see only their own document. window: rows see only rows fewer than that away.
     scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries' layout;
@@ -84,7 +83,7 @@ def attention(
     )
     in_order = (s.in_order(names) for s in shardings)
     attn = core.attention(*in_order, how=how, causal=causal, window=window)
-    attn = chosen(attn, q.dtype.name, machine)
+    attn = fastest_attention(attn, q.dtype.name, machine)
     if documents is not None:
         layouts, whole, dim = core.document_move(attn, layout, documents.ndim)
         documents = redistribute(documents, layouts, here, shape=whole)
@@ -101,7 +100,7 @@ def attention(
     return without_padding(y, attn.target).transpose(*map(names.index, layout.names))
 
 
-def _sharding(x: jax.Array, layout: Layout, mesh: Mesh, known: Mapping[str, int | None]) -> Sharding:
+def _sharding(x: Array, layout: Layout, mesh: Mesh, known: Mapping[str, int | None]) -> Sharding:
     """The sharding of the global array of a block. known: global lengths by dim, None if not known."""
     text = str(layout)
     sharding = Sharding(layout, mesh, global_shape(layout, mesh, x.shape, text, known))
@@ -109,24 +108,20 @@ def _sharding(x: jax.Array, layout: Layout, mesh: Mesh, known: Mapping[str, int 
     return sharding
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def _flat(x: Array) -> Array:
     """All batch dims as one."""
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def _moved(x: jax.Array, src: Sharding, dst: Sharding) -> jax.Array:
+def _moved(x: Array, src: Sharding, dst: Sharding) -> Array:
     if src.layout == dst.layout:
         return x
     return redistribute(x, (src.layout, dst.layout), src.mesh, shape=src.shape)
 
 
 def _attended(
-    blocks: DeviceAttention,
-    q: jax.Array,
-    kv: jax.Array,
-    documents: jax.Array | None,
-    implementation: Implementation,
-) -> jax.Array:
+    blocks: DeviceAttention, q: Array, kv: Array, documents: Array | None, implementation: Implementation
+) -> Array:
     """Queries and all keys that they may see -> the result."""
     k, v = blocks.read(kv)
     rows = blocks.rows() if blocks.attn.queries.layout.dims[SEQUENCE].axes else jnp.arange(q.shape[2])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.calls import redistribute
@@ -52,11 +51,9 @@ def group_norm(
     x, feature = x.owned(), feature_dim % x.block.ndim
     n = x.sharding.shape[feature]
     if x.layout.dims[feature].axes or n % num_groups:
-        raise ShapeError(
-            f"{n} features {str(x.layout.dims[feature])!r} in {num_groups} groups",
-            text=str(x.layout),
-            hint="unsharded features, and a number of groups that divides them",
-        )
+        what = f"{n} features {str(x.layout.dims[feature])!r} in {num_groups} groups"
+        hint = "unsharded features, and a number of groups that divides them"
+        raise ShapeError(what, text=str(x.layout), hint=hint)
     space = [d for d in range(1, x.block.ndim) if d != feature]
     return _affine(x, _normalised(x, space, epsilon, (feature, num_groups)), [feature], scale, bias)
 
@@ -108,17 +105,12 @@ def _centred(x: Sharded, dims: Sequence[int], groups: Groups | None = None) -> t
 
 def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | None = None) -> jax.Array:
     """The mean of a block with zeros in its padding, over some dims and over the features of a group."""
-    total, count = (
-        jnp.sum(block, axis=tuple(dims), keepdims=True),
-        math.prod(x.sharding.shape[d] for d in dims),
-    )
+    total, count = block.sum(tuple(dims), keepdims=True), math.prod(x.sharding.shape[d] for d in dims)
     if groups is not None:
         feature, n = groups
         size, shape = total.shape[feature] // n, total.shape
-        total, count = (
-            total.reshape(*shape[:feature], n, size, *shape[feature + 1 :]).sum(feature + 1),
-            count * size,
-        )
+        total = total.reshape(*shape[:feature], n, size, *shape[feature + 1 :]).sum(feature + 1)
+        count *= size
     if axes := tuple(axis for d in dims for axis in x.layout.dims[d].axes):
         total = all_reduce(total, axes, x.sharding.mesh, grad="sum")
     return total / count if groups is None else (total / count).repeat(size, feature)
@@ -127,10 +119,8 @@ def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | No
 def _affine(
     x: Sharded, normal: jax.Array, dims: Sequence[int], scale: jax.Array | None, bias: jax.Array | None
 ) -> Sharded:
-    if scale is not None:
-        normal = normal * _parameter(x, scale, dims)
-    if bias is not None:
-        normal = normal + _parameter(x, bias, dims)
+    normal = normal if scale is None else normal * _parameter(x, scale, dims)
+    normal = normal if bias is None else normal + _parameter(x, bias, dims)
     return Sharded(normal, x.sharding).owned()
 
 
@@ -138,9 +128,8 @@ def _parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Numbers for all rows of some dims -> the numbers of this device's rows, to be broadcast."""
     lengths = tuple(x.sharding.shape[d] for d in dims)
     if value.shape != lengths:
-        raise ShapeError(
-            f"a parameter of shape {value.shape} for dims of lengths {lengths}", text=str(x.layout)
-        )
+        what = f"a parameter of shape {value.shape} for dims of lengths {lengths}"
+        raise ShapeError(what, text=str(x.layout))
     sharded = tuple(x.layout.dims[d] for d in dims)
     if axes := tuple(axis for dim in sharded for axis in dim.axes):
         whole = Layout(tuple(Dim(dim.name) for dim in sharded), (("copy", axes),))

@@ -13,16 +13,15 @@ import numpy as np
 
 from jax_bridge.lower.row_tables import VOID, mine, pick
 from jax_bridge.nn.sharded import Sharded
-from xshard.nn.resample import Taps, resampled_frame, taps
+from xshard.nn.windows import Taps, resampled_frame, taps
 
 
 def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = True) -> Sharded:
     """`jax.image.resize` of the global array: dims of other lengths, interpolated.
 
-    shape: global, of the result. method, antialias: as in `jax.image` (nearest, linear, cubic, lanczos3,
-    lanczos5; half-pixel centres). Unlike `interpolate` it widens the kernel when it samples down, its cubic
-    kernel has constant -0.5, not -0.75, nearest takes the centre of a pixel (`nearest-exact`), and taps
-    beyond the ends are left out, not clamped.
+    shape: global, of the result. method, antialias: as in `jax.image`. Unlike `interpolate` it widens the
+    kernel when it samples down, its cubic kernel has constant -0.5, not -0.75, nearest takes the centre of a
+    pixel (`nearest-exact`), and taps beyond the ends are left out, not clamped.
 
     >>> larger = jax.pmap(lambda x: resize(Sharded(x, "h/sp"), (8,), "linear"), "sp")
     >>> larger(jnp.ones((1, 4))).block.shape  # one block on one device
@@ -74,10 +73,8 @@ def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
     """taps_of: the taps of every dim that is interpolated."""
     mesh, shape = x.sharding.mesh, list(x.sharding.shape)
     dims = [replace(dim, overlap=None) for dim in x.layout.dims]
-    frames = {
-        d: resampled_frame(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some)
-        for d, some in taps_of.items()
-    }
+    sizes = [mesh.sizes_of(dim.axes) for dim in dims]
+    frames = {d: resampled_frame(dims[d], shape[d], sizes[d], some) for d, some in taps_of.items()}
     fetched = [frames[d].source if d in frames else dim for d, dim in enumerate(dims)]
     block = x.to(replace(x.layout, dims=tuple(fetched))).block
     for d, frame in frames.items():
@@ -91,11 +88,10 @@ def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
                 factors[part, :n] = weights[start : start + n]
         axes, along = dims[d].axes, [1] * block.ndim
         along[d] = -1
-        parts = [pick(block, d, positions[..., tap], axes) for tap in range(inputs.shape[1])]
+        numbers = range(inputs.shape[1])
+        parts = [pick(block, d, positions[..., tap], axes) for tap in numbers]
         if (weights != 1).any():
-            shares = (mine(factors[..., tap], axes) for tap in range(inputs.shape[1]))
-            parts = [
-                part * w.astype(part.dtype).reshape(along) for part, w in zip(parts, shares, strict=True)
-            ]
+            shares = [mine(factors[..., tap], axes).astype(block.dtype).reshape(along) for tap in numbers]
+            parts = list(map(operator.mul, parts, shares))
         block, dims[d], shape[d] = functools.reduce(operator.add, parts), frame.result, frame.length
     return x.with_block(block, dims, shape)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.calls import redistribute
-from jax_bridge.lower.row_tables import Table, mine, table
+from jax_bridge.lower.row_tables import mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from xshard.nn.attention import HEADS, Attention, run_starts
 
@@ -28,11 +28,8 @@ class DeviceAttention:
 
     def rows(self, turn: int = 0) -> jax.Array:
         """The numbers of the rows of queries, or of keys in a later round; -1 in padding."""
-
-        def rows_of(device: int) -> Table:
-            return self.attn.key_rows(device, turn) if turn else self.attn.query_rows(device)
-
         axes = self.attn.axes
+        rows_of = partial(self.attn.key_rows, turn=turn) if turn else self.attn.query_rows
         return mine(table(self.attn.q.mesh, axes, self.attn.block_rows, rows_of), axes)
 
     def visible(self, rows: jax.Array, keys: jax.Array, documents: jax.Array | None) -> jax.Array:

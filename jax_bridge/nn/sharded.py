@@ -51,11 +51,8 @@ class Sharded:
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "sharding", sharding)
         if kinds := [kind for kind, _ in self.layout.tags if kind != "copy"]:
-            raise PlanError(
-                f"a layer on values still to be reduced by {kinds[0]}",
-                text=str(self.layout),
-                hint="redistribute first: layers take values",
-            )
+            what = f"a layer on values still to be reduced by {kinds[0]}"
+            raise PlanError(what, text=str(self.layout), hint="redistribute first: layers take values")
 
     @property
     def layout(self) -> Layout:

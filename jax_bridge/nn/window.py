@@ -60,10 +60,8 @@ def apply_windows(
         (before, after), dilation, dim = rules[names[d]], (base or {}).get(d, 1), plain[d]
         is_filled = before.fill == after.fill == fill
         if not is_filled and any(window.padding) and (dilation > 1 or min(window.padding) < 0):
-            raise PlanError(
-                f"boundary {before} of {dim.name!r} with dilated inputs or negative padding",
-                hint="only the fill is possible there: halo_exchange first",
-            )
+            what = f"boundary {before} of {dim.name!r} with dilated inputs or negative padding"
+            raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
         if not any(window.padding):
             before = after = Boundary("constant", fill)
         window = replace(window, out=outputs, before=before, after=after)
@@ -99,9 +97,8 @@ def _boundaries(
     rules |= {name: parse_boundaries(text) for name, text in texts.items()}
     for name, pair in rules.items():
         if "none" in [rule.kind for rule in pair]:
-            raise PlanError(
-                f"no rows beyond the ends of {name!r}, which a window reads", hint="padding=0 reads none"
-            )
+            what = f"no rows beyond the ends of {name!r}, which a window reads"
+            raise PlanError(what, hint="padding=0 reads none")
     return rules
 
 
@@ -127,10 +124,8 @@ def _local(frame: Frame, window: Window, base: int) -> Local:
     if len({mine for part in leads for mine in part}) <= 1:
         stride, extent, table = s, (max(counts) - 1) * s + span if any(counts) else 0, None
     else:
-        steps = [
-            [lead - mine + i * s for mine in part for i in range(count)]
-            for part, count in zip(leads, counts, strict=True)
-        ]
+        parts = zip(leads, counts, strict=True)
+        steps = [[lead - mine + i * s for mine in part for i in range(count)] for part, count in parts]
         stride, extent, table = 1, max(max(part, default=0) for part in steps) + span, _table(steps)
     return Local(None, stride, (lead, extent - positions - lead), table)
 

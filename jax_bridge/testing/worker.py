@@ -22,7 +22,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_bridge.calls import redistribute
-from jax_bridge.einsum import Product, einsum_blocks
+from jax_bridge.einsum import Choices, einsum_blocks
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas
@@ -84,7 +84,7 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 def apply(plan: Plan | ContractionPlan, *blocks: jax.Array) -> jax.Array:
     """A plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
-        return einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, NEVER, Product(None, None))
+        return einsum_blocks(plan, blocks, None, plan.shapes, Choices(plan.profile, NEVER))
     return redistribute(blocks[0], plan)
 
 

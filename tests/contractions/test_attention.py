@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import xshard as xs
-from xshard.contractions.attention import chosen, seconds
+from xshard.contractions.prices import attention_seconds, fastest_attention
 from xshard.nn.attention import METHODS, attention
 
 H100 = xs.load_profile("h100")
@@ -24,7 +24,7 @@ H100 = xs.load_profile("h100")
 def test_the_cheapest_way_is_taken(layout: str, length: int, kv_heads: int, how: str) -> None:
     q, k = (xs.Sharding(xs.Layout.parse(layout), xs.Mesh(cp=8), (1, h, length, 128)) for h in (32, kv_heads))
     given = attention(q, k, k, causal=True)
-    found = chosen(given, "bfloat16", H100)
-    prices = {way: seconds(replace(given, how=way), "bfloat16", H100) for way in METHODS}
+    found = fastest_attention(given, "bfloat16", H100)
+    prices = {way: attention_seconds(replace(given, how=way), "bfloat16", H100) for way in METHODS}
     assert found.how == how == min(prices, key=lambda way: prices[way]), prices
-    assert chosen(replace(given, how="gather"), "bfloat16", H100).how == "gather"
+    assert fastest_attention(replace(given, how="gather"), "bfloat16", H100).how == "gather"

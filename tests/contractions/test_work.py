@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 import xshard as xs
-from xshard.contractions.placements import EinsumShardings
+from xshard.contractions.placements import EinsumShardings, accesses
 from xshard.contractions.prices import Prices
-from xshard.contractions.search import candidate_at
-from xshard.contractions.work import accesses
+from xshard.contractions.search import CandidateSearch
 
 # The sizes of dims are such that products are thin: each element is used a few times.
 VALUES = "b h s/tp t, b t/tp h k -> b s/tp h k"
@@ -74,6 +73,6 @@ def test_search_and_plan_count_the_same(text):
     prices = Prices(plan.mesh, plan.dtype, profile)
     works = {}
     for placement in shardings.placements():
-        candidate = candidate_at(shardings, placement, prices, "forward+backward", stays=False)
+        candidate = CandidateSearch(shardings, prices, "forward+backward").candidate(placement)
         works[tuple(move.dst for move in candidate.moves)] = candidate.work
     assert works[tuple(move.dst for move in part.moves)] == (1 + len(part.moves)) * part.work

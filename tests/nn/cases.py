@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
-from xshard.nn.resample import taps
+from xshard.nn.windows import taps
 
 PAIR, ROW, GRID = xs.Mesh(sp=2), xs.Mesh(sp=4), xs.Mesh(x=2, y=2)
 # Boundaries, as numpy's padding modes.

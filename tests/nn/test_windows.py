@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import xshard as xs
-from xshard.nn.resample import resampled_frame, taps
-from xshard.nn.windows import pool_window, transposed_frame, window_frame
+from xshard.nn.windows import pool_window, resampled_frame, taps, transposed_frame, window_frame
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim, Shard
 

@@ -26,7 +26,6 @@ from xshard import Profile
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
 from xshard.dtypes import name_of
@@ -56,23 +55,14 @@ class EinsumCall(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        expression: str | ContractionPlan,
-        mesh: Any,
-        *,
-        profile: Any,
-        shape: Any = None,
-        sizes: Any = None,
-        memory_limit: Any = None,
-        comm_dtype: Any = None,
-        overlap: str = NEVER,
+        cls, expression: str | ContractionPlan, mesh: Any, shape: Any = None, sizes: Any = None, **rest: Any
     ) -> EinsumCall:
         """The call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
         if mesh is not None:
             as_mesh(mesh)
-        travels = None if comm_dtype is None else comm_dtypes(comm_dtype)
-        limit = limit_of(memory_limit)
-        call = cls(expression, mesh, None, asked_for(profile), limit, travels, overlap)
+        travels, limit = rest.get("comm_dtype"), limit_of(rest.get("memory_limit"))
+        travels = None if travels is None else comm_dtypes(travels)
+        call = cls(expression, mesh, None, asked_for(rest["profile"]), limit, travels, rest["overlap"])
         if shape is None and sizes is None:
             return call
         return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape)))
@@ -120,14 +110,11 @@ class EinsumCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor]) -> CallFacts:
         """What ranks compare before this call with blocks."""
         plan, processes = self.plan(_facts(blocks))
-        within = {
-            "shapes": str(plan.shapes),
-            "dtype": str(blocks[0].dtype),
-            "plan": plan.local,
-            "requires_grad": str(torch.is_grad_enabled() and any(x.requires_grad for x in blocks)),
-            "comm_dtype": str(self.comm_dtype),
-            "rounds": str([part.ring and part.ring.key for part in plan.parts]),
-        }
+        within: dict[str, Any] = {"shapes": plan.shapes, "dtype": blocks[0].dtype, "plan": plan.local}
+        within["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
+        within["comm_dtype"] = self.comm_dtype
+        within["rounds"] = [part.ring and part.ring.key for part in plan.parts]
+        within = {name: str(value) for name, value in within.items()}
         everywhere = {"expression": plan.text, "mesh": repr(self.mesh)}
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
         return CallFacts(everywhere, within, processes.ranks, own)
@@ -172,9 +159,8 @@ def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
         for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
             if one != other:
                 what = f"one operand is {one}, another {other}"
-                raise error(
-                    what, text=given.text, span=span, hint="x.to(...): they are multiplied as they are"
-                )
+                hint = "x.to(...): they are multiplied as they are"
+                raise error(what, text=given.text, span=span, hint=hint)
         if len(shape) != len(layout.names):
             what = f"a block of shape {tuple(shape)} for '{layout}'"
             raise ShapeError(what, text=given.text, span=span, hint="one name per dim")

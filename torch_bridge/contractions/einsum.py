@@ -17,6 +17,7 @@ from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard import Profile
+from xshard.contractions.placements import dim_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import shapes_of
@@ -40,10 +41,9 @@ def einsum(
     """This process's blocks of the operands -> its block of their contraction, differentiable.
 
     `"b s/tp d, d f/tp -> b s f/tp"`: every operand under its layout, and the result, in which dims that it
-    lacks are summed. The plan says where it is computed: operands are moved there, each process contracts
-    its blocks with `torch.einsum`, and the result is moved to where it is to be. All processes of the mesh
-    call it, with equal arguments except the values of blocks, and with equal `requires_grad`. The result is a
-    new tensor, contiguous; operands are left as they are.
+    lacks are summed. Operands are moved as the plan says, each process contracts its blocks, and the result
+    is moved: a new tensor, contiguous. All processes of the mesh call it, with equal arguments except the
+    values of blocks, and with equal `requires_grad`.
 
     expression: text, or a plan (`xshard.plan`), which is run as it is. Axes that it does not name are left
     alone: blocks may differ along them.
@@ -125,26 +125,18 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     mesh = dtensors[0].device_mesh
     check_number(contraction, operands)
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
-        raise MeshError(
-            "not all operands are DTensors of one mesh", text=contraction.text, hint="all or none are"
-        )
+        what = "not all operands are DTensors of one mesh"
+        raise MeshError(what, text=contraction.text, hint="all or none are")
     if call.mesh not in (None, mesh):
         raise MeshError(f"the DTensors are on {mesh!r}, not on {call.mesh!r}", hint="leave the mesh out")
     shapes = shapes_of(contraction, None, [tuple(x.shape) for x in dtensors])
     if call.shapes not in (None, shapes):
         what = f"the DTensors have shapes {shapes}, not {call.shapes}"
         raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
-    lengths = {
-        name: n
-        for layout, shape in zip(contraction.operands, shapes, strict=True)
-        for name, n in zip(layout.names, shape, strict=True)
-    }
+    lengths = dim_lengths(contraction.operands, shapes)
     shape = tuple(lengths[name] for name in contraction.result.names)
     to_placements(contraction.result, mesh, shape)  # raises if no DTensor is placed so
-    spans = text_spans(contraction.text).layouts
-    blocks = [
-        local_of(x, layout, contraction.text, span)
-        for x, layout, span in zip(dtensors, contraction.operands, spans, strict=False)
-    ]
+    placed = zip(dtensors, contraction.operands, text_spans(contraction.text).layouts, strict=False)
+    blocks = [local_of(x, layout, contraction.text, span) for x, layout, span in placed]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return as_dtensor(as_tensor(y), contraction.result, mesh, shape)

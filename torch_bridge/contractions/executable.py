@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 from torch_bridge.autodiff.function import apply, is_transformed
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.comm_dtype import CommDtype
-from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.contractions.rounds import Rounds
+from torch_bridge.contractions.local import LocalContraction, Rounds
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh

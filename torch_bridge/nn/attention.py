@@ -20,7 +20,7 @@ from torch_bridge.nn.placed import placed_as
 from torch_bridge.nn.ring import ProcessAttention, RingAttention
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Profile, Sharding, load_profile
-from xshard.contractions.attention import chosen
+from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError
 from xshard.nn import attention as core
@@ -48,14 +48,12 @@ def attention(
 ) -> Tensor:
     """Blocks of queries, keys and values -> this process's block of `softmax(q @ k * scale) @ v`.
 
-    All processes of the mesh call it. The dims of blocks are the dims of `layout`, in any order, with the
-    width of heads last; the result has the dims of `q` and the width of `v`. The sequence may be sharded in
-    any order, and heads and batch too. Masks follow from the positions of the rows, whatever their order.
+    All processes of the mesh call it. Blocks have the dims of `layout`, the width of heads last. The sequence
+    may be sharded in any order, and heads and batch too: masks follow from the positions of the rows.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence; "ring" passes blocks of keys and values from device to device, so that no device holds all of
-    them; "auto" takes the cheapest on the machine of `profile`. A ring has first derivatives, and none under
-    torch.func.
+    sequence; "ring" passes blocks of keys and values on, so that no device holds all of them, and has first
+    derivatives only, none under torch.func; "auto" takes the cheapest on the machine of `profile`.
     causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded
     like the dims of `q`: rows see only their own document. window: rows see only rows fewer than that away.
     scale: by default `width ** -0.5`. kv_layout: layout of keys and values, by default the queries' layout;
@@ -90,15 +88,14 @@ def attention(
     processes, lengths = placement.processes, core.key_lengths(placement.sharding, heads, kv_heads)
     kv_shape = [lengths.get(name) for name in kv_layout.names]
     shardings = [placement.sharding, *(placed_as(x, kv_layout, mesh, kv_shape).sharding for x in (k, v))]
-    q, k, v = (
-        x.permute(*map(s.layout.names.index, names)) for x, s in zip((q, k, v), shardings, strict=True)
-    )
+    orders = ([*map(s.layout.names.index, names)] for s in shardings)
+    q, k, v = map(torch.permute, (q, k, v), orders)
     in_order = (s.in_order(names) for s in shardings)
     attn = core.attention(*in_order, how=how, causal=causal, window=window)
     if is_transformed() and how == RING:
         raise XshardError("a ring under torch.func", hint='how="gather" and "ulysses" have all derivatives')
     methods = tuple(method for method in METHODS if method != RING or not is_transformed())
-    attn = chosen(attn, name_of(q.dtype), load_profile(machine(profile, q.device)), methods)
+    attn = fastest_attention(attn, name_of(q.dtype), load_profile(machine(profile, q.device)), methods)
     if documents is not None:
         layouts, whole, dim = core.document_move(attn, layout, documents.ndim)
         documents = redistribute(documents, layouts, processes, shape=whole)

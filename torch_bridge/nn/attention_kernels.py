@@ -8,27 +8,25 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 aten = torch.ops.aten
+Mask = tuple[Tensor | None, bool]  # the scores that count, and whether all up to its own key do for a query
 _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     """The result of a block, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf.
 
     is_causal: each query sees its own key and earlier ones only; there are as many queries as keys.
     """
-    width = v.shape[-1]
+    (visible, is_causal), width = mask, v.shape[-1]
     if q.device.type == "cpu":
         q, k, v = _one_width(q, k, v)
-        bias = _bias(visible, q.dtype)
-        y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
-        )
+        options = {"attn_mask": _bias(visible, q.dtype), "scale": scale}
+        y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, **options)
     elif q.is_cuda and q.dtype in _FUSED:
         q, k, v = _one_width(q, k, v, multiple=8)
+        bias = _bias_of_blocks(visible, q)
         y, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _bias_of_blocks(visible, q), True, 0.0, is_causal, scale=scale
+            q, k, v, bias, True, 0.0, is_causal, scale=scale
         )
         log_sum = log_sum[..., : q.shape[2]]  # padded to whole tiles
     else:
@@ -41,48 +39,32 @@ def attend(
 
 
 def pull(
-    cotangent: Tensor,
-    q: Tensor,
-    result: Tensor,
-    log_sum: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this block adds to the gradients of q, k and v; cotangent, result, log_sum are over all blocks."""
-    widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    """The block's addends to the gradients of q, k and v; dy, result, log_sum are over all blocks."""
+    (visible, is_causal), *widths = mask, q.shape[-1], k.shape[-1], v.shape[-1]
     if q.device.type == "cpu":
-        q, k, v, cotangent, result = _one_width(q, k, v, cotangent, result)
+        q, k, v, dy, result = _one_width(q, k, v, dy, result)
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            cotangent,
-            q,
-            k,
-            v,
-            result,
-            log_sum,
-            0.0,
-            is_causal,
-            attn_mask=_bias(visible, q.dtype),
+            dy, q, k, v, result, log_sum, 0.0, is_causal, attn_mask=_bias(visible, q.dtype),
             scale=scale,
-        )
+        )  # fmt: skip
     elif q.is_cuda and q.dtype in _FUSED:
-        q, k, v, cotangent, result = _one_width(q, k, v, cotangent, result, multiple=8)
+        q, k, v, dy, result = _one_width(q, k, v, dy, result, multiple=8)
         # The kernel takes the strides of its own result for granted.
         result = result.transpose(1, 2).contiguous().transpose(1, 2)
         # Dropout's state, which is not used, and log-sum-exps padded to whole tiles.
         state, tiles = torch.zeros((), dtype=torch.int64, device=q.device), -q.shape[2] % 32
         log_sum, needed = F.pad(log_sum, (0, tiles), value=float("inf")), [True, True, True, False]
         *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
-            cotangent, q, k, v, _bias_of_blocks(visible, q), result, log_sum, state, state, 0.0, needed,
+            dy, q, k, v, _bias_of_blocks(visible, q), result, log_sum, state, state, 0.0, needed,
             is_causal, scale=scale,
         )  # fmt: skip
     else:
         weights = (_scores(q, k, visible, is_causal, scale) - log_sum[..., None]).exp()
-        wide = cotangent.to(weights.dtype)
+        wide = dy.to(weights.dtype)
         change = weights * (wide @ v.mT.to(wide.dtype) - (wide * result).sum(-1, keepdim=True)) * scale
-        gradients = change.to(k.dtype) @ k, change.mT.to(q.dtype) @ q, weights.mT.to(v.dtype) @ cotangent
+        gradients = change.to(k.dtype) @ k, change.mT.to(q.dtype) @ q, weights.mT.to(v.dtype) @ dy
     of_q, of_k, of_v = (x[..., :width] for x, width in zip(gradients, widths, strict=True))
     return of_q, of_k, of_v
 

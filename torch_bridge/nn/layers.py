@@ -11,9 +11,17 @@ from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, conv, conv_transpose, padding_pairs
+from torch_bridge.nn.conv import (
+    Convolution,
+    Pool,
+    avg_pool,
+    conv,
+    conv_transpose,
+    global_avg_pool,
+    max_pool,
+    padding_pairs,
+)
 from torch_bridge.nn.placed import Placement, check_whole, placed_as, record, recorded
-from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
 from torch_bridge.nn.resample import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Layout, Mesh, XshardError
@@ -121,14 +129,13 @@ def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _conv_transpose(
     layer: Any, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
 ) -> Outputs:
-    options = (layer.stride, layer.padding, layer.dilation, layer.kernel_size)
-    extra = layer.output_padding
+    options, extra = (layer.kernel_size, layer.stride, layer.dilation, layer.padding), layer.output_padding
     if output_size is not None:  # a global length
         rank = len(layer.kernel_size)
         lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
-        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in lengths)
-    same = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-    return conv_transpose(x, placement, layer.weight, layer.bias, output_padding=extra, **same)
+        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths)
+    windows = tuple(zip(*options, extra, strict=True))
+    return conv_transpose(x, placement, layer.weight, layer.bias, windows, layer.groups)
 
 
 def _pool(layer: Any, dilation: Any = 1) -> Pool:

@@ -12,18 +12,11 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import Geometry, Ints, apply_windows, geometry_of
 from xshard.errors import ShapeError, XshardError
-from xshard.nn.resample import Taps, resampled_frame, taps
-from xshard.nn.windows import OutputRun
+from xshard.nn.windows import OutputRun, Taps, resampled_frame, taps
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
-MODES = {
-    "nearest": (None, "nearest"),
-    "nearest-exact": (None, "nearest-exact"),
-    "linear": (1, "linear"),
-    "bilinear": (2, "linear"),
-    "trilinear": (3, "linear"),
-    "bicubic": (2, "cubic"),
-}
+MODES = {"nearest": (None, "nearest"), "nearest-exact": (None, "nearest-exact"), "linear": (1, "linear")}
+MODES |= {"bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}
 
 
 def interpolate(
@@ -56,9 +49,8 @@ def interpolate(
         factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
-    resampled, local_taps = _geometry(
-        placement, outputs, factors, dim_mode, bool(align_corners), x.dtype, x.device
-    )
+    options = dim_mode, bool(align_corners), x.dtype, x.device
+    resampled, local_taps = _geometry(placement, outputs, factors, *options)
 
     def interpolated(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
         for d, some in enumerate(local_taps, 2):
@@ -84,9 +76,8 @@ def _geometry(
 ) -> tuple[Geometry, tuple[LocalTaps, ...]]:
     """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
     global_taps, frames = [], []
-    for dim, length, n, factor in zip(
-        placement.layout.dims[2:], placement.shape[2:], outputs, factors, strict=True
-    ):
+    dims, lengths = placement.layout.dims[2:], placement.shape[2:]
+    for dim, length, n, factor in zip(dims, lengths, outputs, factors, strict=True):
         global_taps.append(taps(mode, length, n, align_corners=align_corners, scale=factor))
         sizes = placement.sharding.mesh.sizes_of(dim.axes)
         frames.append(resampled_frame(dim, length, sizes, global_taps[-1]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from torch_bridge.nn.attention_kernels import attend, pull
+from torch_bridge.nn.attention_kernels import Mask, attend, pull
 from torch_bridge.redistribution import redistribute
 from xshard.nn.attention import CAUSAL, SOME, Attention, Tile, tiles
 
@@ -49,7 +49,7 @@ class ProcessAttention:
         else:
             total.index_add_(1, self.heads_read.to(total.device), gradient.to(total.dtype))
 
-    def mask(self, tile: Tile, turn: int = 0) -> tuple[Tensor | None, bool]:
+    def mask(self, tile: Tile, turn: int = 0) -> Mask:
         """The mask `[batch or 1, 1, rows, keys]` of a tile, and whether the tile is causal instead."""
         if self.documents is None and tile.kind != SOME:
             return None, tile.kind == CAUSAL
@@ -78,7 +78,7 @@ class RingAttention(torch.autograd.Function):
         for turn, block in blocks.attn.in_turn(kv, blocks.send):
             for tile in tiles(blocks.attn, blocks.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])
-                part, added = attend(q[:, :, tile.q], k, v, *blocks.mask(tile, turn), blocks.scale)
+                part, added = attend(q[:, :, tile.q], k, v, blocks.mask(tile, turn), blocks.scale)
                 before = log_sum[:, :, tile.q]
                 after = torch.logaddexp(before, added)
                 finite = after.clamp(min=torch.finfo(wide).min)  # -inf for rows that have seen nothing so far
@@ -100,10 +100,9 @@ class RingAttention(torch.autograd.Function):
         for turn, block in blocks.attn.in_turn(kv, blocks.send):
             kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
             for tile in tiles(blocks.attn, blocks.device, turn):
-                k, v = blocks.read(block[:, :, tile.k])
-                dy, queries, result, sums = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
-                mask = blocks.mask(tile, turn)
-                of_q, *of_kv = pull(dy, queries, result, sums, k, v, *mask, blocks.scale)
+                own = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
+                theirs = blocks.read(block[:, :, tile.k])
+                of_q, *of_kv = pull(*own, *theirs, blocks.mask(tile, turn), blocks.scale)
                 q_gradient[:, :, tile.q] += of_q
                 blocks.add(kv_gradient[:, :, tile.k], torch.cat(of_kv, -1))
             if wait is not None:

@@ -39,9 +39,8 @@ def geometry_of(placement: Placement, frames: Sequence[Frame], channels: int | N
         runs.append(frame.runs[sharding.dim_device(d, device)])
     if channels is not None:
         shape[first - 1] = channels
-    return Geometry(
-        replace(placement.layout, dims=tuple(sources)), placement.remade(results, shape), tuple(runs)
-    )
+    source = replace(placement.layout, dims=tuple(sources))
+    return Geometry(source, placement.remade(results, shape), tuple(runs))
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
@@ -52,11 +51,8 @@ def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame
         frame = window_frame(dim, placement.shape[d], placement.sharding.mesh.sizes_of(dim.axes), window)
         frames.append(frame if dim.axes else replace(frame, source=dim))
     if any(frame.length < 1 for frame in frames):
-        raise ShapeError(
-            f"no output: kernel {tuple(w.k for w in windows)} over {placement.shape[-len(windows) :]}",
-            text=str(placement.layout),
-            hint="a smaller kernel, or more padding",
-        )
+        what = f"no output: kernel {tuple(w.k for w in windows)} over {placement.shape[-len(windows) :]}"
+        raise ShapeError(what, text=str(placement.layout), hint="a smaller kernel, or more padding")
     return frames
 
 
@@ -79,13 +75,9 @@ def _run_by_run(block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable
     """The op on the rows of every combination of runs, the outputs concatenated in order."""
     for d, several in enumerate(runs, -len(runs)):
         if len(several) > 1:
-            parts = zip(block.split([run.rows for run in several], d), several, strict=True)
-            rest = [*runs]
-            outputs = []
-            for part, run in parts:
-                rest[d] = (run,)
-                outputs.append(_run_by_run(part, rest, op))
-            return torch.cat(outputs, d)
+            i, parts = d + len(runs), block.split([run.rows for run in several], d)
+            each = zip(parts, ([*runs[:i], (run,), *runs[i + 1 :]] for run in several), strict=True)
+            return torch.cat([_run_by_run(part, rest, op) for part, rest in each], d)
     return op(block, *(run for (run,) in runs))
 
 

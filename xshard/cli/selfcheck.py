@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
-from xshard.contractions import table as contractions
+from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh

@@ -1,4 +1,4 @@
-"""Why a contraction is computed where it is: the role of every mesh axis, the costs of other placements."""
+"""A plan of a contraction as a table, with the role of every mesh axis and the costs of other placements."""
 
 from __future__ import annotations
 
@@ -7,19 +7,66 @@ from typing import TYPE_CHECKING
 
 from xshard.contractions.placements import EinsumShardings
 from xshard.contractions.prices import Prices
-from xshard.contractions.search import candidate_at
+from xshard.contractions.search import CandidateSearch
 from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.plans.table import HEAD, Row
+from xshard.plans.table import rows as move_rows
+from xshard.search.request import BOTH
 
 if TYPE_CHECKING:
-    from xshard.contractions.plan import ContractionPlan, Part  # which explains itself by this
+    from xshard.contractions.plan import ContractionPlan, Part  # which shows itself by this
 
-HEAD = ("", "time", "received", "backward", "GFLOP", "computed as")
+COSTS = ("", "time", "received", "backward", "GFLOP", "computed as")
+
+
+def text(plan: ContractionPlan) -> str:
+    """The whole table, aligned."""
+    return "\n".join([title(plan), "", align_columns([HEAD, *rows(plan)]), "", total(plan)])
+
+
+def title(plan: ContractionPlan) -> str:
+    """The expression, the operands' shapes and the mesh."""
+    shapes = ", ".join(str(list(shape)) for shape in plan.shapes)
+    return f"{plan.text.strip()}   {plan.dtype} {shapes} on {plan.mesh}"
+
+
+def rows(plan: ContractionPlan) -> tuple[Row, ...]:
+    """For each local contraction: the moves of its operands, itself, and the move of its result."""
+    return tuple(row for part in plan.parts for row in _part_rows(part, plan.itemsize))
+
+
+def _part_rows(part: Part, itemsize: int) -> list[Row]:
+    start, *steps = move_rows(part.result)
+    contraction = start._replace(
+        step=f"contract {part.dims}" + (f", {part.ring}" if part.ring else ""),
+        received=format_bytes(0),
+        time=format_seconds(part.work),
+        peak=format_bytes(itemsize * sum(a.max_local_size for a in (*part.used, part.result.source))),
+    )
+    return [*(row for move in part.moves for row in move_rows(move)), contraction, *steps]
+
+
+def total(plan: ContractionPlan) -> str:
+    """The totals of the plan, forward and backward."""
+    forward = _pass("forward", plan.bytes_received, plan.flops, plan.forward_cost)
+    lines = [f"{forward}, peak {format_bytes(plan.peak_bytes)}"]
+    if plan.objective == BOTH:
+        lines += [_pass("backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost)]
+    return "\n".join([*lines, f"priced for {plan.profile.name}"])
+
+
+def _pass(name: str, received: int, flops: int, seconds: float) -> str:
+    return f"{name}: received {format_bytes(received)}, {flops / 1e9:.4g} GFLOP, {format_seconds(seconds)}"
 
 
 def explain(plan: ContractionPlan) -> str:
     """The role of every axis, then the plan and the other placements as a table."""
-    parts = [f"{part.local}\n{_axes_text(part)}" for part in plan.parts]
-    return "\n".join([*parts, "", align_columns([HEAD, *(_row(*each) for each in alternatives(plan))])])
+    lines: list[str] = []
+    for part in plan.parts:
+        mesh = part.result.mesh
+        axes = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+        lines += [part.local, *(f"  {axis}: {_role(part, axis)}" for axis in axes)]
+    return "\n".join([*lines, "", align_columns([COSTS, *(_row(*each) for each in alternatives(plan))])])
 
 
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
@@ -32,7 +79,7 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
     names = ["all of it on every device", *(f"where '{array.layout}' is" for array in shardings.arrays)]
     for name, placement in zip(names, shardings.seeds(), strict=True):
-        candidate = candidate_at(shardings, placement, prices, plan.objective, stays=False)
+        candidate = CandidateSearch(shardings, prices, plan.objective).candidate(placement)
         moves, result = tuple(map(prices.plan, candidate.moves)), prices.plan(candidate.result)
         if all(moves != known.parts[0].moves for _, known in plans):
             other = replace(part, moves=moves, result=result)
@@ -45,31 +92,17 @@ def _row(name: str, plan: ContractionPlan) -> tuple[str, ...]:
     return name, format_seconds(plan.cost), *received, f"{plan.flops / 1e9:.4g}", plan.local
 
 
-def _axes_text(part: Part) -> str:
-    """A line for every axis: its role, and the name of the scheme."""
-    mesh = part.result.mesh
-    axes = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-    return "\n".join(f"  {axis}: {_role(part, axis)}" for axis in axes)
-
-
 def _role(part: Part, axis: str) -> str:
-    sharded = next(
-        (dim.name for operand in part.used for dim in operand.layout.dims if axis in dim.axes), None
-    )
-    if sharded is None:
+    dims = [dim for operand in part.used for dim in operand.layout.dims if axis in dim.axes]
+    if not dims:
         held = any(axis in operand.layout.axes for operand in part.used)
         return "holds addends or copies of all operands" if held else "idle: replicas repeat the work"
-    kept = sharded in part.result.src.names
-    scheme = _kept_scheme(part, axis, sharded) if kept else _row_parallel(part, axis)
-    return f"cuts {sharded!r}, which is {'kept' if kept else 'summed'}: {scheme}"
-
-
-def _row_parallel(part: Part, axis: str) -> str:
-    role = part.result.dst.role(axis)
-    if not role:
-        return "row parallel (Megatron), the result reduced"
-    scattered = role[0] in part.result.dst.names
-    return f"row parallel (Megatron), the result {'reduce-scattered' if scattered else 'kept as addends'}"
+    sharded, role = dims[0].name, part.result.dst.role(axis)
+    if sharded in part.result.src.names:
+        return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
+    scattered = "reduce-scattered" if role and role[0] in part.result.dst.names else "kept as addends"
+    result = scattered if role else "reduced"
+    return f"cuts {sharded!r}, which is summed: row parallel (Megatron), the result {result}"
 
 
 def _kept_scheme(part: Part, axis: str, sharded: str) -> str:

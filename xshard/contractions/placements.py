@@ -3,18 +3,21 @@ An axis shards a dim, holds partial sums of an operand or copies, or is idle: re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
-from xshard.contractions.work import accesses, operations
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import axes_of
 
 Axes = frozenset[str]
+Shards = tuple[Shard, ...]
+Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has partial sums along it
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class DimSharding:
     Equal shardings of a dim are one object: placements are compared by identity.
     """
 
-    shards: tuple[Shard, ...]
+    shards: Shards
     axes: Axes
     rows: int
     fits: bool
@@ -34,7 +37,7 @@ class Placement(NamedTuple):
     """The roles of all axes: shards, axes with their operands of partial sums, copies; busy: not idle."""
 
     dims: tuple[DimSharding, ...]
-    sums: tuple[tuple[str, int], ...]
+    sums: Sums
     copies: tuple[str, ...]
     busy: Axes
 
@@ -44,12 +47,7 @@ class Placement(NamedTuple):
         return all(dim.fits for dim in self.dims)
 
     @classmethod
-    def of(
-        cls,
-        dims: tuple[DimSharding, ...],
-        sums: tuple[tuple[str, int], ...] = (),
-        copies: tuple[str, ...] = (),
-    ) -> Placement:
+    def of(cls, dims: tuple[DimSharding, ...], sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
         """A placement with its busy axes."""
         busy = Axes(copies).union((axis for axis, _ in sums), *(dim.axes for dim in dims))
         return cls(dims, sums, copies, busy)
@@ -68,23 +66,23 @@ class OperandSharding(NamedTuple):
         return OperandSharding(self.dims, self.copies, self.sums)
 
 
-def dim_lengths(operands: Sequence[Sharding]) -> dict[str, int]:
+Finer = list[tuple[DimSharding, Axes]]  # shardings, each with the axes that it takes
+
+
+def dim_lengths(operands: Iterable[Layout], shapes: Iterable[Sequence[int]]) -> dict[str, int]:
     """The length of every dim, in the order of the operands."""
-    return {n: k for o in operands for n, k in zip(o.layout.names, o.shape, strict=True)}
+    pairs = zip(operands, shapes, strict=True)
+    return {name: n for layout, shape in pairs for name, n in zip(layout.names, shape, strict=True)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EinsumShardings:
     """The operands as given and the result as wanted; enumerates placements. Array -1 is the result."""
 
     operands: tuple[Sharding, ...]
     result: Sharding
-    _dim_shardings: dict[tuple[int, tuple[Shard, ...]], DimSharding] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    _finer: dict[tuple[int, DimSharding, str], list[tuple[DimSharding, Axes]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
+    _finer: dict[tuple[int, DimSharding, str], Finer] = field(default_factory=dict, compare=False)
 
     @cached_property
     def arrays(self) -> tuple[Sharding, ...]:
@@ -94,7 +92,7 @@ class EinsumShardings:
     @cached_property
     def lengths(self) -> dict[str, int]:
         """The length of every dim, in the order of the operands."""
-        return dim_lengths(self.operands)
+        return dim_lengths((o.layout for o in self.operands), (o.shape for o in self.operands))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -109,19 +107,17 @@ class EinsumShardings:
 
     def placements(self) -> Iterator[Placement]:
         """All placements, each once."""
-        yield from self._extensions(self.idle, Axes(self.axes))
+        return self._extensions(self.idle, Axes(self.axes))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """The placements in which one axis, with the axes of its shard, does something else."""
         for axis in self.axes:
-            dims = tuple(
-                self._sharded(d, tuple(s for s in dim.shards if axis not in s.axes))
-                if axis in dim.axes
-                else dim
+            dims = [
+                self._sharded(d, tuple(shard for shard in dim.shards if axis not in shard.axes))
                 for d, dim in enumerate(placement.dims)
-            )
+            ]
             sums = tuple(pair for pair in placement.sums if pair[0] != axis)
-            rest = Placement.of(dims, sums, tuple(a for a in placement.copies if a != axis))
+            rest = Placement.of(tuple(dims), sums, tuple(a for a in placement.copies if a != axis))
             others = self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
             yield from (other for other in others if other.fits)
 
@@ -156,7 +152,7 @@ class EinsumShardings:
         if axis in self.result.layout.tagged("copy"):
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
-    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> list[tuple[DimSharding, Axes]]:
+    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> Finer:
         """Dim `d` sharded once more by an axis, each time with the axes that it takes."""
         finer = self._finer.get((d, dim, axis))
         if finer is None:
@@ -169,7 +165,7 @@ class EinsumShardings:
                         finer.append((self._sharded(d, shards), Axes(shard.axes)))
         return finer
 
-    def _sharded(self, d: int, shards: tuple[Shard, ...]) -> DimSharding:
+    def _sharded(self, d: int, shards: Shards) -> DimSharding:
         """Dim `d` with these shards."""
         known = self._dim_shardings.get((d, shards))
         if known is None:
@@ -181,7 +177,7 @@ class EinsumShardings:
         return known
 
     @cached_property
-    def _shards(self) -> tuple[tuple[Shard, ...], ...]:
+    def _shards(self) -> tuple[Shards, ...]:
         """The shards that each dim may have, from an array or else one axis each, in contiguous blocks."""
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
@@ -193,7 +189,7 @@ class EinsumShardings:
         return tuple(map(tuple, options.values()))
 
     @cached_property
-    def _given_shards(self) -> set[tuple[Shard, ...]]:
+    def _given_shards(self) -> set[Shards]:
         """All shards of a dim in an array: they are possible, however short the dim is."""
         return {dim.shards for array in self.arrays for dim in array.normal.dims}
 
@@ -227,13 +223,10 @@ class EinsumShardings:
     def layout_at(self, placement: Placement, i: int) -> Layout:
         """`sharding_at` as a layout."""
         local, sums, copies = self.sharding_at(placement, i)
-        kinds = {axis: self._kind(axis, owner) for axis, owner in placement.sums}
-        tags = [("copy", tuple(copies)), *((kinds.get(axis, "sum"), (axis,)) for axis in sums)]
+        means = {axis for axis, owner in placement.sums if axis in self.operands[owner].layout.tagged("mean")}
+        tags = [("copy", tuple(copies)), *(("mean" if axis in means else "sum", (axis,)) for axis in sums)]
         dims = (Dim(n, dim.shards) for n, dim in zip(self.arrays[i].layout.names, local, strict=True))
         return Layout(tuple(dims), tuple(tags))
-
-    def _kind(self, axis: str, owner: int) -> str:
-        return next(kind for kind, axes in self.operands[owner].layout.tags if axis in axes)
 
     @cached_property
     def _positions(self) -> list[list[int]]:
@@ -250,3 +243,27 @@ class EinsumShardings:
         """Floating point operations of the busiest device."""
         has_sum = len(self.result.shape) < len(self.lengths)
         return operations((dim.rows for dim in placement.dims), len(self.operands), has_sum=has_sum)
+
+
+def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int:
+    """Floating point operations on a block: the products of several operands, and the additions of sums."""
+    return ((n_operands > 1) + has_sum) * math.prod(lengths)
+
+
+def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """The dims of operands and result -> how often each array is read or written; a copy is one of both.
+
+    A matrix product takes arrays that can be read as matrices, one for each index of the dims that all arrays
+    have: dims that the same arrays have are side by side, and the dims of all arrays are not the last. Others
+    are copied. A gradient is a product of arrays with the same dims, so it copies the same ones.
+    """
+
+    def owners(name: str) -> tuple[bool, ...]:
+        return tuple(name in dims for dims in arrays)
+
+    counts = []
+    for dims in arrays:
+        runs = [run for run, _ in groupby(dims, owners)]
+        is_matrix = len(set(runs)) == len(runs) and not (len(runs) > 1 and all(runs[-1]))
+        counts.append(1 if is_matrix or len(arrays) < 3 else 3)  # a sum of one operand is not a product
+    return tuple(counts)

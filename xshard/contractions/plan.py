@@ -7,20 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from xshard.contractions import serialize, table
-from xshard.contractions.explain import explain
+from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
+from xshard.contractions.placements import accesses, dim_lengths, operations
 from xshard.contractions.ring import ContractionRing, rings
 from xshard.contractions.types import local_type
-from xshard.contractions.work import accesses, operations
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.dtypes import itemsize
+from xshard.dtypes import itemsize, name_of
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding
 from xshard.plans.plan import Plan
-from xshard.plans.serialize import reading_plan
+from xshard.plans.serialize import from_plain, plan_to_plain, reading_plan, to_plain
 from xshard.search.request import BOTH
 
 
@@ -62,11 +61,7 @@ class Part:
     @cached_property
     def flops(self) -> int:
         """Floating point operations of the busiest device."""
-        lengths = {
-            name: n
-            for operand in self.used
-            for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
-        }
+        lengths = dim_lengths((x.layout for x in self.used), (x.max_local_shape for x in self.used))
         has_sum = len(lengths) > len(self.result.src.names)
         return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 
@@ -214,7 +209,7 @@ class ContractionPlan(Pictured):
         return peak
 
     def __str__(self) -> str:
-        return table.text(self)
+        return explain.text(self)
 
     def __repr__(self) -> str:
         arguments = f"{self.text.strip()!r}, {self.mesh!r}, {self.shapes}, {self.dtype!r}"
@@ -222,11 +217,14 @@ class ContractionPlan(Pictured):
 
     def explain(self) -> str:
         """The role of every mesh axis, by the names of the schemes, and the costs of other placements."""
-        return explain(self)
+        return explain.explain(self)
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
-        return json.dumps(serialize.to_plain(self), indent=1)
+        values = {"contraction": self.text, "mesh": to_plain(self.mesh), "shapes": to_plain(self.shapes)}
+        values |= {"dtype": self.dtype, "profile": self.profile.name, "memory_limit": self.memory_limit}
+        values |= {"objective": self.objective, "parts": list(map(_part_to_plain, self.parts))}
+        return json.dumps(values, indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
@@ -235,8 +233,18 @@ class ContractionPlan(Pictured):
         profile: the machine to price it for, if the text names one that is not shipped.
         """
         with reading_plan():
-            values = serialize.from_plain(json.loads(text), profile)
-            return ContractionPlan(**{**values, "parts": tuple(map(_part, values["parts"]))})
+            data = json.loads(text)
+            machine = load_profile(data["profile"] if profile is None else profile)
+            return ContractionPlan(
+                contraction(data["contraction"]),
+                Mesh(data["mesh"]),
+                from_plain(tuple[tuple[int, ...], ...], data["shapes"]),
+                name_of(data["dtype"]),
+                tuple(_part_from_plain(part, machine) for part in data["parts"]),
+                machine,
+                from_plain(int | None, data["memory_limit"]),
+                data["objective"],
+            )
 
 
 def contraction_of(expression: str | ContractionPlan) -> Contraction:
@@ -244,8 +252,15 @@ def contraction_of(expression: str | ContractionPlan) -> Contraction:
     return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
 
 
-def _part(values: dict[str, Any]) -> Part:
-    part, key = Part(**{**values, "ring": None}), values["ring"]
+def _part_to_plain(part: Part) -> dict[str, Any]:
+    moves, ring = [plan_to_plain(move) for move in part.moves], part.ring and list(part.ring.key)
+    return {"takes": list(part.takes), "moves": moves, "result": plan_to_plain(part.result), "ring": ring}
+
+
+def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:
+    moves = tuple(Plan.from_plain(move, machine) for move in data["moves"])
+    takes, key = from_plain(tuple[int, ...], data["takes"]), data["ring"] and tuple(data["ring"])
+    part = Part(takes, moves, Plan.from_plain(data["result"], machine))
     ring = next((ring for ring in rings(part) if ring.key == key), None)
     if key and not ring:
         raise PlanError(f"no part of '{part.local}' can be a ring of {key}")

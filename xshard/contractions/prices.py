@@ -1,11 +1,11 @@
-"""The cost of moves, as cheaply as the question allows: a bound, an estimate, or the cost of the plan."""
+"""The cost of moves, as cheaply as the question allows (bound, estimate or plan), and of attention."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from xshard.contractions.placements import DimSharding, OperandSharding
@@ -13,6 +13,7 @@ from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.nn.attention import AUTO, HEADS, METHODS, RING, SEQUENCE, WIDTH, Attention
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.move_costs import estimate
@@ -20,6 +21,7 @@ from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space, State
 
+BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
 
 
@@ -69,7 +71,8 @@ class Prices:
     def bound(self, before: OperandSharding, after: OperandSharding, shape: tuple[int, ...]) -> float:
         """Fewest seconds of a move of an array."""
         received = self._received(before, after, math.prod(shape))
-        return received * self._second_per_element + self._start if received else 0.0
+        start, per_element = self._fastest
+        return received * per_element + start if received else 0.0
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
@@ -132,13 +135,51 @@ class Prices:
         return self._sizes[axes]
 
     @cached_property
-    def _second_per_element(self) -> float:
-        links = self.profile.fabric(self.mesh).links
-        return itemsize(self.dtype) / max((link.bytes_per_s for link in links), default=1.0)
+    def _fastest(self) -> tuple[float, float]:
+        """Fewest seconds before the first byte of any move arrives, and for each element."""
+        links, launches = self.profile.fabric(self.mesh).links, [s for _, s in self.profile.launch_s]
+        start = min(launches, default=0.0) + min((link.latency_s for link in links), default=0.0)
+        return start, itemsize(self.dtype) / max((link.bytes_per_s for link in links), default=1.0)
 
-    @cached_property
-    def _start(self) -> float:
-        """Seconds before the first byte of any move arrives."""
-        links = self.profile.fabric(self.mesh).links
-        launch = min((s for _, s in self.profile.launch_s), default=0.0)
-        return launch + min((link.latency_s for link in links), default=0.0)
+
+@lru_cache(maxsize=4096)
+def fastest_attention(
+    attn: Attention, dtype: str, profile: Profile, methods: tuple[str, ...] = METHODS
+) -> Attention:
+    """The attention with its own method, or with the fastest of `methods`."""
+    if attn.how != AUTO:
+        return attn
+    return min(
+        (replace(attn, how=how) for how in methods), key=lambda each: attention_seconds(each, dtype, profile)
+    )
+
+
+def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
+    """Predicted seconds of the forward and backward pass on the busiest device."""
+    prices = Prices(attn.q.mesh, dtype, profile)
+    pairs = ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target))
+    moves = [ArrayMove(src.layout, dst.layout, src.shape) for src, dst in pairs]
+    moving = sum(prices.plan(move).cost + prices.plan(move.dual).cost for move in moves)
+    work = _operations(attn) / profile.flops(dtype)
+    if attn.how != RING or attn.rounds == 1:
+        return moving + (1 + BACKWARD) * work
+    *batch, heads, _, width = attn.keys.max_local_shape
+    layouts, shape = attn.rotation((math.prod(batch), heads, attn.block_rows, width))
+    move_s, precise = prices.plan(ArrayMove(*layouts, tuple(shape))).cost, max(1.0, 4 / itemsize(dtype))
+    rounds, round_work = attn.rounds, work / attn.rounds
+    forward = round_work + (rounds - 1) * max(round_work, move_s)
+    # The blocks travel again, and beside them their gradients in the dtype of sums.
+    backward = BACKWARD * round_work + (rounds - 1) * max(BACKWARD * round_work, move_s * (1 + precise))
+    return moving + forward + backward + move_s * precise
+
+
+def _operations(attn: Attention) -> float:
+    """Forward operations of the busiest device: two products over the scores that are not empty."""
+    batch, window = (math.prod(attn.queries.max_local_shape[:HEADS]), attn.window or attn.q.shape[SEQUENCE])
+    sees = 0
+    for device in attn.devices:
+        rows = attn.query_rows(device)
+        before = (rows + 1).clip(max=window)
+        after = 0 if attn.causal else (attn.q.shape[SEQUENCE] - 1 - rows).clip(max=window - 1)
+        sees = max(sees, int((before + after).sum()))
+    return 2.0 * batch * attn.queries.max_local_shape[HEADS] * sees * attn.kv.shape[WIDTH]

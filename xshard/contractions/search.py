@@ -19,6 +19,7 @@ from xshard.search.request import BOTH
 MAX_PLACEMENTS = 5000  # beyond, the search climbs from the arrays' own placements, one change at a time
 FINALISTS = 8  # candidates that are priced, the best by estimates first
 SLACK = 1.04  # how much too high an estimate may be
+Key = tuple[object, ...]
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
@@ -69,44 +70,25 @@ def _move(shardings: EinsumShardings, placement: Placement, i: int, stays: bool)
     return ArrayMove(local, local if stays else array.layout, array.shape)
 
 
-def best_candidates(
-    shardings: EinsumShardings,
-    prices: Prices,
-    objective: str,
-    *,
-    stays: bool = False,
-    flops_limit: int | None = None,
-    below: float = math.inf,
-    level: int = PRICE,
-) -> Iterator[Candidate]:
-    """Candidates of fewer seconds than `below`, the best first, with moves known to `level`.
-
-    stays: the result may stay where it is contracted. flops_limit: operations that no device may exceed.
-    """
-    search = _Search(shardings, prices, objective, stays, below)
-    placements = list(itertools.islice(shardings.placements(), MAX_PLACEMENTS + 1))
-    if len(placements) > MAX_PLACEMENTS:
-        placements = search.hill_climb()
-    allowed = (p for p in placements if flops_limit is None or shardings.flops(p) <= flops_limit)
-    candidates = search.by_estimates(allowed)
-    yield from (search.by_prices(candidates) if level == PRICE else candidates)
-
-
-def candidate_at(
-    shardings: EinsumShardings, placement: Placement, prices: Prices, objective: str, *, stays: bool
-) -> Candidate:
-    """The candidate of one placement, with bounds of its seconds."""
-    return _Search(shardings, prices, objective, stays, math.inf).candidate(placement)
-
-
 @dataclass(frozen=True)
-class _Search:
+class CandidateSearch:
+    """The search for candidates of fewer seconds than `below`. stays: the result may stay where it is."""
+
     shardings: EinsumShardings
     prices: Prices
     objective: str
-    stays: bool
-    below: float
-    _estimates: dict[tuple[object, ...], tuple[MoveEstimate, ...]] = field(default_factory=dict)
+    stays: bool = False
+    below: float = math.inf
+    _estimates: dict[Key, tuple[MoveEstimate, ...]] = field(default_factory=dict)
+
+    def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
+        """Candidates within the operations that no device may exceed, the best first, known to `level`."""
+        placements = list(itertools.islice(self.shardings.placements(), MAX_PLACEMENTS + 1))
+        if len(placements) > MAX_PLACEMENTS:
+            placements = self.hill_climb()
+        flops, most = self.shardings.flops, math.inf if flops_limit is None else flops_limit
+        candidates = self.by_estimates(p for p in placements if flops(p) <= most)
+        yield from (self.by_prices(candidates) if level == PRICE else candidates)
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
         """Candidates by their seconds, then their operations, then the elements touched; the best first."""
@@ -161,7 +143,7 @@ class _Search:
         for i in (*range(n), -1):
             dims = shardings.dims_of(placement, i)
             touched += shardings.accesses[i] * math.prod([dim.rows for dim in dims])
-            key: tuple[object, ...] = i, dims, placement.sums
+            key: Key = i, dims, placement.sums
             if i < 0 or self.objective == BOTH:
                 key = *key, placement.busy, placement.copies
             estimates += self._estimates.get(key) or self._new_estimates(key, placement, i)
@@ -170,9 +152,7 @@ class _Search:
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates), self.stays)
 
-    def _new_estimates(
-        self, key: tuple[object, ...], placement: Placement, i: int
-    ) -> tuple[MoveEstimate, ...]:
+    def _new_estimates(self, key: Key, placement: Placement, i: int) -> tuple[MoveEstimate, ...]:
         """The move of operand `i` to a placement, and of its gradient back; -1 is the result."""
         shardings = self.shardings
         endpoint, local = shardings.endpoints[i], shardings.sharding_at(placement, i)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.contractions.expression import Contraction
-from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths
+from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths, operations
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
-from xshard.contractions.search import SLACK, Candidate, best_candidates, candidate_at
-from xshard.contractions.work import operations
+from xshard.contractions.search import SLACK, Candidate, CandidateSearch
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
@@ -51,12 +50,11 @@ class ContractionRequest:
     @property
     def shardings(self) -> EinsumShardings:
         """The operands and the result on the mesh."""
-        pairs = zip(self.contraction.operands, self.shapes, strict=True)
-        operands = tuple(Sharding(layout, self.mesh, shape) for layout, shape in pairs)
-        lengths = dim_lengths(operands)
-        result = self.contraction.result
-        shape = tuple(lengths[name] for name in result.names)
-        return EinsumShardings(operands, Sharding(result, self.mesh, shape))
+        layouts, result = self.contraction.operands, self.contraction.result
+        lengths = dim_lengths(layouts, self.shapes)
+        shapes = *self.shapes, tuple(lengths[name] for name in result.names)
+        *operands, y = (Sharding(x, self.mesh, n) for x, n in zip((*layouts, result), shapes, strict=True))
+        return EinsumShardings(tuple(operands), y)
 
 
 @lru_cache(maxsize=4096)
@@ -70,17 +68,8 @@ def find_contraction(request: ContractionRequest) -> ContractionPlan:
     if least is None:
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
-    raise PlanError(
-        f"no plan stays within {format_bytes(limit or 0)} per device",
-        hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
-    )
-
-
-class _PathStep(NamedTuple):
-    """One contraction of a path. takes: indices of its operands among those left."""
-
-    takes: tuple[int, ...]
-    candidate: Candidate
+    what = f"no plan stays within {format_bytes(limit or 0)} per device"
+    raise PlanError(what, hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)")
 
 
 class ContractionPath(NamedTuple):
@@ -89,18 +78,18 @@ class ContractionPath(NamedTuple):
     seconds: float
     flops: int
     left: tuple[Sharding, ...]
-    steps: tuple[_PathStep, ...]
+    steps: tuple[tuple[tuple[int, ...], Candidate], ...]  # indices of operands among those left
 
     def then(self, takes: tuple[int, ...], candidate: Candidate) -> ContractionPath:
         """The path with one more contraction; its result goes behind the operands that are left."""
         rest = tuple(operand for i, operand in enumerate(self.left) if i not in takes)
         result = candidate.shardings.result.with_layout(candidate.result.dst)
         total = self.seconds + candidate.seconds, self.flops + candidate.flops
-        return ContractionPath(*total, (*rest, result), (*self.steps, _PathStep(takes, candidate)))
+        return ContractionPath(*total, (*rest, result), (*self.steps, (takes, candidate)))
 
     def priced(self, prices: Prices, below: float) -> float:
         """Seconds by the prices of all moves; of fewer moves once it is not below."""
-        candidates = [step.candidate for step in self.steps]
+        candidates = [candidate for _, candidate in self.steps]
         for candidate in sorted(candidates, key=lambda candidate: -candidate.seconds):
             others = sum(other.seconds for other in candidates if other is not candidate)
             candidate.priced(prices, below - others)
@@ -122,25 +111,22 @@ class _Solver:
         if n > 2:
             yield from map(self._plan, self._paths())
             return
-        paths = (self.start.then(tuple(range(n)), c) for c in self._candidates(self.shardings))
+        limit, objective = self.request.flops_limit, self.request.objective
+        every = CandidateSearch(self.shardings, self.prices, objective)
+        paths = (self.start.then(tuple(range(n)), c) for c in every.best(limit))
         plans = map(self._plan, paths)
-        if self.request.objective == BOTH and (first := next(plans, None)):
+        if objective == BOTH and (first := next(plans, None)):
             # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
-            candidate = next(self._candidates(self.shardings, objective=FORWARD))
+            candidate = next(CandidateSearch(self.shardings, self.prices, FORWARD).best(limit))
             other = self._plan(self.start.then(tuple(range(n)), candidate))
             yield min(first, other, key=lambda plan: plan.cost)
         yield from plans
 
-    def _candidates(
-        self, shardings: EinsumShardings, *, objective: str | None = None, **options: Any
-    ) -> Iterator[Candidate]:
-        options = {"flops_limit": self.request.flops_limit, **options}
-        return best_candidates(shardings, self.prices, objective or self.request.objective, **options)
-
     def _paths(self) -> list[ContractionPath]:
         """The best paths pair by pair: searched by estimates of their moves, ranked by prices."""
         limit = self.request.flops_limit
-        at_once = next(self._candidates(self.shardings, flops_limit=None, level=ESTIMATE)).placement
+        search = CandidateSearch(self.shardings, self.prices, self.request.objective)
+        at_once = next(search.best(level=ESTIMATE)).placement
         paths = [path for order in _orders(self.shardings) for path in self._paths_in(order, at_once)]
         paths = [path for path in paths if limit is None or path.flops <= limit]
         finalists: list[tuple[float, int, ContractionPath]] = []
@@ -159,7 +145,7 @@ class _Solver:
             pair, stays = self._pair(in_one_placement, takes), len(in_one_placement.left) > 2
             placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
-            candidate = candidate_at(pair, placement, self.prices, self.request.objective, stays=stays)
+            candidate = CandidateSearch(pair, self.prices, self.request.objective, stays).candidate(placement)
             in_one_placement = in_one_placement.then(takes, candidate)
         yield from (*paths, in_one_placement)
 
@@ -174,8 +160,8 @@ class _Solver:
         # A complete path has to be among the best of all orders.
         most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
         below = most - path.seconds if is_last else math.inf
-        candidates = self._candidates(pair, stays=not is_last, flops_limit=limit, level=ESTIMATE, below=below)
-        for candidate in itertools.islice(candidates, 1 if is_last else WIDTH):
+        search = CandidateSearch(pair, self.prices, self.request.objective, not is_last, below)
+        for candidate in itertools.islice(search.best(limit, ESTIMATE), 1 if is_last else WIDTH):
             longer = path.then(takes, candidate)
             if is_last:
                 insort(self.best, longer.seconds)
@@ -201,18 +187,19 @@ class _Solver:
         if not rest:
             return EinsumShardings(operands, self.shardings.result)
         kept = {name for other in (*rest, self.shardings.result) for name in other.layout.names}
-        dims = {name: length for name, length in dim_lengths(operands).items() if name in kept}
+        lengths = dim_lengths((x.layout for x in operands), (x.shape for x in operands))
+        dims = {name: n for name, n in lengths.items() if name in kept}
         result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
         return EinsumShardings(operands, result)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
-        r, parts = self.request, tuple(map(self._part, path.steps))
+        r, parts = self.request, tuple(itertools.starmap(self._part, path.steps))
         return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
 
-    def _part(self, step: _PathStep) -> Part:
+    def _part(self, takes: tuple[int, ...], candidate: Candidate) -> Part:
         """The part, in the ring in which it takes the fewest seconds if that is wanted."""
-        moves = tuple(map(self.prices.plan, step.candidate.moves))
-        part, overlap = Part(step.takes, moves, self.prices.plan(step.candidate.result)), self.request.overlap
+        moves, overlap = tuple(map(self.prices.plan, candidate.moves)), self.request.overlap
+        part = Part(takes, moves, self.prices.plan(candidate.result))
         if overlap == NEVER:
             return part
         in_rounds = (replace(part, ring=ring) for ring in rings(part))

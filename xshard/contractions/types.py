@@ -9,9 +9,8 @@ Every mesh axis plays one part of this table, and the parts do not meet:
     copies                  copy                          copy              copy
     replicas                unnamed                       unnamed           unnamed
 
-Devices use an operand that lacks the dim for different results, so it is a copy: a replica would get the
-gradient of one device. The table is closed under differentiation: a cotangent under the dual of the result,
-contracted with the other operands, is under the dual of the operand that is left out.
+An operand that lacks the dim is a copy, as devices use it for different results: a replica would get the
+gradient of one device. A cotangent under the dual of the result gives the dual of the operand left out.
 """
 
 from __future__ import annotations
@@ -56,33 +55,25 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     cuts = _cuts(operands, text)
     tags: list[tuple[str, tuple[str, ...]]] = []
     for axis in dict.fromkeys(axis for layout in operands for axis in layout.axes):
-        cut = [dim for dim in cuts.values() if axis in dim.axes]
-        if len(cut) > 1:
-            i = next(i for i, layout in enumerate(operands) if cut[1].name in layout.names)
-            what = f"mesh axis {axis!r} cuts {cut[0].name!r} and {cut[1].name!r}"
-            raise _illegal(what, operands, i, axis, text)
+        cut = [dim.name for dim in cuts.values() if axis in dim.axes]
         parts = [_part(layout, axis) for layout in operands]
-        kinds = [part for part in parts if part in ("sum", "mean")]
-        if cut:
-            for i, layout in enumerate(operands):
-                if cut[0].name not in layout.names and parts[i] != "copy":
-                    what = f"mesh axis {axis!r} cuts {cut[0].name!r}, which this operand lacks"
-                    raise _illegal(what, operands, i, axis, text)
-            kind = None if cut[0].name in names else "sum"
+        kinds: list[str | None] = [part for part in parts if part in ("sum", "mean")]
+        if len(cut) > 1:
+            what = f"cuts {cut[0]!r} and {cut[1]!r}"
+            wrong = [i for i, layout in enumerate(operands) if cut[1] in layout.names]
+        elif cut:
+            kinds, what = [] if cut[0] in names else ["sum"], f"cuts {cut[0]!r}, which this operand lacks"
+            lacks = [i for i, layout in enumerate(operands) if cut[0] not in layout.names]
+            wrong = [i for i in lacks if parts[i] != "copy"]
         elif kinds:
-            first = parts.index(kinds[0])
-            for i, part in enumerate(parts):
-                if i != first and part != "copy":
-                    what = f"mesh axis {axis!r} holds addends of another operand"
-                    raise _illegal(what, operands, i, axis, text)
-            kind = kinds[0]
+            what, first = "holds addends of another operand", parts.index(kinds[0])
+            wrong = [i for i, part in enumerate(parts) if i != first and part != "copy"]
         else:
-            if None in parts:
-                what = f"mesh axis {axis!r} holds copies of another operand, of this one replicas"
-                raise _illegal(what, operands, parts.index(None), axis, text)
-            kind = "copy"
-        if kind is not None:
-            tags.append((kind, (axis,)))
+            kinds, what = ["copy"], "holds copies of another operand, of this one replicas"
+            wrong = [i for i, part in enumerate(parts) if part is None]
+        if wrong:
+            raise _illegal(f"mesh axis {axis!r} {what}", operands, wrong[0], axis, text)
+        tags += [(kind, (axis,)) for kind in kinds[:1] if kind]
     return Layout(tuple(cuts[name] for name in names), tuple(tags))
 
 
@@ -99,22 +90,19 @@ def _cuts(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
 
 def _part(layout: Layout, axis: str) -> str | None:
     """The tag of an axis, "cut", or None for replicas."""
-    tag = next((kind for kind, axes in layout.tags if axis in axes), None)
-    return "cut" if tag is None and axis in layout.axes else tag
+    tags = (kind for kind, axes in layout.tags if axis in axes)
+    return next(tags, "cut" if axis in layout.axes else None)
 
 
 def _illegal(what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str) -> PlanError:
     """The error about operand `i`. wanted: the legal dim, or the axis along which copies are legal."""
     layout = operands[i]
     axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
-    dims = tuple(
-        wanted
-        if isinstance(wanted, Dim) and dim.name == wanted.name
-        else replace(dim, shards=tuple(s for s in dim.shards if not set(s.axes) & set(axes)))
-        for dim in layout.dims
-    )
-    tags = tuple((kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags)
-    legal = Layout(dims, (*tags, ("copy", axes)) if isinstance(wanted, str) else tags)
-    return PlanError(
-        what, text=text, span=text_spans(text).layouts[i], hint=f"move it first: {layout} -> {legal}"
-    )
+    dims = [replace(d, shards=tuple(s for s in d.shards if not set(s.axes) & set(axes))) for d in layout.dims]
+    tags = [(kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags]
+    if isinstance(wanted, Dim):
+        dims[layout.names.index(wanted.name)] = wanted
+    else:
+        tags.append(("copy", axes))
+    hint = f"move it first: {layout} -> {Layout(tuple(dims), tuple(tags))}"
+    return PlanError(what, text=text, span=text_spans(text).layouts[i], hint=hint)

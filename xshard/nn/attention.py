@@ -174,9 +174,8 @@ def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
             why = "the last dim is the width of a head" if name in layout.names else f"no dim {name!r}"
             raise NotationError(why, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k")
     if layout.dims[-1].axes:
-        raise NotationError(
-            "the width of heads is sharded", text=str(layout), hint="products are sums over it"
-        )
+        what = "the width of heads is sharded"
+        raise NotationError(what, text=str(layout), hint="products are sums over it")
     batch = (name for name in layout.names[:-1] if name not in (sequence, heads))
     return (*batch, heads, sequence, layout.names[-1])
 

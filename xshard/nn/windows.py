@@ -1,5 +1,5 @@
 """Windows over one sharded dim: the rows that every part reads, and the outputs that it computes.
-A `Frame` describes a convolution, its transpose, a pool or an interpolation; bridges run the op."""
+A `Frame` describes a convolution, its transpose, a pool or an interpolation, by torch's formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, XshardError
 from xshard.layout.block_rows import Sizes, output_dim, window_outputs
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Runs, n_rows, unrolled
@@ -21,8 +21,10 @@ from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
 Interval = tuple[int, int]  # start, stop
-NeededRows = Callable[[int, int], Interval]  # outputs [start, stop) -> the rows [first, last) that they read
-NO_ROWS = Boundary("none")
+Reads = Callable[[int, int], Interval]  # outputs [start, stop) -> the rows [first, last) that they read
+EMPTY = Boundary("none")
+MODES = ("nearest", "nearest-exact", "linear", "cubic")
+CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, OpenCV -0.75)
 
 
 class OutputRun(NamedTuple):
@@ -55,25 +57,19 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
     and the parts of the dim are not intervals.
     """
     before, after = window.padding
-    span = window.d * (window.k - 1) + 1
+    s, span = window.s, window.d * (window.k - 1) + 1
     if base > 1 or min(before, after) < 0:
         rows = (length - 1) * base + 1 if length else 0
-        outputs = max(0, (rows + before + after - span) // window.s + 1)
-        reads = _tap_rows(span, window.s, base, before)
+        outputs = max(0, (rows + before + after - span) // s + 1)
+        reads = _tap_rows(span, s, base, before)
         return interval_frame(dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before)
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
-    runs = tuple(
-        tuple(
-            OutputRun(
-                run.start * window.s - before, (run.length - 1) * window.s + span, run.start, run.length
-            )
-            for run in unrolled(window_outputs(source, window, length, sizes, coords))
-            if run.length
-        )
-        for coords in itertools.product(*map(range, sizes))
-    )
-    return Frame(source, result, outputs, runs)
+    parts = []
+    for coords in itertools.product(*map(range, sizes)):
+        runs = ((r.start, r.length) for r in unrolled(window_outputs(source, window, length, sizes, coords)))
+        parts.append(tuple(OutputRun(a * s - before, (n - 1) * s + span, a, n) for a, n in runs if n))
+    return Frame(source, result, outputs, tuple(parts))
 
 
 @lru_cache(maxsize=4096)
@@ -90,14 +86,7 @@ def transposed_frame(
 
 
 def interval_frame(
-    dim: Dim,
-    length: int,
-    sizes: Sizes,
-    outputs: int,
-    reads: NeededRows,
-    *,
-    rule: str = "",
-    beyond: Boundary = NO_ROWS,
+    dim: Dim, length: int, sizes: Sizes, outputs: int, reads: Reads, rule: str = "", beyond: Boundary = EMPTY
 ) -> Frame:
     """The frame of an op in which the outputs of every part read one interval of rows.
 
@@ -107,18 +96,15 @@ def interval_frame(
     """
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
-        raise ShapeError(
-            f"the parts of '{dim}' are not intervals",
-            hint="redistribute to contiguous parts first, as in h/sp",
-        )
+        what = f"the parts of '{dim}' are not intervals"
+        raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
     mine = _intervals(owned)
     result = _result_dim(dim, length, outputs, mine, rule)
     lo, hi, runs = [], [], []
-    for (own, end), (start, stop) in zip(
-        mine, _intervals(all_owned_rows(result, outputs, sizes)), strict=True
-    ):
+    theirs = _intervals(all_owned_rows(result, outputs, sizes))
+    for (own, end), (start, stop) in zip(mine, theirs, strict=True):
         first, last = reads(start, stop) if start < stop else (own, own)
-        if beyond == NO_ROWS:
+        if beyond == EMPTY:
             first, last = min(max(first, 0), length), min(max(last, 0), length)
         last = max(first, last)
         lo.append(own - first)
@@ -128,7 +114,7 @@ def interval_frame(
     return Frame(source, result, outputs, tuple(runs))
 
 
-def _tap_rows(span: int, s: int, base: int, before: int) -> NeededRows:
+def _tap_rows(span: int, s: int, base: int, before: int) -> Reads:
     """Output o reads the positions from `o * s - before`, `span` of them; row i is position `i * base`."""
 
     def reads(start: int, stop: int) -> Interval:
@@ -174,5 +160,58 @@ def pool_counts(
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
         first, last = np.maximum(first, 0), np.minimum(last, length)
-    counts: NDArray[np.int64] = last - first
-    return counts
+    return np.asarray(last - first, np.int64)
+
+
+class Taps(NamedTuple):
+    """Arrays (outputs, taps): the inputs of every output, and their weights."""
+
+    inputs: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+
+def taps(
+    mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
+) -> Taps:
+    """Taps of `outputs` rows of `length` rows; scale: outputs per input. XshardError for other modes."""
+    if mode not in MODES:
+        raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
+    output = np.arange(outputs, dtype=np.float64)
+    step = length / outputs if scale is None else 1 / scale
+    if mode.startswith("nearest"):
+        shift = 0.5 if mode == "nearest-exact" else 0.0
+        nearest = np.minimum(np.floor((output + shift) * step).astype(np.int64), length - 1)
+        return Taps(nearest[:, None], np.ones((outputs, 1)))
+    if align_corners:
+        centre = output * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
+    else:
+        centre = (output + 0.5) * step - 0.5
+    if mode == "linear":
+        centre = np.maximum(centre, 0.0)
+        first = np.minimum(np.floor(centre).astype(np.int64), length - 1)
+        part = centre - first
+        second = np.minimum(first + 1, length - 1)
+        return Taps(np.stack([first, second], 1), np.stack([1 - part, part], 1))
+    first = np.floor(centre).astype(np.int64)
+    part = centre - first
+    inputs = np.clip(first[:, None] + np.arange(-1, 3), 0, length - 1)
+    weights = _cubic_far(part + 1), _cubic_near(part), _cubic_near(1 - part), _cubic_far(2 - part)
+    return Taps(inputs, np.stack(weights, 1))
+
+
+def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Frame:
+    """The frame of an interpolation; outputs are sharded like the dim. Raises as `interval_frame` does."""
+
+    def reads(start: int, stop: int) -> tuple[int, int]:
+        inputs = resampling.inputs[start:stop]
+        return int(inputs.min()), int(inputs.max()) + 1
+
+    return interval_frame(dim, length, sizes, len(resampling.inputs), reads)
+
+
+def _cubic_near(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+
+
+def _cubic_far(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC

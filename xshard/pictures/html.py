@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from html import escape
 
-from xshard.contractions import table as contractions
+from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding

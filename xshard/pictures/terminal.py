@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from xshard.contractions import table as contractions
+from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Sharding
