@@ -37,12 +37,16 @@ from xshard.testing.question import (
     Derivatives,
     Devices,
     Question,
+    StructureError,
+    Tree,
     called,
     derivatives,
     draw,
+    leaves,
+    mapped,
     named_outputs,
+    numbered,
 )
-from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered
 
 Arrays = list[jax.Array]
 
@@ -324,10 +328,8 @@ def seconds_of_products(
     multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
     with jax.enable_x64(True):
         for dtype in dtypes:
-            x = jax.device_put(
-                jnp.ones((n_devices, rows, rows), dtype), jax.NamedSharding(mesh, jax.P("all"))
-            )
-            times = []
+            ones, times = jnp.ones((n_devices, rows, rows), dtype), []
+            x = jax.device_put(ones, jax.NamedSharding(mesh, jax.P("all")))
             for _ in range(1 + rounds):
                 start = time.perf_counter()
                 jax.block_until_ready(multiply(x, x))
@@ -344,13 +346,8 @@ class Timer:
         sources, dtype, n = sources_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
         calls = [np.ones((), np.int32)] * n, counter
-        self.program = DeviceProgram(
-            lambda calls, *blocks: [_loop(plan, calls, *blocks)],
-            plan.mesh,
-            [calls, *inputs],
-            [target_of(plan)],
-            "novma",
-        )
+        loop, target = (lambda calls, *blocks: [_loop(plan, calls, *blocks)]), target_of(plan)
+        self.program = DeviceProgram(loop, plan.mesh, [calls, *inputs], [target], "novma")
         self.calls = 3
         self.seconds()
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))

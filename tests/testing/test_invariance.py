@@ -27,7 +27,7 @@ from tests.testing.programs import (
 from xshard import Mesh
 from xshard.testing import EquivalenceError, Mismatch, assert_mesh_invariant
 from xshard.testing.mismatch import DIFFERENCES
-from xshard.testing.problem import usual_meshes
+from xshard.testing.runs import usual_meshes
 
 
 def alone(name: str) -> dict[str, Any]:

@@ -36,13 +36,16 @@ from xshard.testing.question import (
     Derivatives,
     Devices,
     Question,
+    StructureError,
+    Tree,
     Update,
     called,
     derivatives,
     draw,
+    mapped,
     named_outputs,
+    numbered,
 )
-from xshard.testing.trees import StructureError, Tree, mapped, numbered
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
 RankAnswer = tuple[Answer, list[int], list[int]]

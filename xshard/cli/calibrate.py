@@ -114,15 +114,10 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
     """A row per plan."""
     table = headed_table(*_TEXTS, "local shape", "predicted", "measured", "error", left=_TEXTS)
     for sample in samples:
-        plan = sample.plan
-        table.add_row(
-            Text(_steps(sample)),
-            Text(f"{plan.src} -> {plan.dst}"),
-            "x".join(map(str, plan.source.max_local_shape)),
-            format_seconds(sample.predicted(profile)),
-            format_seconds(sample.seconds),
-            f"{sample.error(profile):+.0%}",
-        )
+        plan, times = sample.plan, (sample.predicted(profile), sample.seconds)
+        texts = Text(_steps(sample)), Text(f"{plan.src} -> {plan.dst}")
+        shape, error = "x".join(map(str, plan.source.max_local_shape)), f"{sample.error(profile):+.0%}"
+        table.add_row(*texts, shape, *map(format_seconds, times), error)
     return table
 
 

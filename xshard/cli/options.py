@@ -32,10 +32,8 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
     """The options of `plan` for --shape or --sizes. Raises ShapeError if the other one is due."""
     takes_sizes = is_contraction(expression)
     if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
-        due = (
-            "a contraction takes --sizes, as in b=8,s=64" if takes_sizes else "--shape is due, as in 2,64,32"
-        )
-        raise ShapeError(due, text=expression)
+        due = "a contraction takes --sizes, as in b=8,s=64"
+        raise ShapeError(due if takes_sizes else "--shape is due, as in 2,64,32", text=expression)
     return {"shape": parse_shape(shape)} if shape is not None else {"sizes": parse_sizes(sizes or "")}
 
 

@@ -34,17 +34,8 @@ from xshard.testing.plans import (
 from xshard.testing.question import Answer, Question
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
-
-
-_HEAD = (
-    "runtime",
-    "difference\nforward",
-    "\nbackward",
-    "measured/planned\nforward",
-    "\nbackward",
-    "\ntime",
-    "\nresult",
-)
+_MEASURED = ("difference\nforward", "\nbackward", "measured/planned\nforward", "\nbackward")
+_HEAD = ("runtime", *_MEASURED, "\ntime", "\nresult")
 
 
 class RuntimeRow(NamedTuple):

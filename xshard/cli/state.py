@@ -48,16 +48,9 @@ def show_state(
     with open_checkpoint(path) as checkpoint:
         sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in checkpoint.items()}
         for name, x in checkpoint.items():
-            layout = str(checkpoint.layouts.get(name, ""))
+            layout, file = Text(str(checkpoint.layouts.get(name, ""))), Text(checkpoint.places[name])
             shape = "x".join(map(str, x.shape)) or "()"
-            table.add_row(
-                Text(name),
-                shape,
-                x.dtype,
-                Text(layout),
-                format_bytes(sizes[name]),
-                Text(checkpoint.places[name]),
-            )
+            table.add_row(Text(name), shape, x.dtype, layout, format_bytes(sizes[name]), file)
         out.print(table)
         on = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
         out.print(f"{len(checkpoint)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True)

@@ -97,13 +97,8 @@ def picture(sharding: Sharding, dims: Sequence[str] = ()) -> Picture:
     """
     drawn = tuple(_drawn(sharding, dims))
     strips = tuple(_strip(sharding, d) for d in drawn)
-    return Picture(
-        sharding,
-        strips,
-        _picture_cells(sharding, drawn, strips),
-        _device_blocks(sharding),
-        _notes(sharding, drawn),
-    )
+    cells = _picture_cells(sharding, drawn, strips)
+    return Picture(sharding, strips, cells, _device_blocks(sharding), _notes(sharding, drawn))
 
 
 def rows_text(runs: Runs, most: int = 6) -> str:
@@ -207,13 +202,9 @@ def _picture_cells(
         holds.append(_covered(sharding.holders(d), strip)[index])
     own = owns[-2][:, :, None] & owns[-1][:, None, :]
     hold = holds[-2][:, :, None] & holds[-1][:, None, :]
+    sets = [own & hold, hold & ~own]
     return tuple(
-        tuple(
-            Cell(
-                _device_numbers(own[:, i, j] & hold[:, i, j]), _device_numbers(hold[:, i, j] & ~own[:, i, j])
-            )
-            for j in range(own.shape[2])
-        )
+        tuple(Cell(*(tuple(np.flatnonzero(s[:, i, j]).tolist()) for s in sets)) for j in range(own.shape[2]))
         for i in range(own.shape[1])
     )
 
@@ -227,10 +218,6 @@ def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
         for edge, change in zip(as_intervals(runs).T, (1, -1), strict=True):
             np.add.at(row, np.searchsorted(starts, edge), change)
     return covered.cumsum(axis=1)[:, :-1] > 0
-
-
-def _device_numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(mask).tolist())
 
 
 def _device_blocks(sharding: Sharding) -> tuple[DeviceBlock, ...]:

@@ -58,13 +58,8 @@ def renderable(value: object) -> RenderableType:
 
 
 @renderable.register
-def _(sharding: Sharding) -> RenderableType:
-    return GridText(picture(sharding))
-
-
-@renderable.register
-def _(drawn: Picture) -> RenderableType:
-    return GridText(drawn)
+def _(drawn: Sharding | Picture) -> RenderableType:
+    return GridText(picture(drawn) if isinstance(drawn, Sharding) else drawn)
 
 
 @renderable.register
@@ -134,10 +129,8 @@ def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
 def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
     """A style for every set of owners, in order of appearance."""
     owners = dict.fromkeys(cell.owners for row in drawn.cells for cell in row if cell.owners)
-    return {
-        devices: f"black on color({number})"
-        for devices, number in zip(owners, itertools.cycle(_COLOURS), strict=False)
-    }
+    styles = (f"black on color({number})" for number in itertools.cycle(_COLOURS))
+    return dict(zip(owners, styles, strict=False))
 
 
 def _legend(drawn: Picture) -> Table:

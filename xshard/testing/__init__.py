@@ -4,7 +4,7 @@ from xshard.runtimes.processes import FunctionError
 from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause
 from xshard.testing.equivalence import assert_equivalent, assert_mesh_invariant
 from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
-from xshard.testing.trees import StructureError
+from xshard.testing.question import StructureError
 
 __all__ = [
     "CAUSES",

@@ -16,9 +16,8 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.moves import find_wrong, in_turn
-from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, RunAnswer, Runs, Side, Truth, whole
+from xshard.testing.runs import SIDES, Problem, RunAnswer, Runs, Side, Truth, wanted_gradient, whole
 from xshard.tolerances import DERIVATIVE, rounding
 
 KINDS = ("output", "gradient", "parameter")

@@ -9,9 +9,8 @@ from xshard.layout import Mesh
 from xshard.testing.comparison import explained, located, mismatches
 from xshard.testing.mismatch import EquivalenceError
 from xshard.testing.pickling import packed
-from xshard.testing.problem import Meshes, problem
-from xshard.testing.runs import Function, Runs, Side, mesh_of_ones, updates_of
-from xshard.testing.trees import Tree
+from xshard.testing.question import Tree
+from xshard.testing.runs import Function, Meshes, Runs, Side, mesh_of_ones, problem, updates_of
 
 
 def assert_equivalent(
@@ -95,7 +94,7 @@ def assert_mesh_invariant(
     """Raise EquivalenceError unless results and gradients mean on every mesh what they mean on one device.
 
     Blocks mean the global array that they stand for under their layout; gradients are under the dual layout.
-    The truth is the function itself on a mesh of ones, where its gradients are compared with differences.
+    The truth is the function itself on a mesh of ones; there its gradients are compared with differences.
 
     function, args, layouts, check_vma, preload, timeout_s: as in `assert_equivalent`.
     mesh: one or several; by default axes of the layouts with 2 and 3 devices, one by one and together.

@@ -94,7 +94,7 @@ def case_of(
     largest: float,
     arguments: Mapping[str, Block],
 ) -> Case:
-    """Blocks as evidence. tolerance: None goes by the dtype. largest: of all arrays of the kind."""
+    """Blocks as evidence. tolerance: None goes by the dtype. largest: the kind's largest value."""
     return Case(
         settle(got, sharding),
         settle(want, sharding),
@@ -126,10 +126,10 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
 
 def located(subject: Subject, case: Case) -> Mismatch:
     """The report of blocks that do not agree: the largest error, and the likely cause."""
-    errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
-    # NaN counts as the largest error.
     errors = [
-        np.where(mask, np.nan_to_num(e, nan=np.inf), -1) for e, mask in zip(errors, case.wrong, strict=True)
+        # NaN counts as the largest error.
+        np.where(mask, np.nan_to_num(np.abs(in_double(a) - in_double(b)), nan=np.inf), -1)
+        for a, b, mask in zip(case.got, case.want, case.wrong, strict=True)
     ]
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
     index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
@@ -182,8 +182,7 @@ class EquivalenceError(AssertionError):
         from rich.box import SIMPLE
         from rich.table import Table
 
-        title = f"{len(self.mismatches)} of {self.compared} comparisons differ"
-        table = Table(title=title, box=SIMPLE, pad_edge=False)
+        table = Table(title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False)
         for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause", "right rows"):
             table.add_column(head, overflow="fold")
         for m in self.mismatches:

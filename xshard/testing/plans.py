@@ -107,7 +107,7 @@ def judge(answer: Answer, expected: Answer) -> Verdict:
 def audit(question: Question, answer: Answer) -> Verdict:
     """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
 
-    Gradients are right but for the scales of means; those of a max depend on its winners: not compared.
+    Gradients are right but for the scales of means; a max has winners, so they are not compared.
     """
     plan, sources, target = question.plan, question.shardings, target_of(question.plan)
     arrays = [_named(x, source) for x, source in zip(question.inputs, sources, strict=True)]

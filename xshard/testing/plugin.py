@@ -12,7 +12,7 @@ from xshard.errors import XshardError
 from xshard.layout import Mesh
 from xshard.runtimes.backends import BACKENDS, check_size, kit_process
 from xshard.testing.pickling import packed
-from xshard.testing.problem import parse_meshes
+from xshard.testing.runs import parse_meshes
 
 DEFAULT_MESHES = "dp=2,tp=2; tp=4"
 TIMEOUT_S = 120.0

@@ -55,10 +55,8 @@ class Namespace:
             start_new_session=True,  # Ctrl-C is for the parent, which ends it in order
         )
         assert self._holder.stdin and self._holder.stdout and self._holder.stderr
-        self._pipes, self.pid = (
-            (self._holder.stdin, self._holder.stdout, self._holder.stderr),
-            self._holder.pid,
-        )
+        self._pipes = self._holder.stdin, self._holder.stdout, self._holder.stderr
+        self.pid = self._holder.pid
         if not self._holder.stdout.readline():
             raise NoNodesError("no namespaces here", hint=self._holder.stderr.read().decode().strip())
 
@@ -125,9 +123,8 @@ class Network:
         command = "tc qdisc del dev {} root || true"
         if rate is not None:
             if (written := _RATE.fullmatch(rate)) is None:
-                raise XshardError(
-                    f"a link cannot have the rate {rate!r}", hint='bits per second, as in "200mbit"'
-                )
+                why = f"a link cannot have the rate {rate!r}"
+                raise XshardError(why, hint='bits per second, as in "200mbit"')
             bytes_per_s = float(written[1]) * _UNITS[written[2]] / 8
             burst = max(_BURST, round(bytes_per_s * _LATE_S))
             command = f"tc qdisc replace dev {{}} root tbf rate {rate} burst {burst}b latency 50ms"
