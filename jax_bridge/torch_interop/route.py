@@ -140,14 +140,14 @@ def _route(
         array, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
         if choice.via not in (None, *SIDES):
             raise PlanError(f"via={choice.via!r}", hint='"torch", "jax", or None for the cheaper side')
-        ends: Any = {
+        meshes_and_devices: Any = {
             "src_mesh": src_mesh,
             "src_devices": meshes.numbers(src_devices),
             "dst_mesh": dst_mesh,
             "dst_devices": meshes.numbers(dst_devices),
         }
         plans = {
-            side: plan((src, dst), shape=whole, dtype=dtype, profile=profile, **ends)
+            side: plan((src, dst), shape=whole, dtype=dtype, profile=profile, **meshes_and_devices)
             for side, profile in zip(SIDES, choice.profiles, strict=True)
         }
         side = _cheaper_side(plans, meshes, choice)
