@@ -109,7 +109,7 @@ def _local(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.A
     arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
     if len(operands) == 1:
         return jnp.einsum(operands[0], *names, **arithmetic)
-    return multiplied(*operands, names, **arithmetic)
+    return multiplied(operands[0], operands[1], names, **arithmetic)
 
 
 def _in_rounds(

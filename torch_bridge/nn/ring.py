@@ -100,9 +100,9 @@ class RingAttention(torch.autograd.Function):
         for turn, block in blocks.attn.in_turn(kv, blocks.send):
             kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
             for tile in tiles(blocks.attn, blocks.device, turn):
-                own = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
-                theirs = blocks.read(block[:, :, tile.k])
-                of_q, *of_kv = pull(*own, *theirs, blocks.mask(tile, turn), blocks.scale)
+                dy, queries, result, sums = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
+                parts, mask = blocks.read(block[:, :, tile.k]), blocks.mask(tile, turn)
+                of_q, *of_kv = pull(dy, queries, result, sums, *parts, mask, blocks.scale)
                 q_gradient[:, :, tile.q] += of_q
                 blocks.add(kv_gradient[:, :, tile.k], torch.cat(of_kv, -1))
             if wait is not None:
