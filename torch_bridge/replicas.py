@@ -22,8 +22,7 @@ from xshard.replicas import ReplicaCheck
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
     """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
-    ReplicaError, with the user's expression `text`, on all ranks, here or in the backward
-    pass."""
+    ReplicaError, with the user's expression `text`, on all ranks, here or in the backward."""
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
     entering = comparison_of(check, processes)
@@ -37,8 +36,7 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
 
 
 def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
-    """What compares blocks before a plan between two meshes, and cotangents after it; all processes of the
-    world call it."""
+    """Comparisons before and after a plan between two meshes, for all processes of the world."""
     world = process_mesh(Mesh(world=dist.get_world_size()))
 
     def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
@@ -55,8 +53,8 @@ def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Compa
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Call it on a block: raises ReplicaError on all `callers` if replicas of the block differ. `ranks` have
-    blocks; `processes` is their mesh, or None on a process without a block."""
+    """Call it on a block: raises ReplicaError on all `callers` if replicas differ. `ranks` have blocks;
+    `processes` is their mesh, None on a process without a block."""
 
     check: ReplicaCheck
     ranks: tuple[int, ...]

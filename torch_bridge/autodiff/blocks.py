@@ -1,8 +1,5 @@
-"""User-supplied blocks -> tensors, and refusals of reentrant checkpoints inside `torch.func.functional_call`.
-
-Such a checkpoint runs its function again in the backward pass. By then `functional_call` has ended and the
-module has its own parameters: torch sends the gradients to them, past the moves that made the swapped ones.
-"""
+"""User-supplied blocks -> tensors; refusals of reentrant checkpoints inside `torch.func.functional_call`,
+which compute in the backward pass with the module's own parameters, past the moves of the swapped ones."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ if TYPE_CHECKING:
 def as_tensor(
     x: Any, name: str = "x", usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)"
 ) -> Tensor:
-    """The tensor, or the result of a redistribution in flight. Raises XshardError with `name` and a hint,
-    `usage` by default."""
+    """The tensor, or the result of one in flight. Raises XshardError with a hint, by default `usage`."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, PendingTensor):
@@ -67,8 +63,7 @@ def check_not_swapped() -> None:
 
 
 def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Raise XshardError if a reentrant checkpoint made the outputs of the module `path`, under swapped
-    parameters."""
+    """Raise XshardError if a reentrant checkpoint made outputs of the module `path`, parameters swapped."""
     nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
     while nodes:
         node = nodes.pop()

@@ -1,5 +1,4 @@
-"""The one differentiable wrapper: a plan forward, the plan of its adjoint backward, through the same
-Function, so that derivatives of any order work."""
+"""The one differentiable wrapper, of any order: a plan forward, the plan of its adjoint backward."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ _unwrap = torch._C._functorch.unwrap_if_dead  # a tensor that outlives its trans
 
 
 class Map(Protocol):
-    """A function of blocks -> a tensor or a tuple of them, with the maps that are its derivatives; one that
-    is not linear is an `Executable` and has `winners`."""
+    """A linear function of blocks with its derivatives; if not linear, an `Executable` with `winners`."""
 
     def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
 

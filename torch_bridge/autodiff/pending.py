@@ -1,5 +1,4 @@
-"""Redistributions in flight: one map for autograd begins a plan and another ends it, so that its gradient
-overlaps with the backward pass of the work in between."""
+"""Redistributions in flight: one map for autograd begins a plan, and another ends it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class InFlight:
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """One half of a plan for autograd: a block -> a tensor of shape `(*batch, 0)` that stands for it while it
-    is in flight (`begins`), or this tensor -> the result."""
+    """One half of a plan: a block -> an empty tensor in its place (`begins`), or this one -> the result."""
 
     in_flight: InFlight
     begins: bool

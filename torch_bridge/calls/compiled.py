@@ -52,8 +52,7 @@ def is_recorded(blocks: Sequence[Any], expression: Any, mesh: Any, profile: Any)
 def recorded(
     verb: str, blocks: Sequence[Tensor], expression: Any, mesh: Any, options: dict[str, Any], async_op: bool
 ) -> Any:
-    """A call inside torch.compile, which traces this function, or torch.export. options: keywords of
-    `TRACED[verb]`."""
+    """A call that torch.compile or torch.export traces. options: keywords of `TRACED[verb]`."""
     if torch.compiler.is_dynamo_compiling():
         # Besides tensors, Dynamo passes on text, numbers, and tuples and dicts of them.
         constants = {name: value for name, value in options.items() if value is not None}

@@ -84,7 +84,7 @@ class EinsumCall(NamedTuple):
         for layout in layouts:
             check_axes(layout, processes.mesh, operands.text)
         _check_operands(operands, blocks)
-        _, dtype, device = blocks[0]
+        _, dtype, tensor_device = blocks[0]
         name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
@@ -97,14 +97,28 @@ class EinsumCall(NamedTuple):
                 raise ShapeError(f"the plan is for {plan.shapes} arrays, not {self.shapes}", **about)
         else:
             axes = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
-            links = links_along(machine(self.profile, device), axes, processes)
+            links = links_along(machine(self.profile, tensor_device), axes, processes)
             processes = processes.along(axes)
             shapes = self.shapes or whole_shapes(operands, processes.mesh, [shape for shape, *_ in blocks])
             both = operands.text, processes.mesh, None, shapes
             limit, overlap = self.memory_limit, self.overlap
             plan = plan_contraction(*both, name, links, limit, None, None, overlap)
-        _check_product(plan, dtype, device)
-        _check_blocks(self, plan, processes, [shape for shape, *_ in blocks])
+        _check_product(plan, dtype, tensor_device)
+        device, mesh, starts = processes.device, processes.mesh, text_spans(operands.text).layouts
+        inferred = self.shapes is None and self.expression is not plan
+        for i, (layout, shape, (block, *_)) in enumerate(
+            zip(operands.operands, plan.shapes, blocks, strict=True)
+        ):
+            check_block(
+                f"the block of operand {i + 1} on rank {processes.ranks[device]}",
+                tuple(block),
+                Sharding(layout, mesh, shape).local_shape(device),
+                layout.names,
+                operands.text,
+                f"under '{layout}' that is the part of device {device} of {mesh!r} of a {shape} array",
+                inferred=inferred,
+                start=starts[i][0],
+            )
         return plan, processes
 
     def facts(self, blocks: Sequence[Tensor]) -> CallFacts:
@@ -183,20 +197,3 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
             why = str(error).partition("\n")[0]
             what = f"torch cannot multiply {dtype}: {why}"
             raise DtypeError(what, text=plan.text, hint="cast the operands first: x.to(...)") from None
-
-
-def _check_blocks(
-    call: EinsumCall, plan: ContractionPlan, processes: ProcessMesh, blocks: Sequence[tuple[int, ...]]
-) -> None:
-    operands, device = plan.contraction, processes.device
-    for i, (layout, shape, block) in enumerate(zip(operands.operands, plan.shapes, blocks, strict=True)):
-        check_block(
-            f"the block of operand {i + 1} on rank {processes.ranks[device]}",
-            tuple(block),
-            Sharding(layout, processes.mesh, shape).local_shape(device),
-            layout.names,
-            operands.text,
-            f"under '{layout}' that is the part of device {device} of {processes.mesh!r} of a {shape} array",
-            inferred=call.shapes is None and call.expression is not plan,
-            start=text_spans(operands.text).layouts[i][0],
-        )

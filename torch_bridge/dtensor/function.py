@@ -1,5 +1,4 @@
-"""The differentiable move of a DTensor: a plan for its block, and another that takes its gradient from any
-placements to the placements of the source's gradient."""
+"""The differentiable move of a DTensor: a plan for its block, and another for its gradient."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ class End:
 
 @dataclass(frozen=True)
 class DTensorMove:
-    """The move of a DTensor from one end to the other. backward_dtype, gradient: the input's if None.
-    by_block: the gradient is the blocks', not the array's, as `DTensor.from_local` made the input of blocks
-    with a gradient."""
+    """The move of a DTensor. backward_dtype, gradient: the input's if None. by_block: the gradient is the
+    blocks', not the array's, as `DTensor.from_local` made the input."""
 
     src: End
     dst: End
@@ -93,8 +91,7 @@ class RedistributeDTensor(torch.autograd.Function):
 
 
 class _OfCopies(torch.autograd.Function):
-    """Blocks that are copies as a DTensor of replicas; their gradients are addends (torch 2.13's `from_local`
-    knows)."""
+    """Blocks that are copies as a DTensor of replicas, with addends as gradients (as torch 2.13 knows)."""
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
@@ -128,8 +125,7 @@ def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **opt
 
 
 def local_block(x: DTensor) -> Tensor:
-    """This process's block, arrived, without its history. Raises PlanError if torch cut the array in an order
-    unlike placements."""
+    """This process's block, without history. Raises PlanError if torch cut in an order unlike placements."""
     check_world()
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -143,7 +139,7 @@ def local_block(x: DTensor) -> Tensor:
 
 
 def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
-    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape."""
+    """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         raise MeshError(
             f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",

@@ -111,8 +111,7 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError unless a DTensor is placed as `layout` says; `span` is its place in `text`, by
-    default the left side."""
+    """Raise NotationError, at `span` or the left side, unless a DTensor is placed as `layout` says."""
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
     layout_of_x = from_placements(x.placements, mesh, x.ndim, shape)
@@ -206,8 +205,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
-    """The cuts of a dim, in normal form if more than nested -> the split factors that make them; None if none
-    do."""
+    """The cuts of a dim, in normal form unless nested -> the split factors that make them, or None."""
     plain = all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
     if dim.overlap is not None or (length is None and not plain):
         return None

@@ -172,8 +172,7 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """One end of the move of a DTensor, its dims counted from 0; along `kept` blocks differ as no layout
-    says."""
+    """One end of a move, dims counted from 0; along `kept` blocks differ as no layout says."""
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     read = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     axes = dtensor_axes(mesh)
@@ -255,8 +254,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
 
 
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
-    """The block, its executable, and the function from its result to the DTensor's; None if autograd records
-    the move, or if it is not one executable on one mesh."""
+    """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
     move, block = move_by_layouts(x, call), local_block(x)
     parts = executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
     if (x.requires_grad and torch.is_grad_enabled()) or len(parts) != 1:

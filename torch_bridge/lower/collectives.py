@@ -81,9 +81,9 @@ Pending = Callable[[], Tensor]
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another. kind: all_gather,
-    all_reduce, reduce_scatter, all_to_all, or permute: at most one message from every rank, which compilers
-    cannot record. sent, received: elements of each message, one per rank or a single one if all are the same.
-    is_even: all messages of all ranks have one size."""
+    all_reduce, reduce_scatter, all_to_all, or permute: at most one message from every rank, not for
+    compilers. sent, received: elements per rank, or one number if all are the same. is_even: one size
+    everywhere."""
 
     kind: str
     group: Group
@@ -121,8 +121,7 @@ class Collective:
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:
         """The split sizes of an all-to-all: none where all messages have one size, which is faster. All ranks
-        give them or none: NCCL's call without sizes skips a rank with nothing to send, while others wait for
-        it."""
+        give them or none: NCCL's call without them skips a rank with nothing to send, and others wait."""
         return ([], []) if self.is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
@@ -160,8 +159,7 @@ class Collective:
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
         """Whether a collective of two ranks is large, and on gloo, which sends before it receives: their
-        messages to each other would travel one after the other. More ranks have others to receive from
-        meanwhile."""
+        messages would travel one after the other. More ranks have others to receive from meanwhile."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers

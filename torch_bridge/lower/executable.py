@@ -63,7 +63,7 @@ def check_dense(block: Tensor) -> None:
 
 
 def dense(block: Tensor) -> Tensor:
-    """The block; a copy if it is a view that conjugates or negates. Raises ShapeError for a sparse tensor."""
+    """The block, copied if it conjugates or negates lazily. Raises ShapeError for a sparse tensor."""
     if block.is_nested or block.layout is not torch.strided:
         check_dense(block)
     return block.resolve_conj().resolve_neg()
@@ -77,9 +77,8 @@ def place_of(plan: Plan, step: int) -> str:
 @dataclass(frozen=True, eq=False)
 class Executable:
     """A plan as this process executes it: its block -> a new tensor, its block under `plan.dst`. steps: the
-    number of every move's step. lower: another plan on the same processes -> its executable. lends: the
-    result, which is only read, may be the block itself. whole: the contraction that it is a move of, for
-    errors."""
+    step of every move. lower: another plan on these processes -> its executable. lends: the result, which is
+    only read, may be the block itself. whole: the contraction that it is a move of, for errors."""
 
     plan: Plan
     processes: ProcessMesh
@@ -156,8 +155,7 @@ class Executable:
         return f"{step}, for '{self.whole}'" if self.whole else step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
-        """The same for blocks of another dtype, cast before and after; gradients travel in the dtype
-        `backward`."""
+        """The same for blocks of another dtype, cast before and after. backward: of gradients."""
         forward = self.dtypes[0]
         if not self.is_linear and forward != backward:
             raise DtypeError(
@@ -211,8 +209,7 @@ class Executable:
 
 @dataclass(frozen=True, eq=False)
 class BucketedExecutable:
-    """Executables of linear plans as one map; a process sends about `most_bytes` in one bucket (None: no
-    limit)."""
+    """Executables of linear plans as one map; a bucket sends about `most_bytes` (None: no limit)."""
 
     executables: tuple[Executable, ...]
     most_bytes: int | None = None
@@ -245,8 +242,7 @@ class BucketedExecutable:
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
-        """Numbers of the executables in each bucket, with equal collectives and dtype, by the size of the
-        largest block, which all processes agree on."""
+        """Numbers of the executables in each bucket, by collectives, dtype and largest block."""
         sizes, keys = [], []
         for i, executable in enumerate(self.executables):
             packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]

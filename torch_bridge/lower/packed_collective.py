@@ -72,8 +72,7 @@ def reduce_scattered(
 
 
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Several moves with equal collectives in one, messages for one rank side by side -> the result for every
-    block."""
+    """Several moves with equal collectives in one, messages for a rank side by side -> all results."""
     collectives = [move.collective for move in packed]
     sent, received = [c.sent for c in collectives], [c.received for c in collectives]
     is_even = all(c.is_even for c in collectives)

@@ -102,8 +102,7 @@ class Packing:
         return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The messages -> the block, a new contiguous tensor in the dtype of `like`; zeros where no message
-        is put."""
+        """The messages -> the block, new and contiguous, like `like`; zeros where no message is put."""
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._row is not None:
             return torch.cat([*parts], self._row)

@@ -1,5 +1,4 @@
-"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says. Between
-two, a process has the blocks of all devices that it has reached, side by side."""
+"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Plans -> executables of this process: one short rule per step. Rows, sizes and groups are computed here,
-once per plan and mesh."""
+"""Plans -> executables of this process, once per plan and mesh: one short rule per step."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from xshard.steps.permute import senders
 
 
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    """A plan -> its executable; all processes of the mesh call it, since groups may be made. Raises
-    DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales."""
+    """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return _lowered(plan, processes, tensor_device)
     return lower_traced(plan, processes, tensor_device, {})  # fake tensors must not be kept

@@ -19,10 +19,9 @@ from xshard.steps.traffic import Phases
 
 
 class Site(NamedTuple):
-    """The context of one step. lengths: a compiler's symbols for the lengths of dims that no step cuts, by
-    the names of dims; None if nothing is traced. is_last: the output of the step is the result. is_given: its
-    input may be the plan's. fabric: the links of the mesh. place: returns the name of the step and its
-    plan."""
+    """The context of one step. lengths: a compiler's symbols for dims that no step cuts, by their names; None
+    if nothing is traced. is_last: the output of the step is the result. is_given: its input may be the
+    plan's. place: returns the name of the step and its plan."""
 
     before: Sharding
     after: Sharding

@@ -1,5 +1,4 @@
-"""A dense part of a block, and the positions of its elements in the block. Rows at one stride are a view;
-others are copied piece by piece, or by a list of rows."""
+"""A dense part of a block, and the positions of its elements in the block: a view, or copied pieces."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class Fill(NamedTuple):
 
 
 def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
-    """The rows `rows[d]` of a block along each dim d, in order, and all rows along others; `device` holds
-    lists of rows."""
+    """The rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
     runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
     boxes = itertools.product(*(_spans(r, device) for r in runs))
     return Subarray(

@@ -73,8 +73,7 @@ class TransferExecutable:
 
 
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """A block for each of several crossings of one group -> their results, in one message from process to
-    process."""
+    """A block for each of several crossings of a group -> results, in one message per pair of processes."""
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
@@ -144,8 +143,8 @@ def _transferred(
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of any dtypes -> their bytes in one, a view if they are one contiguous tensor: whether booleans
-    and complex numbers travel differs by backend."""
+    """Tensors -> their bytes in one, or a view: whether booleans and complex numbers travel differs by
+    backend."""
     if len(parts) == 1:
         [x] = parts  # its strides count for nothing if it has one element, except in views
         return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
@@ -177,8 +176,7 @@ def _ends(parts: Sequence[Tensor]) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
-    Raises DtypeError where torch has no arithmetic for a dtype that is reduced or scaled, MeshError for
-    threads."""
+    Raises DtypeError where torch has no arithmetic for a reduced or scaled dtype, MeshError for threads."""
     rank, transfer = rank_in(group), plan.transfer
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise DtypeError(

@@ -26,9 +26,9 @@ LISTED = 8  # most facts that an error lists
 
 
 class CallFacts(NamedTuple):
-    """A call that a rank is about to make, as facts: name -> value, as text. Equal are `everywhere` on all
-    ranks that meet, and `within` on the ranks of `part`, with which this rank communicates. `own` may differ,
-    for the error."""
+    """A call that a rank is about to make, as facts by name. Equal are `everywhere` on all ranks that meet,
+    and `within` on the ranks of `part`, with which this rank communicates. `own` may differ, for the
+    error."""
 
     everywhere: dict[str, str]
     within: dict[str, str]
@@ -39,9 +39,9 @@ class CallFacts(NamedTuple):
 def compare_ranks(
     ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts], timeout: timedelta | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Meet other ranks -> the facts of each, if all are about to make the same call. Else all of them raise
-    DesyncError; if all fail, the error that `prepare` raised. `prepare` sends nothing. asked: the call in the
-    user's words."""
+    """Meet other ranks -> the facts of each if all are about to make the same call. Else all raise
+    DesyncError; if all fail, the error of `prepare`, which sends nothing. asked: the call in the user's
+    words."""
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None

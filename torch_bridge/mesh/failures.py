@@ -31,7 +31,7 @@ def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any
 
 
 def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> None:
-    """Raise CollectiveError if a backend's error in the operation `what` of some ranks means a lost peer."""
+    """Raise CollectiveError if a backend's error in the operation `what` means a lost peer."""
     # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
     if type(error) is RuntimeError or isinstance(error, dist.DistError):
         world, said = dist.group.WORLD, str(error).strip().splitlines()

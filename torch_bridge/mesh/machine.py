@@ -1,5 +1,5 @@
-"""The machine of a world: the kind of its devices, and how many of them a node has. The first process that
-asks writes its answer to the store, and all processes take it."""
+"""The kind of a world's devices, and how many a node has, as the first process that asks writes to the
+store."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
 
 
 def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
-    """The kind of device, and the processes of a node (None for one node): the common divisor if nodes
-    differ."""
+    """The kind of device, and the processes of a node: their common divisor, None for one node."""
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     kind = torch.cuda.get_device_name() if on_gpu else "gloo"
     local = node_processes(n_processes)

@@ -1,5 +1,5 @@
-"""Process groups that only their members make: their names follow from their ranks. `new_group` takes the
-number of groups made as the name: members that have made different numbers would hang."""
+"""Process groups that only their members make, named by their ranks. `new_group` names them by a count:
+members that have made different numbers of groups would hang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rank_in(world: dist.ProcessGroup) -> int:
 
 
 def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of the processes of several programs, which meet in a store; all of them call this."""
+    """The group of processes of several programs that meet in a store; all of them call this."""
     world = dist.group.WORLD
     assert world is not None
     backend, _ = c10d._world.pg_map[world]

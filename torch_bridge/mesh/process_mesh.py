@@ -43,8 +43,8 @@ class Group:
         return dist.get_backend_config(self.process_group)
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
-        """The same processes for a compiler, under a name by which gloo's errors name the `place`. NCCL does
-        not raise in the caller; exported graphs are for programs without this package too."""
+        """The same processes for a compiler. Under gloo errors name the `place`; exported graphs are for
+        programs without this package."""
         group = self.process_group
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
             return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
@@ -57,8 +57,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessMesh:
-    """A mesh of processes of this program. ranks: the global rank of every device. process_group: the axes,
-    in mesh order, -> this process's group along them."""
+    """A mesh of processes with global ranks. process_group: axes in mesh order -> the group along them."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
@@ -111,7 +110,6 @@ class ProcessMesh:
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
 World = tuple[Any, bool]
-
 _ALONE = False  # for all threads, since threads of a backward pass have no context of their own
 
 
@@ -136,17 +134,16 @@ def world() -> World:
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
-    """A `DeviceMesh` with named dims, a part of the world in any order, or an `xshard.Mesh` over it -> its
-    processes. Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover
-    the world."""
+    """A `DeviceMesh` with named dims, in any order, or an `xshard.Mesh` over the world -> its processes.
+    Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover the
+    world."""
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
     return _process_mesh(mesh, world())
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The processes of a DTensor's mesh, its unnamed dims called m0, m1, ... Raises MeshError as
-    `process_mesh` does."""
+    """The processes of a DTensor's mesh, unnamed dims called m0, m1, ... Raises as `process_mesh` does."""
     return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, world())
 
 

@@ -75,8 +75,7 @@ def transfer_tree(
 def _spread(
     tree: Any, layouts: Any, shape: Any, is_optional: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Place, tensor (None if optional), expression and shape of every leaf. Raises PlanError for trees that
-    differ."""
+    """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
         for values, is_value, what in ((layouts, _is_expression, "layouts"), (shape, _is_shape, "shapes"))
@@ -98,9 +97,8 @@ def _is_expression(value: Any) -> bool:
 
 def _is_shape(value: Any) -> bool:
     nested = Mapping | list | tuple | None
-    return not isinstance(value, Mapping | list | tuple) or (
-        not isinstance(value, Mapping) and not any(isinstance(n, nested) for n in value)
-    )
+    inner = value if isinstance(value, list | tuple) else ()
+    return not isinstance(value, Mapping) and not any(isinstance(n, nested) for n in inner)
 
 
 def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) -> dict[int, Any]:
