@@ -1,7 +1,4 @@
-"""Common redistributions by their usual names: their arguments as an expression for `redistribute`.
-
-Everything else, errors included, is as in `redistribute`.
-"""
+"""Common redistributions by their usual names: expressions for `redistribute`, and its errors."""
 
 from __future__ import annotations
 

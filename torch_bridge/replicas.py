@@ -22,7 +22,7 @@ from xshard.replicas import ReplicaCheck
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
     """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
-    ReplicaError, with the user's expression `text`, on all ranks, here or in the backward."""
+    ReplicaError, with the user's expression `text`, on all ranks, here or backward."""
     plan, mesh = executable.plan, processes.mesh
     check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
     entering = comparison_of(check, processes)
@@ -120,8 +120,7 @@ def _comparable(block: Tensor) -> Tensor:
 
 
 class Expect(torch.autograd.Function):
-    """`Expect.apply(block, entering, returning)`: a copy of the block, compared by `entering` in the forward
-    pass; `returning` compares its cotangent in the backward pass."""
+    """`Expect.apply(block, entering, returning)`: a copy; they compare the block, and its cotangent."""
 
     @staticmethod
     def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:

@@ -32,8 +32,7 @@ class Map(Protocol):
 
 
 class Redistribute(torch.autograd.Function):
-    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable, also under
-    torch.func. The derivative of a max or min goes to its winners, in equal shares."""
+    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable in any way."""
 
     @classmethod
     def apply(cls, executable: Any, *blocks: Tensor) -> Any:

@@ -107,8 +107,11 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     differentiated = x.requires_grad and torch.is_grad_enabled()
     n_devices = mesh_of(call.mesh).n_devices
     free = {d for d, n in enumerate(x.shape) if not isinstance(n, int)}
+    # The first value of a symbol, or the next number that is coprime to the number of devices.
+    firsts = {d: itertools.count(x.shape[d].node.hint) for d in free}
+    coprime = {d: next(n for n in several if math.gcd(n, n_devices) == 1) for d, several in firsts.items()}
     while True:
-        lengths = tuple(_coprime(n, n_devices) if d in free else int(n) for d, n in enumerate(x.shape))
+        lengths = tuple(coprime[d] if d in free else int(n) for d, n in enumerate(x.shape))
         if shape is not None:
             whole = (lengths[d] if d in free else int(n) for d, n in enumerate(shape))
             call = call._replace(shape=tuple(whole))
@@ -129,11 +132,6 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
 
 
 TRACED["redistribute"] = _redistribute
-
-
-def _coprime(symbol: Any, n_devices: int) -> int:
-    """The first value of a symbol, or the next number that is coprime to the number of devices."""
-    return next(n for n in itertools.count(symbol.node.hint) if math.gcd(n, n_devices) == 1)
 
 
 def _is_unsharded(plan: Plan, name: str) -> bool:

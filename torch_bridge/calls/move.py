@@ -1,7 +1,5 @@
 """A redistribution on one mesh, or from one to another, as a value: its plan, and facts that ranks compare.
-
-First come the values that all processes have in common, so that all raise or none; then the local block.
-"""
+What all processes have in common is checked first, so that all raise or none; then the local block."""
 
 from __future__ import annotations
 
@@ -191,8 +189,8 @@ def links_along(profile: str | Path | Profile, axes: Sequence[str], processes: P
 
 
 class TransferCall(NamedTuple):
-    """A redistribution between two meshes, without its block. With a plan the meshes may be None; `shape` and
-    `dtype` are global, and None if this process does not know them."""
+    """A redistribution between two meshes (None: a plan's), without its block. shape, dtype: None if
+    unknown."""
 
     expression: Expression
     src_mesh: MeshLike | None

@@ -1,8 +1,6 @@
-"""Layouts <-> the placements of a DTensor. Replicas and copies are `Replicate`, and differ in gradients.
-
-A `_StridedShard` of factor f gives every device a share of each of f pieces; a factor may also say only that
-axes later in the mesh cut first.
-"""
+"""Layouts <-> the placements of a DTensor. Replicas and copies are `Replicate`, and differ in gradients. A
+`_StridedShard` of factor f gives every device a share of f pieces, or says that later axes of the mesh cut
+first."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ def to_placements(
     """A layout -> DTensor placements, one per mesh axis.
 
     shape: the global shape; needed for cuts that a DTensor makes of some lengths only, such as `n/(dp,tp)` of
-    an even one, and `n/cyclic(tp,2)`. A nesting that is not in mesh order, and rows dealt out in turn, become
-    `_StridedShard`.
+    an even one. A nesting that is not in mesh order, and rows dealt out in turn, become `_StridedShard`.
     Raises PlanError for layouts that a DTensor cannot have (zigzag, halo, ...).
 
     >>> to_placements("n/tp/dp d", Mesh(dp=2, tp=4))

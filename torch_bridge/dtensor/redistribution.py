@@ -69,9 +69,8 @@ def redistribute(
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
 
-    Means the same as `DTensor.redistribute`, which refuses more: any `Partial` as a destination, another mesh
-    of the same processes, blocks of any sizes. The result is a new tensor; its gradient may come in any
-    placements.
+    Means the same as `DTensor.redistribute`, and takes what that refuses: any `Partial` as a destination,
+    another mesh of the same processes, blocks of any sizes. The result is new, its gradient in any placements.
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
@@ -146,9 +145,8 @@ def _has_no_tag(placement: Placement) -> bool:
 
 
 def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """The axes on which a `Partial` without a layout stays: a `_MaskPartial` only if all do, as it knows the
-    rows of its block. Raises PlanError beside another reduction."""
-    everything = tuple(src) == tuple(dst)
+    """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction."""
+    everything = tuple(src) == tuple(dst)  # a `_MaskPartial` knows the rows of its block
     kept = frozenset(
         i
         for i, (p, q) in enumerate(zip(src, dst, strict=False))

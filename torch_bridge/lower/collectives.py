@@ -166,8 +166,7 @@ class Collective:
         return sum(rows.stop - rows.start for rows in (sent, arrives)) * messages.itemsize >= _LARGE
 
     def _sent_directly(self, out: Tensor, messages: Tensor) -> Works:
-        """Begin to receive and then send messages from rank to rank: so both ways are used at once, as gloo's
-        word that one is ready to receive is not behind all that one sends."""
+        """Begin to receive, then to send: else gloo's word that one is ready comes too late."""
         group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
         is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
         with torch.profiler.record_function(MESSAGES) if is_watched else _UNWATCHED:

@@ -1,5 +1,4 @@
-"""A plan as one process executes it: its moves in order, and the plans of its derivatives. In a bucket
-several run in lock step: messages over the same processes share one collective."""
+"""A plan as one process executes it, and several in lock step, with shared collectives."""
 
 from __future__ import annotations
 
@@ -155,7 +154,7 @@ class Executable:
         return f"{step}, for '{self.whole}'" if self.whole else step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
-        """The same for blocks of another dtype, cast before and after. backward: of gradients."""
+        """The same for blocks of another dtype, cast before and after. backward: the gradients'."""
         forward = self.dtypes[0]
         if not self.is_linear and forward != backward:
             raise DtypeError(

@@ -15,8 +15,8 @@ from torch_bridge.mesh.process_mesh import Group
 
 @dataclass(frozen=True, eq=False)
 class PackedCollective:
-    """A move by one collective: `unpack` takes the block and a tensor of shape `arriving` with all messages;
-    `place` takes the block and one flat tensor per message of the collective."""
+    """A move by one collective. unpack: takes the block and all messages; place: the block and one flat
+    tensor per message."""
 
     collective: Collective
     sent: Packing

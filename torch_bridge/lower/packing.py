@@ -19,9 +19,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A block of `shape` as messages, in the order in which they are sent or received. counts: the number of
-    messages per rank; None: one each. op: how messages that share rows combine; for max and min they share
-    all rows or none. fills: constant rows that no message brings, written in this order."""
+    """A block of `shape` as messages in order. counts: messages per rank; None: one each. op: how messages
+    that share rows combine (max, min: all rows or none). fills: constant rows that no message brings, in
+    order."""
 
     shape: tuple[int, ...]
     messages: tuple[Subarray, ...]
@@ -192,8 +192,7 @@ class Packing:
 
     @cached_property
     def _covers(self) -> bool:
-        """Whether every element is written before any is added to it. Fills of two dims do not count, nor
-        those that a dim which stays as it is brings along."""
+        """Whether every element is written before any is added to it, by the rows of one dim."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
         along = [(m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills]
         brought = any(rows is None or common_segments(rows, filled) for rows, filled in along)

@@ -35,8 +35,7 @@ _ALIGNED = 16  # bytes of the largest element, a complex number
 class TransferExecutable:
     """A plan between two meshes as this process executes it: `before` on the source's mesh, `after` on the
     destination's. sent, received: ranks, its own too, with the parts of its block that they get, or of its
-    new block that come from them, in the order in which they are put together in `whole`. None or nothing
-    where it is not in that mesh."""
+    new block that come from them, in the order in which `whole` has them."""
 
     plan: Plan
     tensor_device: torch.device
@@ -63,10 +62,6 @@ class TransferExecutable:
     def tangent(self) -> TransferExecutable:
         """What tangents take: the same, as nothing overlaps between two meshes."""
         return self
-
-    def plan_gradient(self) -> None:
-        """Make what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
-        _ = self.backward
 
     def batched(self, n: int) -> NoReturn:
         raise PlanError("torch.func.vmap does not reach over two meshes", hint="name the batch as a dim")

@@ -21,7 +21,6 @@ from xshard.arguments import is_on
 
 # Whether every call is compared, as with `debug=True`.
 ALWAYS = is_on("XSHARD_DEBUG")
-
 LISTED = 8  # most facts that an error lists
 
 
@@ -61,8 +60,8 @@ def compare_ranks(
 
 
 def compare_call(mesh: object, text: str, prepare: Callable[[], CallFacts]) -> None:
-    """Raise on all ranks of a mesh unless all of them are about to make the same call, and can; arguments as
-    in `compare_ranks`. A rank outside the mesh returns: no other waits for it, and its call raises later."""
+    """Raise on all ranks of a mesh, as `compare_ranks` does. A rank outside returns: its call raises
+    later."""
     if dist.is_initialized() and dist.get_rank() in (ranks := callers(mesh)):
         compare_ranks(ranks, text, prepare)
 

@@ -1,4 +1,4 @@
-"""How long processes wait for each other and for their store, and errors of a backend in terms of a plan."""
+"""How long processes wait for each other and for their store, and errors of a backend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Process groups that only their members make, named by their ranks. `new_group` names them by a count:
-members that have made different numbers of groups would hang."""
+"""Process groups that only their members make, named by ranks, not by a count, which members may not
+share."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes that communicate: a process group (None for `meta`, where nothing is sent), and the mesh
-    device of each of its ranks. graph_name: its name where a compiler records its collectives."""
+    """Processes that communicate: a process group (None for `meta`), and the mesh device of each rank."""
 
     process_group: Any
     devices: tuple[int, ...]
@@ -43,9 +42,8 @@ class Group:
         return dist.get_backend_config(self.process_group)
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
-        """The same processes for a compiler. Under gloo errors name the `place`; exported graphs are for
-        programs without this package."""
-        group = self.process_group
+        """The same processes for a compiler, where gloo's errors name the `place`."""
+        group = self.process_group  # NCCL does not raise in the caller; exports run without this package too
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
             return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
         return replace(self, graph_name=group.group_name)
@@ -125,8 +123,7 @@ def alone() -> Iterator[None]:
 
 
 def world() -> World:
-    """The world and whether `alone` is active: a part of the keys of caches that depend on process groups.
-    Raises MeshError unless this process, or this thread, is one rank of an initialised world."""
+    """The world, and whether `alone` is active, for keys of caches. Raises MeshError without a world."""
     group = c10d._world.default_pg
     if group is None or torch._C._len_torch_dispatch_stack():
         check_world()
@@ -229,15 +226,14 @@ def mesh_of_ranks(
     device_mesh: DeviceMesh | None = None,
     world: dist.ProcessGroup | None = None,
 ) -> ProcessMesh:
-    """A mesh of processes: device i has global rank `ranks[i]` in `world`. Along single axes it uses the
-    groups of `device_mesh`. Raises MeshError on a process that is not in `ranks`."""
+    """A mesh of processes: device i has rank `ranks[i]` in `world`. Raises MeshError on other processes."""
     ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
         raise MeshError(
             f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
             hint=f"only the mesh's ranks call this: {', '.join(map(str, ranks))}",
         )
-    device = ranks.index(rank)
+    device = ranks.index(rank)  # a group along one axis is the `DeviceMesh`'s own
 
     @functools.cache
     def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -249,8 +245,7 @@ def mesh_of_ranks(
 
 
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
-    """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
-    Raises MeshError if `group` is not an initialised group that has this process."""
+    """The processes of a `ProcessGroup` along one axis, in order; None: the world. Raises MeshError."""
     check_world()  # which torch.compile can record
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")

@@ -80,8 +80,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     profile: the machine to plan for.
     comm_dtype: the dtype in which blocks travel and are added, or a pair for forward and backward; None is
     the dtype of `x`. A narrower one compresses, a wider one adds exactly.
-    bucket_bytes: about how many bytes of a tree a device sends together; the default is all, which needs
-    memory for a second copy.
+    bucket_bytes: about how many bytes of a tree a device sends together; all, the default, needs a copy.
     async_op: return at once, with a `PendingTensor` that any use waits for, in one order on all processes.
     debug: first compare the call with the other ranks' calls: if they differ or one of them fails,
     all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.

@@ -81,7 +81,7 @@ def redistribute_between(
     tensor_device = tensor_device_of(block, device, dst_mesh)
     executable = cross(plan, tensor_device, dist.group.WORLD)
     if requires_grad:
-        executable.plan_gradient()
+        _ = executable.backward  # errors come early
     check_part(block, plan)
     block = torch.empty(0, dtype=plan_dtype, device=tensor_device) if block is None else block
     # Every process has a node in the graph, or none has: in the backward pass they wait for each other.

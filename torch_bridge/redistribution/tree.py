@@ -102,8 +102,8 @@ def _is_shape(value: Any) -> bool:
 
 
 def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) -> dict[int, Any]:
-    """The results of the tensors that may share collectives, by index, once every tensor is checked. A
-    max or min, as its gradient is not a plan, and DTensors with a gradient travel alone."""
+    """The results of the tensors that may share collectives, by index, once all are checked: linear ones."""
+    # The gradient of a max or min is not a plan, and a DTensor's may have any placements: these travel alone.
     # The block, its executable, and the function from its result to the tensor's.
     parts: dict[int, tuple[Tensor, Executable, Callable[[Tensor], Tensor]]] = {}
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
