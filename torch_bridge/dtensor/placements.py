@@ -183,9 +183,8 @@ Factors = Mapping[str, int]  # an axis that cuts the dim -> its split factor, in
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
-    """Split factors -> the cuts of a dim of `length`. None if they are no nesting and the length is unknown,
-    or
-    if torch itself reads them in two ways: as an order of axes, and as pieces of an uneven length."""
+    """Split factors -> the cuts of a dim. None if they are no nesting and the length is unknown, or if torch
+    itself reads them in two ways: as an order of axes, and as pieces of an uneven length."""
     order = _nesting(factors, mesh)
     nested = None if order is None else tuple(Cut((axis,)) for axis in order)
     if length is None or order == [*factors]:

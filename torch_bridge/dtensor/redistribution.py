@@ -69,8 +69,8 @@ def redistribute(
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
 
-    Means the same as `DTensor.redistribute`, and takes what that refuses: any `Partial` as a destination,
-    another mesh of the same processes, blocks of any sizes. The result is new, its gradient in any placements.
+    Means the same as `DTensor.redistribute`, and takes more: any `Partial` as a destination, another mesh of
+    the same processes, blocks of any sizes. The result is a new tensor; its gradient has any placements.
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.

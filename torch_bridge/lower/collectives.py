@@ -158,8 +158,8 @@ class Collective:
         return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether a collective of two ranks is large, and on gloo, which sends before it receives: their
-        messages would travel one after the other. More ranks have others to receive from meanwhile."""
+        """Whether a collective of two ranks is large, and on gloo, which sends before it receives, so that
+        their messages would travel one after the other."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers

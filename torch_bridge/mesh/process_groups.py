@@ -17,9 +17,9 @@ from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
 
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The process group of these ranks, ascending; only its members call this. The first call makes it, with
-    the backends and the timeout of the world, and waits for all members. Raises CollectiveError. world: the
-    group that counts the ranks, if not the world; it may have two programs."""
+    """The process group of these ranks, ascending, which only its members call. The first call waits for
+    them. Raises CollectiveError. world: the group that counts the ranks, if not the world; it may have two
+    programs."""
     world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
     if len(ranks) == world.size():

@@ -131,9 +131,8 @@ def world() -> World:
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
-    """A `DeviceMesh` with named dims, in any order, or an `xshard.Mesh` over the world -> its processes.
-    Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover the
-    world."""
+    """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes. Raises MeshError
+    without a world, names or this process, or if an `xshard.Mesh` does not cover the world."""
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
     return _process_mesh(mesh, world())
