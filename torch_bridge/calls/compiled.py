@@ -106,12 +106,12 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     backward = comm_dtype_of(call.comm_dtype, x.dtype).backward
     differentiated = x.requires_grad and torch.is_grad_enabled()
     n_devices = mesh_of(call.mesh).n_devices
-    free = {d for d, n in enumerate(x.shape) if not isinstance(n, int)}
+    first = {d: n.node.hint for d, n in enumerate[Any](x.shape) if not isinstance(n, int)}
     # The first value of a symbol, or the next number that is coprime to the number of devices.
-    firsts = {d: itertools.count(x.shape[d].node.hint) for d in free}
-    coprime = {d: next(n for n in several if math.gcd(n, n_devices) == 1) for d, several in firsts.items()}
+    nearby = {d: next(k for k in itertools.count(n) if math.gcd(n_devices, k) == 1) for d, n in first.items()}
+    free = {*first}
     while True:
-        lengths = tuple(coprime[d] if d in free else int(n) for d, n in enumerate(x.shape))
+        lengths = tuple(nearby[d] if d in free else int(n) for d, n in enumerate(x.shape))
         if shape is not None:
             whole = (lengths[d] if d in free else int(n) for d, n in enumerate(shape))
             call = call._replace(shape=tuple(whole))

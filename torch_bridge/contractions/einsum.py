@@ -60,8 +60,7 @@ def einsum(
     DTensors must be placed as their layouts say, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, on all processes;
-    ShapeError for a block that does not fit, on its own process; with XSHARD_DEBUG=1 ranks first compare
-    their calls, and all of them raise DesyncError.
+    ShapeError for a block that does not fit, on its own process; with XSHARD_DEBUG=1 DesyncError on all.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
     >>> def layer():
