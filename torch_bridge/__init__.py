@@ -29,27 +29,25 @@ if TYPE_CHECKING:
     from torch_bridge.state.files import load, save
     from torch_bridge.state.transfer import transfer
 
-# The names of each module, imported with their first use: most programs use few of them.
-_NAMES = {
-    "autodiff.pending": ["PendingTensor"],
-    "contractions.einsum": ["einsum"],
-    "mesh.process_mesh": ["positions"],
-    "models.explain": ["explain"],
-    "models.parallel": [
-        "check_replicas",
-        "clip_grad_norm_",
-        "grad_norm",
-        "load_state_dict",
-        "no_sync",
-        "state_dict",
-    ],
-    "models.parallelize": ["parallelize"],
-    "models.verify": ["verify"],
-    "redistribution": ["redistribute"],
-    "state.files": ["load", "save"],
-    "state.transfer": ["transfer"],
+# The module of each name, imported with its first use: most programs use few of them.
+_MODULES = {
+    "PendingTensor": "autodiff.pending",
+    "check_replicas": "models.parallel",
+    "clip_grad_norm_": "models.parallel",
+    "einsum": "contractions.einsum",
+    "explain": "models.explain",
+    "grad_norm": "models.parallel",
+    "load": "state.files",
+    "load_state_dict": "models.parallel",
+    "no_sync": "models.parallel",
+    "parallelize": "models.parallelize",
+    "positions": "mesh.process_mesh",
+    "redistribute": "redistribution",
+    "save": "state.files",
+    "state_dict": "models.parallel",
+    "transfer": "state.transfer",
+    "verify": "models.verify",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
 __all__ = [
