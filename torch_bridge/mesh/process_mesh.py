@@ -42,7 +42,7 @@ class Group:
         return dist.get_backend_config(self.process_group)
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
-        """The same processes for a compiler, where gloo's errors name the `place`."""
+        """The same processes for a compiler; errors of gloo name the `place`."""
         group = self.process_group  # NCCL does not raise in the caller; exports run without this package too
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
             return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
