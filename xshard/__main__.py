@@ -1,4 +1,4 @@
-"""`python -m xshard`: the command line, where its script is not on the path."""
+"""`python -m xshard`: the command line, for when its script is not on the path."""
 
 from xshard.cli.main import main
 
