@@ -15,15 +15,9 @@ if TYPE_CHECKING:
     from torch_bridge.contractions.einsum import einsum
     from torch_bridge.mesh.process_mesh import positions
     from torch_bridge.models.explain import explain
-    from torch_bridge.models.parallel import (
-        check_replicas,
-        clip_grad_norm_,
-        grad_norm,
-        load_state_dict,
-        no_sync,
-        state_dict,
-    )
+    from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
     from torch_bridge.models.parallelize import parallelize
+    from torch_bridge.models.state import load_state_dict, state_dict
     from torch_bridge.models.verify import verify
     from torch_bridge.redistribution import redistribute
     from torch_bridge.state.files import load, save
@@ -38,13 +32,13 @@ _MODULES = {
     "explain": "models.explain",
     "grad_norm": "models.parallel",
     "load": "state.files",
-    "load_state_dict": "models.parallel",
+    "load_state_dict": "models.state",
     "no_sync": "models.parallel",
     "parallelize": "models.parallelize",
     "positions": "mesh.process_mesh",
     "redistribute": "redistribution",
     "save": "state.files",
-    "state_dict": "models.parallel",
+    "state_dict": "models.state",
     "transfer": "state.transfer",
     "verify": "models.verify",
 }

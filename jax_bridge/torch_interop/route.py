@@ -81,12 +81,15 @@ class Options:
 
     def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
         """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
-        torch_profile, jax_profile = (
-            self.profile[side] if isinstance(self.profile, Mapping) else self.profile for side in SIDES
-        )
-        profiles = torch_machine(torch_profile), jax_machine(jax_profile)
-        choice = _Choice(profiles, self.via, _torch_refuses(meshes))
+        choice = _Choice(self.profiles, self.via, _torch_refuses(meshes))
         return _route(layout, meshes, *array, choice, to_jax)
+
+    @property
+    def profiles(self) -> tuple[AnyProfile, ...]:
+        """The machines that torch and JAX plan for."""
+        one = self.profile
+        in_torch, in_jax = (one[side] if isinstance(one, Mapping) else one for side in SIDES)
+        return torch_machine(in_torch), jax_machine(in_jax)
 
     def check_moved(self, route: Route) -> None:
         """Log the plan that runs first; raise XshardError if copies are forbidden."""

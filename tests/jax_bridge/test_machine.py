@@ -12,7 +12,7 @@ import numpy as np
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.mesh.context import _found, machine
-from jax_bridge.torch_interop.route import _by_side
+from jax_bridge.torch_interop.route import Options
 from tests.jax_bridge.helpers import in_jax
 
 
@@ -32,9 +32,9 @@ def test_host_devices_and_what_overrides_them() -> None:
 @in_jax
 def test_both_sides_of_a_hand_over() -> None:
     with xs.use_profile("h100:2"):
-        assert _by_side("auto") == (xs.load_profile("h100:2"),) * 2
-    found = [profile.name for profile in _by_side({"torch": "auto", "jax": "auto"})]
-    assert found == ["gloo", "host"] and _by_side("a100") == ("a100", "a100")
+        assert Options().profiles == (xs.load_profile("h100:2"),) * 2
+    names = [profile.name for profile in Options(profile={"torch": "auto", "jax": "auto"}).profiles]
+    assert names == ["gloo", "host"] and Options(profile="a100").profiles == ("a100", "a100")
 
 
 class Device(NamedTuple):

@@ -1,0 +1,84 @@
+"""The state of a parallel model for checkpoints: DTensors, which parallel models do not need otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import from_placements, to_placements
+from torch_bridge.models.parallel import ParallelModel, parallel_of
+from torch_bridge.models.parameters import ShardedParameter
+from xshard import Mesh, XshardError
+from xshard.errors import PlanError, ShapeError, with_path
+from xshard.state.files.loading import in_both
+
+
+@torch.no_grad()
+def state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
+
+    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
+    `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
+    uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
+    """
+    parallel, state = parallel_of(model), model.state_dict()
+    for each in parallel.parameters:
+        if each.sharding.layout.axes:
+            x = _stored(parallel, each)
+            state.update((name, x) for name in each.names if name in state)
+    return state
+
+
+@torch.no_grad()
+def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Copy values into the blocks of a parallel model: whole tensors, or DTensors under any placements.
+
+    strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
+    """
+    parallel, own = parallel_of(model), model.state_dict()
+    by_name = {name: each for each in parallel.parameters for name in each.names}
+    for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
+        if name is not None:
+            each = by_name.get(name)
+            block = own[name] if each is None else each.tensor
+            try:
+                value = state[name] if each is None else _block(parallel, each, state[name])
+                if value.shape != block.shape:
+                    raise ShapeError(f"a value of shape {tuple(value.shape)} for {tuple(block.shape)}")
+            except XshardError as error:
+                raise with_path(error, name) from None
+            block.copy_(value)
+
+
+def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
+    sharding, context, block = each.sharding, parallel.context, each.tensor.detach()
+    mesh: Any = context.mesh
+    mesh = mesh if isinstance(mesh, DeviceMesh) else _device_mesh(mesh, block.device.type)
+    try:
+        to_placements(sharding.layout, mesh, sharding.shape)
+    except PlanError:
+        return each.gathered(context)
+    return as_dtensor(block, sharding.layout, mesh, sharding.shape)
+
+
+def _block(parallel: ParallelModel, each: ShardedParameter, value: Tensor) -> Tensor:
+    layout, shape, context = each.sharding.layout, each.sharding.shape, parallel.context
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"a value of shape {tuple(value.shape)}, not {shape}")
+    value = value.to(each.tensor.device)
+    if not isinstance(value, DTensor):
+        return each.cut(value, context)
+    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(layout.names)
+    return context.moved(value.to_local(), src, layout, shape)
+
+
+@lru_cache(maxsize=64)
+def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    return init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
