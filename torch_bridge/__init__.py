@@ -23,24 +23,19 @@ if TYPE_CHECKING:
     from torch_bridge.state.files import load, save
     from torch_bridge.state.transfer import transfer
 
-# The module of each name, imported with its first use: most programs use few of them.
+# The names of each module, imported with their first use: most programs use few of them.
 _MODULES = {
-    "PendingTensor": "autodiff.pending",
-    "check_replicas": "models.parallel",
-    "clip_grad_norm_": "models.parallel",
-    "einsum": "contractions.einsum",
-    "explain": "models.explain",
-    "grad_norm": "models.parallel",
-    "load": "state.files",
-    "load_state_dict": "models.state",
-    "no_sync": "models.parallel",
-    "parallelize": "models.parallelize",
-    "positions": "mesh.process_mesh",
-    "redistribute": "redistribution",
-    "save": "state.files",
-    "state_dict": "models.state",
-    "transfer": "state.transfer",
-    "verify": "models.verify",
+    "autodiff.pending": ("PendingTensor",),
+    "contractions.einsum": ("einsum",),
+    "mesh.process_mesh": ("positions",),
+    "models.explain": ("explain",),
+    "models.parallel": ("check_replicas", "clip_grad_norm_", "grad_norm", "no_sync"),
+    "models.parallelize": ("parallelize",),
+    "models.state": ("load_state_dict", "state_dict"),
+    "models.verify": ("verify",),
+    "redistribution": ("redistribute",),
+    "state.files": ("load", "save"),
+    "state.transfer": ("transfer",),
 }
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
@@ -67,10 +62,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return import_module(f"torch_bridge.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"torch_bridge.{_MODULES[name]}"), name)
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f"torch_bridge.{module}"), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -109,13 +109,9 @@ def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Bl
     return current
 
 
-@overload
-def pullback(plan: Plan, given: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]) -> list[Block]: ...
-@overload
 def pullback(
-    plan: ContractionPlan, given: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
-) -> list[list[Block]]: ...
-def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Sequence[ArrayLike]) -> Any:
+    plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Sequence[ArrayLike]
+) -> list[Any]:
     """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
 
     cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan runs its

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
-from torch_bridge.testing.arrays import array_of
+from torch_bridge.autodiff.blocks import array_of
 from xshard import XshardError
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes

@@ -17,7 +17,7 @@ from tests.fuzz.contractions import Made, Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.runtimes import laid
 from tests.fuzz.trees import Carried
-from torch_bridge.testing.arrays import array_of, tensor_of
+from torch_bridge.autodiff.blocks import array_of, tensor_of
 from torch_bridge.testing.launch import run_ranks
 from xshard.steps.base import Block
 

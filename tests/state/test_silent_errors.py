@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from xshard import Layout, Mesh, Sharding, XshardError, load_profile, reference
 from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack
-from xshard.state.differences import diff_checkpoints
 from xshard.state.files import open_checkpoint
+from xshard.state.files.checkpoint import diff_checkpoints
 from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
 from xshard.state.files.saving import Source, begin, commit, plan_save, write
 

@@ -22,7 +22,8 @@ from tests.cases import CASES, one_of_each
 from tests.contractions.cases import CASES as CONTRACTIONS
 from tests.torch_bridge.gpus import needs_gpu, on_gpus
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks
-from torch_bridge.testing import arrays, worker
+from torch_bridge.autodiff import blocks as arrays
+from torch_bridge.testing import worker
 from xshard.testing.plans import answer_in_numpy, backward_bytes, is_linear, judge, plan_question
 from xshard.testing.question import Question
 

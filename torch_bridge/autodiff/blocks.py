@@ -1,4 +1,4 @@
-"""User-supplied blocks -> tensors; refusals of reentrant checkpoints inside `torch.func.functional_call`,
+"""Blocks and numpy arrays -> tensors; refusals of reentrant checkpoints inside `torch.func.functional_call`,
 which compute in the backward pass with the module's own parameters, past the moves of the swapped ones."""
 
 from __future__ import annotations
@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.pending import PendingTensor
 from xshard.arguments import shown
+from xshard.dtypes import numpy_dtype
 from xshard.errors import XshardError
+from xshard.steps.base import Block
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -73,3 +76,20 @@ def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[T
             raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
         seen.add(node)
         nodes += [before for before, _ in node.next_functions]
+
+
+def tensor_of(block: Block) -> Tensor:
+    """An array -> a tensor of the same memory."""
+    array = np.asarray(block)
+    if hasattr(np, array.dtype.name):
+        return torch.from_numpy(array)
+    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes.
+    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
+
+
+def array_of(tensor: Tensor) -> Block:
+    """A contiguous tensor on the CPU -> an array of the same memory."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(np, name):
+        return tensor.numpy()
+    return tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}")).numpy().view(numpy_dtype(name))

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_bridge.autodiff.blocks import array_of
 from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parallelize import check_apart
 from torch_bridge.models.parameters import unsharded
 from torch_bridge.redistribution import redistribute
-from torch_bridge.testing.arrays import array_of
 from xshard import Layout, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.errors import ShapeError, with_path

@@ -78,7 +78,10 @@ def _spread(
     """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
-        for values, is_value, what in ((layouts, _is_expression, "layouts"), (shape, _is_shape, "shapes"))
+        for values, is_value, what in (
+            (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"),
+            (shape, _is_shape, "shapes"),
+        )
     )
     for leaf, whole in zip(expressions, shapes, strict=True):
         x = leaf.x
@@ -89,10 +92,6 @@ def _spread(
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
-
-
-def _is_expression(value: Any) -> bool:
-    return not isinstance(value, Mapping | list)
 
 
 def _is_shape(value: Any) -> bool:

@@ -28,10 +28,8 @@ def run(
     sent: bytes | tuple[str, ...],
     _timeout_s: float,
 ) -> None:
-    """Be one of `n` nodes with `ranks` ranks, and wait for the end of all. Raises ChildFailedError.
-
-    sent: a packed function, or a script and its words. folder: gets a file per rank, "3.result" or "3.error".
-    """
+    """Be one of `n` nodes with `ranks` ranks until all end. sent: a packed function, or a script with words.
+    folder: gets a file per rank, "3.result" or "3.error". Raises ChildFailedError."""
     config = LaunchConfig(
         min_nodes=n,
         max_nodes=n,

@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.autodiff.blocks import array_of, as_tensor, tensor_of
 from torch_bridge.contractions.einsum import einsum
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.redistribution import redistribute
-from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.byte_counter import Meter
 from torch_bridge.testing.launch import RankError, run_ranks
 from xshard import ContractionPlan, Plan, replicas
@@ -92,10 +91,8 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 def by_rank(
     items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
 ) -> list[tuple[Any, ...]]:
-    """For every item, by its `mesh`, the results of all ranks; ranks start once per number of devices.
-
-    function: called on each rank with the items of its world, and `args`; returns a result per item.
-    """
+    """For every item, by its `mesh`, the results of all ranks, which start once per number of devices.
+    function: called on each rank with the items of its world, and `args`; returns a result per item."""
     results: dict[int, tuple[Any, ...]] = {}
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]

@@ -17,9 +17,8 @@ from xshard.errors import XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
-from xshard.state import Names
-from xshard.state.differences import diff_checkpoints
 from xshard.state.files import open_checkpoint, verify
+from xshard.state.files.checkpoint import diff_checkpoints
 from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, plan_save, save_blocks
 from xshard.state.llama import named
@@ -80,8 +79,9 @@ def convert(
     """
     err, on = console(stderr=True), Mesh.parse(mesh)
     laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
+    mapping = names_from_json(_json(names)) if Path(names).is_file() else named(names) if names else None
     with open_checkpoint(path) as checkpoint:
-        loads = plan_load(checkpoint, laid, on, _names(names), dtype=dtype or None)
+        loads = plan_load(checkpoint, laid, on, mapping, dtype=dtype or None)
         saving = plan_save(
             {name: Source(load.target, load.array.dtype, [0] * on.n_devices) for name, load in loads.items()},
             shard_bytes=shard_bytes,
@@ -121,12 +121,6 @@ def diff(
     console().print(f"{len(unequal)} of {n} arrays differ", soft_wrap=True)
     if unequal:
         raise typer.Exit(1)
-
-
-def _names(text: str) -> Names | None:
-    if not text:
-        return None
-    return names_from_json(_json(text)) if Path(text).is_file() else named(text)
 
 
 def _json(path: str) -> Any:

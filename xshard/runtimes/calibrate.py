@@ -294,16 +294,13 @@ def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, cal
         median_error(samples, calibration.profile) for samples in (calibration.fitted, calibration.held_out)
     )
     package, devices = backend.package, f"{mesh.n_devices} {backend.devices}"
+    allowed = getattr(os, "sched_getaffinity", None)  # the cores that this process may use
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
     return (
         f"measured {date.today().isoformat()} by `xshard calibrate --backend {package} --mesh {mesh}`: "
-        f"{devices} on {_cores()} CPU cores, {package} {version(package)}. "
+        f"{devices} on {cores} CPU cores, {package} {version(package)}. "
         f"{len(calibration.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
         f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Operations: products of "
         f"{ROWS} x {ROWS} matrices on all devices at once. Median absolute error of the "
         f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(calibration.held_out)} held-out plans"
     )
-
-
-def _cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

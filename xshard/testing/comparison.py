@@ -48,11 +48,8 @@ class ComparedArray:
 def mismatches(
     problem: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
 ) -> tuple[list[Mismatch], int]:
-    """All mismatches, outputs before gradients before parameters, and the number of comparisons.
-
-    runs: one device first. If an array differs there, that is reported once: on several devices it is then
-    compared with the function's own result on one.
-    """
+    """All mismatches, outputs before gradients before parameters, and the number of comparisons. runs: one
+    device first; an array that differs there is then compared with the function's own result on one."""
     arguments = dict(zip(problem.names, problem.values, strict=True))
     largest = {
         "output": _largest(truth.outputs.values()),
@@ -162,10 +159,8 @@ def explained(found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | 
 
 
 def located(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> Iterator[Mismatch]:
-    """Mismatches of a function with itself on one device, with causes and the first wrong redistribution.
-
-    One without its own cause has the redistribution's, or a law by which the error grows with the devices.
-    """
+    """Mismatches of a function with itself on one device, with the first wrong redistribution. One without
+    a cause of its own has the redistribution's, or a law by which the error grows with the devices."""
     several = [m for m in found if m.subject.against != DIFFERENCES]
     wrong, first = _first_wrong(several[0].subject, runs, truth) if several else (None, "")
     earlier: dict[tuple[str, str], Cause] = {}

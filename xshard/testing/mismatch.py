@@ -145,15 +145,11 @@ def located(subject: Subject, case: Case) -> Mismatch:
         sum(mask.size for mask in case.wrong),
         case.wrong_devices,
         cause=likely_cause(case),
-        right=_right(case),
+        right="; ".join(
+            f"{name} {rows_text(~wrong_rows(case.whole_wrong, d))}"
+            for d, name in enumerate(case.sharding.layout.names)
+        ),
     )
-
-
-def _right(case: Case) -> str:
-    """Of every dim, the rows that are right on all devices: `n 0-3, 8-11; d none`."""
-    wrong = case.whole_wrong
-    names = enumerate(case.sharding.layout.names)
-    return "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in names)
 
 
 class EquivalenceError(AssertionError):

@@ -95,10 +95,8 @@ OUTPUT = "output"  # the name of a result that is one array
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser step on the arguments at `positions`, with the leaves `arrays`.
-
-    function: packed. torch: a list of tensors -> the optimiser; JAX: (values, gradients) -> values, as trees.
-    """
+    """One optimiser step on the arguments at `positions`, with the leaves `arrays`. function: packed;
+    torch: a list of tensors -> the optimiser; JAX: (values, gradients) -> values, as trees."""
 
     function: bytes
     positions: tuple[int, ...]
@@ -219,9 +217,7 @@ def derivatives(
     loss: Callable[[Sequence[Block]], float], inputs: Sequence[Block], gradients: Mapping[int, Devices]
 ) -> Derivatives:
     """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
-
-    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are.
-    """
+    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are."""
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
     by_input: Derivatives = {}
     for i, (block,) in gradients.items():

@@ -37,11 +37,8 @@ class NoNodesError(XshardError):
 
 
 class Namespace:
-    """A network of its own; with a host name, also processes of its own.
-
-    An open pipe holds it, which the system closes when this process ends, even by SIGKILL: then
-    `cat`, the first of its processes, ends, and all others with it.
-    """
+    """A network of its own; with a host name, also processes of its own. An open pipe holds it; the system
+    closes it when this process ends, even by SIGKILL: then `cat`, its first process, ends, and the others."""
 
     def __init__(self, new: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
         self._own = ("--uts", "--pid") if host else ()
@@ -261,10 +258,8 @@ class Cluster:
         timeout_s: float,
         answered: Callable[[], Mapping[int, str]] = dict,
     ) -> list[Any]:
-        """Ask all nodes together -> their answers. Raises NodesError.
-
-        answered: the ranks that have said all, with their errors. After a failure their nodes may be late.
-        """
+        """Ask all nodes together -> their answers. answered: the ranks that have ended, with their errors;
+        after a failure their nodes may be late. Raises NodesError."""
         processes = self._processes[name]
 
         def has_said_all(i: int) -> bool:
