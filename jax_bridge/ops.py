@@ -24,7 +24,7 @@ from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError
 from xshard.notation.parser import mark_errors
-from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, sharded, tag
+from xshard.ops import Axes, HaloWidth, Shape, dims, gradient_tag, halo, sharded, tag
 
 __all__ = [
     "all_gather",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 Grad = Literal["sum", "replicated"]
-Shape = Sequence[int] | None
 
 
 def all_gather(
@@ -83,7 +82,7 @@ def all_to_all(
     *,
     split_order: str = "block",
     concat_order: str = "block",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> jax.Array:
     """Shard `split_dim` instead of `concat_dim`: `s/axis c -> s c/axis`.
 
@@ -101,7 +100,7 @@ def halo_exchange(
     mesh: AnyMesh | None = None,
     *,
     boundary: str = "zero",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> jax.Array:
     """Widen each block by rows of its neighbours: `h/axis -> h/axis:halo(width, width, boundary)`.
 
@@ -120,7 +119,7 @@ def trim_halo(
     mesh: AnyMesh | None = None,
     *,
     boundary: str = "zero",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> jax.Array:
     """Remove the rows that `halo_exchange` added: `h/axis:halo(width, width, boundary) -> h/axis`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, sharded, tag
+from xshard.ops import Axes, HaloWidth, Shape, dims, gradient_tag, halo, sharded, tag
 
 __all__ = [
     "all_gather",
@@ -31,9 +31,7 @@ def _dims(x: Tensor, shards: Mapping[int, str] | None = None) -> str:
     return dims(as_tensor(x).shape, shards)
 
 
-def all_gather(
-    x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad, shape: Sequence[int] | None = None
-) -> Tensor:
+def all_gather(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad, shape: Shape = None) -> Tensor:
     """Concatenate the blocks along `axis`, along `dim`: `n/axis -> n`.
 
     grad: the meaning of the results' gradients. "sum": each is an addend of its own, and the backward pass
@@ -50,7 +48,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, op: str = "sum", shape: Sequence[int] | None = None
+    x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, op: str = "sum", shape: Shape = None
 ) -> Tensor:
     """Reduce the blocks along `axis`, and cut the result along `dim`: `n | sum(axis) -> n/axis`.
 
@@ -89,7 +87,7 @@ def all_to_all(
     *,
     split_order: str = "block",
     concat_order: str = "block",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> Tensor:
     """Move a cut from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
 
@@ -139,7 +137,7 @@ def halo_exchange(
     mesh: MeshLike,
     *,
     boundary: str = "zero",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> Tensor:
     """Widen a block by rows of its neighbours along `axis`: `n/axis -> n/axis:halo(lo,hi)`.
 
@@ -165,7 +163,7 @@ def trim_halo(
     mesh: MeshLike,
     *,
     boundary: str = "zero",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> Tensor:
     """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`.
 

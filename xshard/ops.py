@@ -12,6 +12,7 @@ from xshard.notation.overlap_parser import parse_boundaries
 Axes = str | tuple[str, ...]
 PartWidths = int | Sequence[int]  # the same number for every part, or one per part
 HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before and after
+Shape = Sequence[int] | None  # the global shape, if blocks differ in size
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
