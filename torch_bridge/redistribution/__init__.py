@@ -105,7 +105,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     >>> def gather():
     ...     model = {"w": torch.ones(2, 3), "b": torch.ones(1)}
-    ...     moved = xt.redistribute(model, {"w": "n d/tp -> n d", "b": "n/tp -> n"}, Mesh(tp=2))
+    ...     moved = xt.redistribute(model, {"w": "n d/tp -> n d", "b": "n/tp -> n"}, xs.Mesh(tp=2))
     ...     return {name: tuple(x.shape) for name, x in moved.items()}
     >>> xt.testing.run_ranks(2, gather)[0]
     {'w': (2, 6), 'b': (2,)}
