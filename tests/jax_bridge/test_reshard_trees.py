@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -38,8 +39,7 @@ MOVES = {"w": "n/a d/b -> n/b d/a", "layers": [("n/b d -> n d", "n/b -> n/a")] *
 def test_a_tree_of_expressions() -> None:
     before = model()
     after = xj.reshard(before, MOVES)
-    assert jax.tree.structure(after) == jax.tree.structure(before)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    chex.assert_trees_all_equal(after, before)
     specs = {"w": P("b", "a"), "layers": [(P(None, None), P("a"))] * 2}
     assert jax.tree.map(lambda x: x.sharding.spec, after) == specs
 
@@ -64,7 +64,7 @@ def test_rules_over_the_names_of_leaves() -> None:
     assert specs[0] == specs[1]
     inner = xs.Rules({"*.0": "n/b d -> n d", "*.1": "n/b -> n/a"})  # names begin where rules stand
     after = xj.reshard(model(), {"w": MOVES["w"], "layers": inner})
-    jax.tree.map(np.testing.assert_array_equal, after, by_tree)
+    chex.assert_trees_all_equal(after, by_tree)
     for wrong, words in (
         (xs.Rules({"w": MOVES["w"], "v": "n"}), r"no rule for 4 of 5 names: .*; rule 'v' fits no name"),
         ({"w": MOVES["w"], "layers": xs.Rules({"0.*": "n"})}, "leaf 'layers': no rule for 2 of 4 names"),
@@ -93,10 +93,10 @@ def test_donated_arrays_are_gone_and_their_memory_used() -> None:
     jax.block_until_ready(after)
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
     assert held & {s.data.unsafe_buffer_pointer() for s in after["w"].addressable_shards}
-    jax.tree.map(np.testing.assert_array_equal, after, model())
+    chex.assert_trees_all_equal(after, model())
     kept = model()
     xj.reshard(kept, MOVES)
-    jax.tree.map(np.testing.assert_array_equal, kept, model())
+    chex.assert_trees_all_equal(kept, model())
 
 
 @in_jax
