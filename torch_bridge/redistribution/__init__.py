@@ -57,7 +57,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     debug: bool = False,
     check_replicated: bool | None = None,
 ) -> Any:
-    """This process's block under the left layout -> its block under the right one, differentiable.
+    """Move this process's block from the left layout to the right one, differentiably.
 
     All processes of the mesh call it, with equal arguments except the values of `x`, and with equal
     `requires_grad`. The result is a new tensor, contiguous unless dims change their order (`n/dp d -> d n` is
