@@ -1,4 +1,4 @@
-"""What memory reads and writes for a local contraction, and that places are chosen by it."""
+"""What memory reads and writes for a local contraction, and the places and ways that are chosen by prices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 
 import xshard as xs
 from xshard.contractions.placements import EinsumShardings, accesses
-from xshard.contractions.prices import Prices
+from xshard.contractions.prices import Prices, attention_seconds, fastest_attention
 from xshard.contractions.search import CandidateSearch
+from xshard.nn.attention import METHODS, attention
 
 # The sizes of dims are such that products are thin: each element is used a few times.
 VALUES = "b h s/tp t, b t/tp h k -> b s/tp h k"
 SIZES = {"b": 8, "h": 16, "s": 128, "t": 256, "k": 64}
+H100 = xs.load_profile("h100")
 HOST = replace(xs.load_profile("host"), flops_per_s=(("float32", 2.5e10),))
 
 
@@ -45,7 +47,7 @@ def test_an_array_is_copied_whose_dims_are_in_no_order_of_matrices(equation, exp
 def test_work_is_that_of_operations_or_of_memory_whichever_takes_longer(rate):
     profile, sizes = replace(HOST, flops_per_s=(("float32", rate),)), {"b": 8, "s": 128, "t": 256, "k": 64}
     plan = xs.plan(
-        "b/tp s t, b/tp t k -> b/tp s k", xs.Mesh(tp=8), sizes=sizes, dtype="float32", profile=profile
+        "b/tp s t, b/tp t k -> b/tp s k", xs.Mesh(tp=8), None, "float32", sizes=sizes, profile=profile
     )
     flops, touched = 2 * 128 * 256 * 64, 4 * (128 * 256 + 256 * 64 + 128 * 64)
     work = {2.5e10: flops / 2.5e10, 1e15: touched / (2 * HOST.copy_bytes_per_s)}[rate]
@@ -63,9 +65,7 @@ def test_values_are_not_gathered_for_every_device_to_copy(rate):
 
 @pytest.mark.parametrize("text", [VALUES, "b s/tp t, t k -> b s/tp k", "b s/tp t -> b t"])
 def test_search_and_plan_count_the_same(text):
-    names = {
-        name for layout in xs.contractions.expression.contraction(text).operands for name in layout.names
-    }
+    names = [name for x in xs.contractions.expression.contraction(text).operands for name in x.names]
     profile = replace(HOST, flops_per_s=())  # no limit but memory
     plan = xs.plan(text, xs.Mesh(tp=8), sizes={name: SIZES[name] for name in names}, profile=profile)
     [part] = plan.parts
@@ -76,3 +76,20 @@ def test_search_and_plan_count_the_same(text):
         candidate = CandidateSearch(shardings, prices, "forward+backward").candidate(placement)
         works[tuple(move.dst for move in candidate.moves)] = candidate.work
     assert works[tuple(move.dst for move in part.moves)] == (1 + len(part.moves)) * part.work
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "kv_heads", "how"),
+    [
+        ("b h s/zigzag(cp) k", 1024, 8, "gather"),  # little to gather
+        ("b h s/cp k", 65536, 32, "ulysses"),  # a ring's last device has the most work
+        ("b h s/zigzag(cp) k", 65536, 8, "ring"),  # all that travels is hidden behind products
+    ],
+)
+def test_the_cheapest_way_is_taken(layout: str, length: int, kv_heads: int, how: str) -> None:
+    q, k = (xs.Sharding(xs.Layout.parse(layout), xs.Mesh(cp=8), (1, h, length, 128)) for h in (32, kv_heads))
+    given = attention(q, k, k, causal=True)
+    found = fastest_attention(given, "bfloat16", H100)
+    prices = {way: attention_seconds(replace(given, how=way), "bfloat16", H100) for way in METHODS}
+    assert found.how == how == min(prices, key=lambda way: prices[way]), prices
+    assert fastest_attention(replace(given, how="gather"), "bfloat16", H100).how == "gather"
