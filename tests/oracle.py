@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.oracle_rows import OUTSIDE, Places, owned_rows, places
-from xshard import Layout, Mesh, Sharding
+from xshard import Layout, Mesh, Plan, Sharding, reference
 from xshard.notation.overlap import Fold, unfolded
 from xshard.steps import Step
 
@@ -78,8 +78,7 @@ def local_shape(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int)
 
 def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray:
     """A device's block of an array under a layout without tags and folds."""
-    there = elements(layout, mesh, x.shape, device, False)
-    return filled(x, there)
+    return filled(x, elements(layout, mesh, x.shape, device, False))
 
 
 def filled(x: np.ndarray, there: Elements) -> np.ndarray:
@@ -179,6 +178,18 @@ def random_blocks(
     return blocks
 
 
+def assert_right(
+    plan: Plan, rng: np.random.Generator, unit: int = 1, ends: tuple[Layout, Mesh, Layout, Mesh] | None = None
+) -> None:
+    """Arbitrary addends keep their value, and <A x, y> = <x, A* y>, under the plan's ends or others."""
+    src, here, dst, there = ends or (plan.src, plan.src_mesh, plan.dst, plan.dst_mesh)
+    x, y = (random_blocks(*end, plan.shape, rng, unit) for end in ((src, here), (dst.dual, there)))
+    moved, pulled = reference.run(plan, x), reference.pullback(plan, x, y)
+    value = gather(x, src, here, plan.shape)
+    assert np.array_equal(gather(moved, dst, there, plan.shape), value)
+    assert paired(moved, y, dst, there) == paired(x, pulled, src, here)
+
+
 def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int) -> tuple[np.ndarray, ...]:
     """numpy index of a device's block in the global array."""
     dims = layout.resolved(len(shape)).dims
@@ -186,19 +197,14 @@ def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int)
     return np.ix_(*(np.array(r, int) for r in rows))
 
 
-def foreign_elements(step: Step, before: Sharding, slow: tuple[str, ...] = ()) -> list[int]:
+def foreign_elements(step: Step, before: Sharding) -> list[int]:
     """For every device, the number of other devices' elements in its block after a step.
 
     Device d starts with the bit 2**d everywhere, so the bits of a result name the devices it came from.
-    slow: count only devices that differ along these axes.
     """
-    mesh = before.mesh
-    marked = [np.full(before.local_shape(d), 2**d, np.int64) for d in range(mesh.n_devices)]
+    devices = range(before.mesh.n_devices)
+    marked = [np.full(before.local_shape(d), 2**d, np.int64) for d in devices]
     return [
-        sum(
-            int(np.count_nonzero(block >> other & 1))
-            for other in range(mesh.n_devices)
-            if other != device and (not slow or mesh.index(other, slow) != mesh.index(device, slow))
-        )
+        sum(int(np.count_nonzero(block >> other & 1)) for other in devices if other != device)
         for device, block in enumerate(step.run(marked, before))
     ]

@@ -16,6 +16,8 @@ from xshard.notation.parser import ELLIPSIS, Dim
 # Uneven, empty and divisible lengths, small enough for 16 devices to be quick.
 LENGTHS = st.sampled_from((0, 1, 3, 5, 8, 8, 12, 12))
 LINEAR = ("sum", "mean", "copy")
+UNIT = 64 * 81 * 25  # divisible by every product of axis sizes up to 4, so that means stay whole numbers
+seeds, profiles = st.integers(0, 99), st.sampled_from(("h100", "bandwidth"))
 
 Move = tuple[Mesh, tuple[int, ...], Layout, Layout]
 T = TypeVar("T")

@@ -1,4 +1,6 @@
-"""Global row numbers of local rows, compared with row numbers that the reference scatters."""
+"""Global row numbers of local rows, and the global shape that a block tells."""
+
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 import xshard as xs
 from tests.strategies import layouts, meshes, shapes
 from xshard.errors import MeshError, NotationError, ShapeError
+from xshard.layout.lengths import global_shape
 
 FOUR = xs.Mesh(cp=4)
 
@@ -72,6 +75,30 @@ def test_dims_by_name_by_index_and_behind_an_ellipsis():
     ],
 )
 def test_what_is_refused(layout, shape, dim, device, error, message):
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=re.escape(message)):
         xs.Layout.parse(layout).positions(FOUR, shape, dim, device)
-    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("n/sizes(dp,2,3) d", (5, 4)),
+        ("n/sizes(dp,2,0) d/tp", (2, 4)),
+        ("n/dp/sizes(tp,1,3) d", (8, 4)),
+        ("n/sizes(dp,4,2)/tp d", (6, 4)),
+        ("n/intervals(dp,[0,2,5,7],[2,5]) d", (7, 4)),
+        ("n/zigzag(dp,5,4) d", (9, 4)),
+        ("n/sizes(dp,2,3):halo(1,1,none) d", (5, 4)),
+        ("n/sizes(dp,3,5):window(k=3,s=2) d", (8, 4)),
+        ("n/cyclic(dp,2) d/tp:halo(1,1)", (8, 4)),
+    ],
+)
+def test_a_block_of_any_device_gives_the_shape(layout, shape):
+    mesh, parsed = xs.Mesh(dp=2, tp=2), xs.Layout.parse(layout)
+    for device in range(4):
+        assert global_shape(parsed, mesh, parsed.local_shape(mesh, shape, device), layout) == shape
+
+
+def test_a_block_that_does_not_say_it():
+    with pytest.raises(ShapeError, match="4 rows do not say how long dim 'h' is"):
+        global_shape(xs.Layout.parse("h/tp:window(k=3)"), xs.Mesh(tp=2), (4,), "h/tp:window(k=3)")

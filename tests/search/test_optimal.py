@@ -10,12 +10,15 @@ import heapq
 import itertools
 import math
 import random
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache
 
 import pytest
 
 import xshard as xs
 from xshard.cost.model import price
+from xshard.errors import PlanError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Mask, Permute, ReduceScatter, Slice
@@ -31,68 +34,49 @@ NVLINK, INFINIBAND = xs.Link(3e-6, 4e11), xs.Link(14e-6, 5e10)
 LAUNCH = (("all_to_all", 2e-5), ("exchange", 2e-5), ("other", 6e-6))
 FLAT = xs.Profile("flat", "test", NVLINK, launch_s=LAUNCH)
 # x crosses nodes: a slow link beside fast ones.
-NODES = xs.Profile(
-    "nodes", "test", NVLINK, axes=(("x", INFINIBAND),), launch_s=LAUNCH, copy_bytes_per_s=1.6e12
-)
+NODES = replace(FLAT, name="nodes", axes=(("x", INFINIBAND),), copy_bytes_per_s=1.6e12)
 
 
 def layouts(mesh):
     """Every layout of two dims: each axis cuts a dim, holds addends, or holds replicas."""
     found = []
     for roles in itertools.product((*DIMS, "sum", None), repeat=len(mesh.axes)):
-        by_role = {
-            r: [a for a, role in zip(mesh.axes, roles, strict=True) if role == r] for r in (*DIMS, "sum")
-        }
+        given = dict(zip(mesh.axes, roles, strict=True))
+        by_role = {role: [a for a in mesh.axes if given[a] == role] for role in (*DIMS, "sum")}
         for cuts in itertools.product(*(itertools.permutations(by_role[d]) for d in DIMS)):
             dims = tuple(Dim(d, tuple(Shard((a,)) for a in cut)) for d, cut in zip(DIMS, cuts, strict=True))
             found.append(xs.Layout(dims, (("sum", tuple(by_role["sum"])),)))
     return found
 
 
-class Graph:
-    """All layouts and the steps between them. A step is applied once, when a search first needs it, and
-    priced for each profile.
-    """
+@lru_cache(maxsize=2)
+def graph(mesh, shape):
+    """All layouts, and what a search asks: the seconds of the cheapest step from one to another."""
+    shardings = {node: xs.Sharding(node, mesh, shape) for node in layouts(mesh)}
 
-    def __init__(self, mesh, shape):
-        self.shardings = {node: xs.Sharding(node, mesh, shape) for node in layouts(mesh)}
-        self._moves, self._jumps, self._seconds = {}, {}, {}
-
-    def edges(self, node, profile, passes):
-        """The layouts that `passes` lets through, each with the seconds of the cheapest step to it."""
-        for after in self.shardings:
-            if not passes(after):
-                continue
-            key = node, after, profile
-            if key not in self._seconds:
-                here, there = self.shardings[node], self.shardings[after]
-                steps = [*self.moves(node).get(after, ()), *self.jumps(node, after)]
-                seconds = [price(step, here, there, 4, profile).seconds for step in steps]
-                self._seconds[key] = min(seconds, default=math.inf)
-            yield after, self._seconds[key]
-
-    def moves(self, node):
+    @cache
+    def moves(node):
         """The steps that name what they change, by the layout that they lead to."""
-        if node not in self._moves:
-            found = self._moves[node] = {}
-            for step in steps_from(node, self.shardings[node].mesh):
-                for after in self._applied(step, node):
-                    found.setdefault(after, []).append(step)
-        return self._moves[node]
+        found = {}
+        for step in steps_from(node, mesh):
+            with suppress(PlanError):
+                found.setdefault(step.after(shardings[node]).layout, []).append(step)
+        return found
 
-    def jumps(self, node, after):
-        """The steps that name where they lead, if they apply."""
-        key = node, after
-        if key not in self._jumps:
-            steps = [] if node == after else [Permute(after), Exchange(after)]
-            self._jumps[key] = [step for step in steps if after in self._applied(step, node)]
-        return self._jumps[key]
+    @cache
+    def steps(node, after):
+        found = list(moves(node).get(after, ()))
+        for step in (Permute(after), Exchange(after)) if node != after else ():
+            with suppress(PlanError):
+                found += [step] if step.after(shardings[node]).layout == after else []
+        return found
 
-    def _applied(self, step, node):
-        try:
-            return (step.after(self.shardings[node]).layout,)
-        except xs.errors.PlanError:
-            return ()
+    @cache
+    def seconds(node, after, profile):
+        ends = shardings[node], shardings[after]
+        return min((price(s, *ends, 4, profile).seconds for s in steps(node, after)), default=math.inf)
+
+    return shardings, seconds
 
 
 def steps_from(src, mesh):
@@ -126,11 +110,6 @@ def slices(src, free):
                 yield Slice(cuts)
 
 
-@lru_cache(maxsize=2)
-def graph(mesh, shape):
-    return Graph(mesh, shape)
-
-
 def allowed(mesh, src, dst, profile):
     """Where a plan may pass: over axes that change, and replicas that relieve them."""
     level = {span.axis: span.level for span in profile.link_spans(mesh)}
@@ -152,32 +131,36 @@ def allowed(mesh, src, dst, profile):
     return passes
 
 
-def least_seconds(edges, mesh, shape, src, dst, profile):
+def least_seconds(mesh, shape, src, dst, profile):
     """Dijkstra over all layouts that hold no block larger than both ends."""
-    largest = max(xs.Sharding(end, mesh, shape).max_local_size for end in (src, dst))
-    passes = allowed(mesh, src, dst, profile)
+    shardings, seconds_to = graph(mesh, shape)
+    largest = max(shardings[end].max_local_size for end in (src, dst))
+    passes, sums = allowed(mesh, src, dst, profile), {node: set(node.tagged("sum")) for node in shardings}
+    inside = [node for node in shardings if passes(node) and shardings[node].max_local_size <= largest]
     best, queue, tie = {src: 0.0}, [(0.0, 0, src)], itertools.count(1)
-    sizes = edges.shardings
-    inside = {node for node in sizes if passes(node) and sizes[node].max_local_size <= largest}
     while queue:
         seconds, _, node = heapq.heappop(queue)
         if node == dst:
             return seconds
         if seconds > best[node]:
             continue
-        sums = set(node.tagged("sum"))
-        ended, begun = set(src.tagged("sum")) - sums, sums - set(src.tagged("sum"))
-
-        def follows(after, ended=ended, begun=begun):
+        ended, begun = sums[src] - sums[node], sums[node] - sums[src]
+        for after in inside:
             # A sum that has ended does not begin again, nor does one end that has begun.
-            later = set(after.tagged("sum"))
-            return after in inside and not (ended & later or begun - later)
-
-        for after, more in edges.edges(node, profile, follows):
-            if seconds + more < best.get(after, math.inf):
-                best[after] = seconds + more
-                heapq.heappush(queue, (seconds + more, next(tie), after))
+            if not (ended & sums[after] or begun - sums[after]):
+                more = seconds + seconds_to(node, after, profile)
+                if more < best.get(after, math.inf):
+                    best[after] = more
+                    heapq.heappush(queue, (more, next(tie), after))
     raise AssertionError("a direct exchange always leads there")
+
+
+def pairs(mesh, nodes, pytestconfig):
+    """Pairs of layouts: all on meshes of one and two axes, which are always searched whole."""
+    found, wanted = [(a, b) for a in nodes for b in nodes if a != b], pytestconfig.getoption("pairs")
+    if len(mesh.axes) < 3 or wanted == "all":
+        return found
+    return random.Random(str(mesh)).sample(found, min(int(wanted), len(found)))
 
 
 # The order of axes on equal links decides nothing: of all axes, or of those inside nodes.
@@ -193,14 +176,8 @@ PRICED = [
 @pytest.mark.parametrize(("profile", "mesh"), PRICED, ids=lambda value: getattr(value, "name", str(value)))
 def test_no_path_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
-    edges = graph(mesh, shape)
-    nodes = edges.shardings
-    pairs = [(a, b) for a in nodes for b in nodes if a != b]
-    wanted = pytestconfig.getoption("pairs")
-    if len(mesh.axes) == 3 and wanted != "all":  # smaller meshes are always searched whole
-        pairs = random.Random(str(mesh)).sample(pairs, min(int(wanted), len(pairs)))
-    for src, dst in pairs:
-        least = least_seconds(edges, mesh, shape, src, dst, profile)
+    for src, dst in pairs(mesh, graph(mesh, shape)[0], pytestconfig):
+        least = least_seconds(mesh, shape, src, dst, profile)
         plan = xs.plan((src, dst), mesh, shape, profile=profile)
         assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
 
@@ -223,18 +200,14 @@ def least_over_parts(mesh, shape, src, dst, profile):
     start, goal = (end.with_layout(end.normal) for end in (start, goal))
     free = [part for a in changing for part in fine.sub_axes[a]]
     blocks = tuple(map(math.gcd, start.max_local_shape, goal.max_local_shape))
-    best = math.inf
-    for sliced, here in cut_to(blocks, start, free):
-        for landed, there in cut_to(blocks, goal, free):
-            if here.layout == there.layout:
-                continue
+    found = [math.inf]
+    ends = (cut_to(blocks, end, free) for end in (start, goal))
+    for (sliced, here), (landed, there) in itertools.product(*ends):
+        if here.layout != there.layout:
             steps = [*sliced, Permute(there.layout)]
-            gathers = [AllGather(*cut) for step in landed for cut in step.cuts]
-            best = min(
-                best,
-                *(seconds_of([*steps, *order], start, profile) for order in itertools.permutations(gathers)),
-            )
-    return best
+            gathers = itertools.permutations(AllGather(*cut) for step in landed for cut in step.cuts)
+            found += [seconds_of([*steps, *order], start, profile) for order in gathers]
+    return min(found)
 
 
 def cut_to(blocks, here, free):
@@ -260,15 +233,9 @@ def seconds_of(steps, here, profile):
 @pytest.mark.parametrize("mesh", DIVISIBLE, ids=str)
 def test_no_path_over_parts_of_axes_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
-    edges = graph(mesh, shape)
-    nodes = edges.shardings
-    pairs = [(a, b) for a in nodes for b in nodes if a != b and not a.tags and not b.tags]
-    wanted = pytestconfig.getoption("pairs")
-    if len(mesh.axes) == 3 and wanted != "all":
-        pairs = random.Random(str(mesh)).sample(pairs, min(int(wanted), len(pairs)))
     divided = 0
-    for src, dst in pairs:
-        whole = least_seconds(edges, mesh, shape, src, dst, profile)
+    for src, dst in pairs(mesh, [node for node in graph(mesh, shape)[0] if not node.tags], pytestconfig):
+        whole = least_seconds(mesh, shape, src, dst, profile)
         least = min(whole, least_over_parts(mesh, shape, src, dst, profile))
         plan = xs.plan((src, dst), mesh, shape, profile=profile)
         assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"

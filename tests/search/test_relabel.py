@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 import xshard as xs
-from tests.plans.test_properties import profiles, seeds
+from tests.messages import refused
+from tests.strategies import profiles, seeds
 from tests.two_meshes import assert_right, crossing, crossings, planned
 from xshard import Layout
 from xshard.plans.transfer import Transfer
@@ -78,15 +79,8 @@ def test_relabelling_may_leave_nothing_to_move():
     options = ("n/x/y", "n/y/x", "x=2,y=3", "x=2,y=3", (12,))
     plain, plan = crossing(*options), crossing(*options, relabel=True)
     assert plain.bytes_received == 2 * 8
-    assert (plan.bytes_received, plan.cost, [str(step) for step in plan.steps]) == (
-        *(0, 0),
-        ["transfer, 0 messages"],
-    )
+    assert (plan.bytes_received, plan.cost, *map(str, plan.steps)) == (0, 0, "transfer, 0 messages")
     assert plan.dst_devices == (0, 2, 4, 1, 3, 5)
-    blocks = xs.reference.run(plan, xs.reference.scatter(np.arange(12), "n/x/y", plan.src_mesh))
-    assert [b.tolist() for b in blocks] == [
-        b.tolist() for b in xs.reference.scatter(np.arange(12), "n/y/x", plan.dst_mesh)
-    ]
 
 
 def test_devices_that_gain_nothing_stay():
@@ -97,8 +91,6 @@ def test_devices_that_gain_nothing_stay():
 
 def test_relabelling_without_scipy(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(xs.errors.PlanError) as caught:
+    message = "relabel=True needs scipy\n  pip install scipy, or xshard with its extra 'relabel'"
+    with refused(xs.errors.PlanError, message):
         crossing("n/x/y", "n/y/x", "x=2,y=3", "x=2,y=3", (18,), relabel=True)
-    assert str(caught.value) == (
-        "relabel=True needs scipy\n  pip install scipy, or xshard with its extra 'relabel'"
-    )

@@ -8,6 +8,7 @@ import pytest
 
 import xshard as xs
 from tests import oracle
+from tests.search.test_optimal import FLAT, NVLINK
 from xshard.cost.model import price
 from xshard.errors import MeshError, PlanError
 from xshard.layout.layout import parse_expression
@@ -16,10 +17,6 @@ from xshard.notation.parser import Dim, Shard
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice
 
 MESH = xs.Mesh(x=4, y=2, z=2)
-NVLINK = xs.Link(3e-6, 4e11)
-FLAT = xs.Profile(
-    "flat", "test", NVLINK, launch_s=(("all_to_all", 2e-5), ("exchange", 2e-5), ("other", 6e-6))
-)
 # Eight devices a node, and four: of the latter `x` leaves a node half-way.
 NODES = [
     xs.Profile("nodes", "test", NVLINK, xs.Link(14e-6, 5e10), n, copy_bytes_per_s=1.6e12) for n in (4, 8)
@@ -76,22 +73,20 @@ def test_a_step_over_all_parts_costs_what_it_costs_over_the_axis(layout, step, p
     assert other == pytest.approx(one)
 
 
+LANDED = ["permute", "all_gather a/x_1"]
+
+
 @pytest.mark.parametrize(
     ("move", "mesh", "steps", "split"),
     [
         # Two blocks of the one are a block of the other.
-        ("a/x b -> a/y b", "x=4,y=2", ["permute", "all_gather a/x_1"], {"x": (2, 2)}),
+        ("a/x b -> a/y b", "x=4,y=2", LANDED, {"x": (2, 2)}),
         ("a/y b -> a/x b", "x=4,y=2", ["slice a/x_1", "permute"], {"x": (2, 2)}),
-        ("a/x b -> a/y b", "x=8,y=2", ["permute", "all_gather a/x_1"], {"x": (2, 4)}),
+        ("a/x b -> a/y b", "x=8,y=2", LANDED, {"x": (2, 4)}),
         # One half of an axis goes to each dim.
         ("a b/y -> a/y b/x", "x=4,y=2", ["slice a/x_1 b/x_0", "permute"], {"x": (2, 2)}),
         # Neither divides the other: twelve blocks are cut alike at both ends.
-        (
-            "a/x b -> a/y b",
-            "x=4,y=6",
-            ["slice a/y_1", "permute", "all_gather a/x_1"],
-            {"x": (2, 2), "y": (2, 3)},
-        ),
+        ("a/x b -> a/y b", "x=4,y=6", ["slice a/y_1", *LANDED], {"x": (2, 2), "y": (2, 3)}),
         # What needs no part has none.
         ("a/x b -> a/y b", "x=4,y=4", ["permute"], {}),
         ("a/x b -> a b/x", "x=4,y=2", ["all_to_all a/x -> b/x"], {}),
@@ -110,14 +105,7 @@ def test_an_axis_is_divided_where_that_saves_time(move, mesh, steps, split):
 @pytest.mark.parametrize("profile", PROFILES[:2], ids=lambda p: p.name)
 def test_values_and_the_adjoint(move, profile):
     plan = xs.plan(move, MESH, (16, 16), "int64", profile=profile)
-    rng = np.random.default_rng(0)
-    blocks = oracle.random_blocks(plan.src, MESH, plan.shape, rng)
-    out = xs.reference.run(plan, blocks)
-    value = oracle.gather(blocks, plan.src, MESH, plan.shape)
-    assert np.array_equal(oracle.gather(out, plan.dst, MESH, plan.shape), value)
-    ys = oracle.random_blocks(plan.dst.dual, MESH, plan.shape, rng)
-    pulled = xs.reference.run(plan.backward, ys)
-    assert oracle.paired(out, ys, plan.dst, MESH) == oracle.paired(blocks, pulled, plan.src, MESH)
+    oracle.assert_right(plan, np.random.default_rng(0))
 
 
 def test_a_divided_plan_prints_explains_and_survives_json():
@@ -131,16 +119,14 @@ def test_a_divided_plan_prints_explains_and_survives_json():
 
 def test_copies_are_told_from_replicas_part_by_part():
     plan = xs.plan("a/x b -> a/y b | copy(x)", xs.Mesh(x=4, y=2), (16, 16))
-    assert [str(step) for step in plan.steps] == ["permute", "all_gather a/x_1"]
+    assert [str(step) for step in plan.steps] == LANDED
     assert str(plan.stages[-1].after.layout) == "a/y b | copy(x_0,x_1)"
 
 
 def test_an_axis_that_holds_addends_is_not_divided():
-    split = (("x", (2, 2)),)
-    summed = (AllReduce(("x_0", "x_1")),)
-    ends = parse_expression("a b | sum(x) -> a b")
+    ends, summed = parse_expression("a b | sum(x) -> a b"), (AllReduce(("x_0", "x_1")),)
     with pytest.raises(PlanError, match="axis 'x' is divided and holds addends"):
-        xs.Plan(*ends, xs.Mesh(x=4, y=2), (8, 8), "float32", summed, split=split)
+        xs.Plan(*ends, xs.Mesh(x=4, y=2), (8, 8), "float32", summed, split=(("x", (2, 2)),))
 
 
 def test_a_ring_is_not_divided():
@@ -169,10 +155,7 @@ def test_links_named_by_axis_hold_for_parts():
 def test_more_devices_than_rows_of_a_part_are_left_to_other_steps():
     for rows in itertools.product((2, 3, 6, 12), repeat=2):
         plan = xs.plan("a/x b -> a/y b", xs.Mesh(x=4, y=6), rows, "int64", profile=FLAT)
-        blocks = oracle.random_blocks(plan.src, plan.mesh, rows, np.random.default_rng(0))
-        out = xs.reference.run(plan, blocks)
-        value = oracle.gather(blocks, plan.src, plan.mesh, rows)
-        assert np.array_equal(oracle.gather(out, plan.dst, plan.mesh, rows), value)
+        oracle.assert_right(plan, np.random.default_rng(0))
 
 
 def test_replicas_inside_a_node_relieve_a_permutation_without_those_across():

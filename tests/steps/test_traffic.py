@@ -1,4 +1,4 @@
-"""Closed forms of the traffic between even layouts, against messages counted one by one."""
+"""The traffic of exchanges, in closed form and counted by arrays, against messages counted one by one."""
 
 import math
 from collections import Counter
@@ -9,12 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import xshard as xs
+from tests.steps.test_exchange import ends, near_moves
+from tests.strategies import moves
 from xshard.cost.bounds import total_elements
+from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Exchange
 from xshard.steps.exchange.even_traffic import met_elements, node_lack
 from xshard.steps.exchange.messages import messages_to
-from xshard.steps.exchange.traffic import even_traffic, link_cuts
+from xshard.steps.exchange.traffic import counted_traffic, even_traffic, link_cuts
+from xshard.steps.traffic import LinkSpan
 
 FAST, SLOW = xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9)
 
@@ -46,6 +50,15 @@ def plain_layouts(draw, mesh, sums):
     return xs.Layout(dims, (("sum", tuple(tagged)),))
 
 
+@st.composite
+def any_moves(draw):
+    """(source, destination, spans): any linear layouts, on two kinds of links."""
+    src, dst = ends(draw(moves(kinds=("linear",))))
+    chosen = draw(st.sets(st.sampled_from(src.mesh.axes)))
+    spans = [LinkSpan(a, src.mesh.size(a), int(a in chosen)) for a in src.mesh.axes]
+    return src, dst, tuple(sorted(spans, key=lambda span: span.level))
+
+
 def slowest(mesh, spans, a, b):
     """The level between two devices: that of the slowest span along which they differ."""
     coords = [dict(zip(mesh.axes, mesh.coords(device), strict=True)) for device in (a, b)]
@@ -54,69 +67,62 @@ def slowest(mesh, spans, a, b):
     )
 
 
-def counted(src, dst, spans):
-    """Per level, the most elements and messages that a device receives, and slack; and totals of all.
+def counted(src, dst, level_of, nodes=None):
+    """Per level, the most elements and messages that a device receives; its elements for each device; totals.
 
     Totals: elements received; elements packed and unpacked if all boxes are; and if a device's own box is
     put into place directly.
     """
-    elements, messages, most = Counter(), Counter(), [0, 0, 0]
-    by_group, size = Counter(), Counter()  # of a level: the devices that its links and slower ones divide
+    elements, messages, most, each = Counter(), Counter(), [0, 0, 0], []
     for device in range(src.mesh.n_devices):
-        own = Counter(), Counter()
-        wanted = 0
-        for message in messages_to(src, dst, device):
+        received, senders, wanted = Counter(), Counter(), 0
+        for message in messages_to(src, dst, device, nodes):
             wanted += message.size
-            if message.src != device:
-                level = slowest(src.mesh, spans, message.src, device)
-                own[0][level] += message.size
-                own[1][level] += 1
-        coords = dict(zip(src.mesh.axes, src.mesh.coords(device), strict=True))
-        for level in {span.level for span in spans}:
-            places = (coords[s.axis] // s.stride % s.size for s in spans if s.level <= level)
-            group = level, *places
-            by_group[group] += own[0][level]
-            size[group] += 1
-        elements |= own[0]
-        messages |= own[1]
-        received = own[0].total()
-        most = list(map(max, most, (received, 2 * wanted, received + wanted)))
-    mean = {level: max(n / size[g] for g, n in by_group.items() if g[0] == level) for level in +elements}
-    return [
-        (n, messages[level], level, int(n - mean[level])) for level, n in sorted((+elements).items())
-    ], most
+            if message.src != device and message.size:
+                level = level_of(message.src, device)
+                received[level] += message.size
+                senders[level] += 1
+        elements, messages, each = elements | received, messages | senders, [*each, received]
+        total = received.total()
+        most = list(map(max, most, (total, 2 * wanted, total + wanted)))
+    return [(n, messages[level], level) for level, n in sorted(elements.items())], each, most
 
 
-@given(even_moves())
+def slack(mesh, spans, level, each):
+    """How many elements fewer the devices that share a link receive on average than the busiest of all."""
+    by_group = {}
+    for device, received in enumerate(each):
+        coords = dict(zip(mesh.axes, mesh.coords(device), strict=True))
+        group = tuple(coords[s.axis] // s.stride % s.size for s in spans if s.level <= level)
+        by_group.setdefault(group, []).append(received[level])
+    return int(max(n[level] for n in each) - max(sum(n) / len(n) for n in by_group.values()))
+
+
+@given(even_moves() | any_moves())
 def test_traffic_by_level_is_that_of_the_messages(move):
+    """By the closed form, and by arrays over the mesh: for cuts that do not divide each other, as 4 and 6."""
     src, dst, spans = move
-    traffic = even_traffic(src, dst, spans)
-    assume(traffic is not None)
-    hops, most = counted(src, dst, spans)
-    assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == hops
-    assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
+    hops, each, most = counted(src, dst, lambda a, b: slowest(src.mesh, spans, a, b))
+    expected = [(*hop, slack(src.mesh, spans, hop[-1], each)) for hop in hops]
+    for traffic in (even_traffic(src, dst, spans), counted_traffic(src, dst, spans)):
+        if traffic is not None:
+            assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == expected
+            assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 
-@given(even_moves())
-def test_layouts_without_a_closed_form_are_priced_alike(move):
-    """Cuts that do not divide each other, such as 4 and 6, are priced by arrays over the mesh."""
-    src, dst, spans = move
-    hops, most = counted(src, dst, spans)
-    traffic = Exchange(dst.layout).traffic(src, spans)
-    assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == hops
-    assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
+@given(near_moves())
+def test_traffic_from_near_senders_is_that_of_the_messages(move):
+    src, dst, nodes = move
+    hops, _, most = counted(src, dst, lambda a, b: int(a // nodes == b // nodes), nodes)
+    traffic = Exchange(dst.layout, nodes).traffic(src)
+    assert sorted((hop.received, hop.messages, hop.level) for hop in traffic.hops) == sorted(hops)
+    assert [traffic.copied, traffic.copied - traffic.kept] == most[1:]
 
 
 def rows_of(sharding, device):
     """Positions of all elements in a device's block."""
-    return set(
-        product(
-            *(
-                [run.start + i for run in sharding.held(d, device) for i in range(run.length)]
-                for d in range(len(sharding.shape))
-            )
-        )
-    )
+    along = (row_numbers(sharding.held(d, device)).tolist() for d in range(len(sharding.shape)))
+    return set(product(*along))
 
 
 @given(even_moves(sums=False).filter(lambda move: math.prod(move[0].shape) <= 144 * 144))
@@ -144,10 +150,8 @@ def test_elements_that_some_device_holds_at_both_ends(move):
     assume(all(s.is_even for s in small))
     found = met_elements(small[0].shape, *(link_cuts(s, ()) for s in small))
     assume(found is not None)
-    met = set()
-    for device in range(src.mesh.n_devices):
-        met |= rows_of(small[0], device) & rows_of(small[1], device)
-    assert found == len(met)
+    met = (rows_of(small[0], device) & rows_of(small[1], device) for device in range(src.mesh.n_devices))
+    assert found == len(set().union(*met))
 
 
 @pytest.mark.parametrize(
