@@ -73,8 +73,7 @@ def torch_head_tail(rows, rank, n):
 
 
 def torch_per_document(lengths, n):
-    """torch's _PerDocumentHeadTailLoadBalancer: per document, head and tail of every rank; then contiguous
-    parts."""
+    """torch's _PerDocumentHeadTailLoadBalancer: of each document head and tail of every rank, then parts."""
     found, start = [], 0
     for length in lengths:
         chunk = length // (2 * n)
@@ -85,18 +84,11 @@ def torch_per_document(lengths, n):
     return [part.tolist() for part in np.split(np.array(found), n)]
 
 
-ZIGZAGS = [
-    ring_flash_attention,
-    megatron,
-    transformer_engine_thd,
-    transformer_engine_jax,
-    hyena,
-    torch_head_tail,
-]
+ZIGZAGS = [ring_flash_attention, megatron, transformer_engine_thd, transformer_engine_jax, hyena]
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("formula", ZIGZAGS)
+@pytest.mark.parametrize("formula", [*ZIGZAGS, torch_head_tail])
 def test_zigzag_is_the_order_of_many_systems(formula, n):
     rows = np.arange(6 * n)
     expected = [formula(rows, rank, n).tolist() for rank in range(n)]
@@ -119,9 +111,7 @@ def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_atte
     text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
     found = positions(text, xs.Mesh(cp=n), len(rows))
     assert found == [transformer_engine_thd(rows, rank, n, ends).tolist() for rank in range(n)]
-    documents = np.split(
-        rows, ends[1:-1]
-    )  # varlen of ring-flash-attention: the same for each document in turn
+    documents = np.split(rows, ends[1:-1])  # varlen of ring-flash-attention: each document in turn
     each = [[ring_flash_attention(d, rank, n) for d in documents] for rank in range(n)]
     assert found == [np.concatenate(rank).tolist() for rank in each]
 
@@ -132,24 +122,24 @@ def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
     expected = torch_per_document(lengths, n)
     assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
     assert expected != positions("s/zigzag(cp,4,8,4)", xs.Mesh(cp=n), 16)
-    parts = [
-        ",".join(f"{run.start},{run.start + run.length}" for run in as_runs(np.array(rank)))
-        for rank in expected
-    ]
-    text = "s/intervals(cp," + ",".join(f"[{part}]" for part in parts) + ")"
-    assert positions(text, xs.Mesh(cp=n), 16) == expected
+    runs = [[(run.start, run.start + run.length) for run in as_runs(np.array(rank))] for rank in expected]
+    parts = ",".join(str([end for run in some for end in run]) for some in runs)
+    assert positions(f"s/intervals(cp,{parts})", xs.Mesh(cp=n), 16) == expected
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_cyclic_is_striped_attention(n):
+def test_cyclic_is_striped_attention_and_fpdt(n):
     rows = np.arange(6 * n)
     found = positions("s/cyclic(cp)", xs.Mesh(cp=n), len(rows))
     # ring-flash-attention's stripe: stack(split(n), dim).transpose, and the rank's row
     assert found == np.stack(np.split(rows, 6)).T.tolist()
-    # TransformerEngine JAX Striped with its stripe size: reshape, swap, reshape
     for stripe in (1, 2, 3):
+        # TransformerEngine JAX Striped with its stripe size: reshape, swap, reshape
         striped = rows.reshape(-1, n, stripe).swapaxes(0, 1).reshape(n, -1).tolist()
         assert positions(f"s/cyclic(cp,{stripe})", xs.Mesh(cp=n), len(rows)) == striped
+        # DeepSpeed FPDT: chunk c of the sequence to rank c mod n
+        chunks = np.split(rows, len(rows) // stripe)
+        assert striped == [np.concatenate(chunks[rank::n]).tolist() for rank in range(n)]
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (2, 3), (1, 4)])
@@ -159,29 +149,12 @@ def test_yunchang_cuts_twice(ring, ulysses):
     rows = np.arange(6 * n)
     strip = rows.reshape(-1, ring).T.ravel()  # "strip": the whole sequence by stripes of the ring
     assert positions("s/cyclic(ring)/ulysses", mesh, len(rows)) == [p.tolist() for p in np.split(strip, n)]
-    zigzag = [
-        part.tolist()
-        for rank in range(ring)
-        for part in np.split(ring_flash_attention(rows, rank, ring), ulysses)
-    ]
+    halves = [np.split(ring_flash_attention(rows, rank, ring), ulysses) for rank in range(ring)]
+    zigzag = [part.tolist() for some in halves for part in some]
     assert positions("s/zigzag(ring)/ulysses", mesh, len(rows)) == zigzag
     assert (zigzag == positions("s/zigzag(ring,ulysses)", mesh, len(rows))) == (ulysses == 1)
     basic = [p.tolist() for p in np.split(rows, n)]
     assert positions("s/(ring,ulysses)", mesh, len(rows)) == basic
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_fpdt_gives_chunks_in_turn(n):
-    """DeepSpeed FPDT: chunk c of the sequence to rank c mod n."""
-    chunk, rows = 3, np.arange(12 * n)
-    chunks = np.split(rows, len(rows) // chunk)
-    expected = [np.concatenate(chunks[rank::n]).tolist() for rank in range(n)]
-    assert positions(f"s/cyclic(cp,{chunk})", xs.Mesh(cp=n), len(rows)) == expected
-
-
-def causal_work(text, n, length):
-    """Number of keys that the queries of every device attend to."""
-    return [sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=n), length)]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +162,7 @@ def causal_work(text, n, length):
     [("s/cp", 1.75), ("s/zigzag(cp)", 1.0), ("s/cyclic(cp)", 1.0), ("s/cyclic(cp,64)", 1.047)],
 )
 def test_the_busiest_of_four_devices_against_the_mean(text, balance):
-    work = causal_work(text, 4, 4096)
+    work = [sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=4), 4096)]  # keys attended to
     assert max(work) / np.mean(work) == pytest.approx(balance, rel=0.001)
     assert (min(work) == max(work)) == ("zigzag" in text)
 

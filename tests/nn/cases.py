@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
+from tests import oracle
 from xshard.nn.windows import taps
 
 PAIR, ROW, GRID = xs.Mesh(sp=2), xs.Mesh(sp=4), xs.Mesh(x=2, y=2)
@@ -66,9 +67,10 @@ def case(
 ) -> Case:
     """A case with one number for all spatial dims, or one for each."""
     each = {
-        name: options.pop(name, default) for name, default in (("s", 1), ("p", 0), ("d", 1), ("extra", 0))
+        "k": k,
+        **{name: options.pop(name, n) for name, n in (("s", 1), ("p", 0), ("d", 1), ("extra", 0))},
     }
-    spread = {name: (n,) * len(space) if isinstance(n, int) else n for name, n in [*each.items(), ("k", k)]}
+    spread = {name: (n,) * len(space) if isinstance(n, int) else n for name, n in each.items()}
     spread["p"] = tuple((n, n) if isinstance(n, int) else n for n in spread["p"])
     shape = (options.pop("batch", 1), channels, *space)
     return Case(op, shape, layout if layout[:2] == "b/" else f"b c {layout}", mesh, **spread, **options)
@@ -259,18 +261,14 @@ def one_device(
             patches = grouped(_gathered(x, rows))
             y = flat(np.einsum(f"{wide},{of_kernel}->{narrow}", patches, weights))
             dy = grouped(cotangent(y.shape))
-            of_x = _scattered(
-                flat(np.einsum(f"{narrow},{of_kernel}->{wide}", dy, weights)), rows, x.shape[2:]
-            )
+            of_patches = flat(np.einsum(f"{narrow},{of_kernel}->{wide}", dy, weights))
+            of_x = _scattered(of_patches, rows, x.shape[2:])
             of_weights = np.einsum(f"{wide},{narrow}->{of_kernel}", patches, dy)
         else:  # the adjoint of a convolution: its outputs are a convolution's inputs
-            n, s, p, d, k = case.shape[2:], case.s, case.p, case.d, case.k
-            lengths = [
-                (n[i] - 1) * s[i] - sum(p[i]) + d[i] * (k[i] - 1) + 1 + case.extra[i] for i in range(rank)
-            ]
-            y = _scattered(
-                flat(np.einsum(f"{narrow},{of_kernel}->{wide}", grouped(x), weights)), rows, lengths
-            )
+            numbers = zip(case.shape[2:], case.s, case.p, case.d, case.k, case.extra, strict=True)
+            lengths = [(n - 1) * s - sum(p) + d * (k - 1) + 1 + more for n, s, p, d, k, more in numbers]
+            added = flat(np.einsum(f"{narrow},{of_kernel}->{wide}", grouped(x), weights))
+            y = _scattered(added, rows, lengths)
             dy = grouped(_gathered(cotangent(y.shape), rows))
             of_x = flat(np.einsum(f"{wide},{of_kernel}->{narrow}", dy, weights))
             of_weights = np.einsum(f"{wide},{narrow}->{of_kernel}", dy, grouped(x))
@@ -300,21 +298,15 @@ def _counts(case: Case, i: int, rows: NDArray) -> NDArray:
 
 # -- halos -------------------------------------------------------------------------------------------------
 
-# The boundary of every sharded dim, and numpy's padding at both ends.
-RULES = {
-    "zero": ("zero", 0.0, 0.0),
-    "zero at the poles": ("zero", 0.0, 0.0),
-    "circular": ("periodic", "wrap", "wrap"),
-    "none": ("none", None, None),
-    "none (edge ranks get no halo)": ("none", None, None),
-    "constant 1.234": ("constant(1.234)", 1.234, 1.234),
-    "replicate top, constant=1 bottom": ("edge,constant(1)", "edge", 1.0),
-}
+# The boundary of every sharded dim.
+RULES = {"zero": "zero", "zero at the poles": "zero", "circular": "periodic", "none": "none"}
+RULES |= {"none (edge ranks get no halo)": "none", "constant 1.234": "constant(1.234)"}
+RULES |= {"replicate top, constant=1 bottom": "edge,constant(1)"}
 
 
 def halo_layout(data: dict[str, Any]) -> str:
     dims = sharded_layout(data).split()
-    rule = "pole(d3)" if data["name"] == EARTH else RULES[data["boundary"]][0]
+    rule = "pole(d3)" if data["name"] == EARTH else RULES[data["boundary"]]
     for d, before, after in zip(data["sharded_dims"], data["halo_before"], data["halo_after"], strict=True):
         dims[d] += f":halo([{','.join(map(str, before))}],[{','.join(map(str, after))}],{rule})"
     if data["name"] == EARTH:
@@ -323,35 +315,9 @@ def halo_layout(data: dict[str, Any]) -> str:
 
 
 def halo_blocks(data: dict[str, Any], x: NDArray) -> list[NDArray]:
-    """Pieces of the array that numpy padded, dim after dim."""
-    mesh, blocks = device_mesh(data), []
-    sides = list(zip(data["sharded_dims"], data["halo_before"], data["halo_after"], strict=True))
-    widest = {d: (max(before), max(after)) for d, before, after in sides}
-    if data["name"] == EARTH:
-        turned = np.roll(x, x.shape[3] // 2, 3)[:, :, ::-1]
-        whole = np.concatenate([turned[:, :, -3:], x, turned[:, :, :3]], 2)
-        whole = np.pad(whole, [(0, 0)] * 3 + [(3, 3)], "wrap")
-    elif RULES[data["boundary"]][1] is None:
-        whole, widest = x, dict.fromkeys(widest, (0, 0))
-    else:
-        whole = x
-        for d, (lo, hi) in widest.items():
-            ends = []
-            for pair, rule in zip(((lo, 0), (0, hi)), RULES[data["boundary"]][1:], strict=True):
-                pads = [pair if i == d else (0, 0) for i in range(x.ndim)]
-                options = {} if isinstance(rule, str) else {"constant_values": rule}
-                ends.append(np.pad(whole, pads, rule if isinstance(rule, str) else "constant", **options))
-            n = whole.shape[d]
-            whole = np.concatenate([ends[0].take(range(lo), d), whole, ends[1].take(range(n, n + hi), d)], d)
-    for device in range(mesh.n_devices):
-        index = [slice(None)] * x.ndim
-        for i, (d, before, after) in enumerate(sides):
-            part = mesh.coords(device)[i]
-            ends = np.cumsum([0, *map(len, np.array_split(range(x.shape[d]), data["mesh"][i]))])
-            start = ends[part] - before[part] + widest[d][0]
-            index[d] = slice(max(start, 0), min(ends[part + 1] + after[part] + widest[d][0], whole.shape[d]))
-        blocks.append(whole[tuple(index)])
-    return blocks
+    """Pieces of the array that numpy padded."""
+    mesh, layout = device_mesh(data), xs.Layout(halo_layout(data))
+    return [oracle.spread(x, layout, mesh, device) for device in range(mesh.n_devices)]
 
 
 def adjoint_error(data: dict[str, Any], x: NDArray, ys: Sequence[NDArray], gradient: NDArray) -> float:
