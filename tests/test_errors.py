@@ -6,8 +6,6 @@ import pytest
 
 import xshard as xs
 
-TEXT = "b s/cq c -> b s c"
-
 
 def printed(error: BaseException) -> list[str]:
     return "".join(traceback.format_exception(error)).splitlines()
@@ -30,7 +28,7 @@ def marked(lines: list[str]) -> str:
 )
 def test_the_caret_stands_under_what_is_wrong(printing):
     with pytest.raises(xs.errors.NotationError) as caught:
-        xs.plan(TEXT, xs.Mesh(cp=4), (2, 8, 4))
+        xs.plan("b s/cq c -> b s c", xs.Mesh(cp=4), (2, 8, 4))
     assert marked(printing(caught.value.with_traceback(None))) == "cq"
 
 

@@ -1,7 +1,4 @@
-"""The planner's contract: right, cheap, within memory, and the same in every process.
-
-Long because one table has every refusal of `plan`.
-"""
+"""The planner's contract: right, cheap, within memory, and the same in every process."""
 
 import os
 import re
@@ -12,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import xshard as xs
+from tests import oracle
 from tests.cases import CASES
+from tests.messages import refused
 from tests.strategies import layouts, moves
 from xshard import Layout
-from xshard.errors import LinearityError, NotationError, PlanError, ProfileError, ShapeError
+from xshard.errors import NotationError, PlanError, ProfileError, ShapeError
 from xshard.plans.table import alternatives
 from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
@@ -58,10 +56,10 @@ def test_the_usual_moves_are_the_usual_collectives(expression, forward, backward
 
 
 DUMP_PLANS = """
-import json
-from pathlib import Path
 import xshard as xs
+from tests import oracle
 from tests.cases import CASES
+from tests.messages import refused
 from tests.plans.test_public_cases import PUBLIC_CASES, move_of
 from tests.two_meshes import TWO_MESHES, public
 for case in CASES:
@@ -82,24 +80,13 @@ print(plan.dst_devices)
 
 def test_every_process_plans_the_same():
     """Whatever its hash seed: a set's order in a planner is a deadlock in a training run."""
+    command, options = [sys.executable, "-c", DUMP_PLANS], {"cwd": ROOT, "stdout": subprocess.PIPE}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", DUMP_PLANS],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("0", "1", "2")
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, **options) for seed in "012"
     ]
     first, *others = [process.communicate()[0] for process in processes]
     assert len(first) > 100_000
     assert others == [first, first]
-
-
-def test_the_same_question_gets_the_same_object():
-    ask = lambda: xs.plan("n/a d -> n d/a", xs.Mesh(a=2), [8, 4])  # noqa: E731
-    assert ask() is ask()
 
 
 LIMITED = [
@@ -117,23 +104,9 @@ LIMITED = [
 
 
 @pytest.mark.parametrize(("expression", "mesh", "shape"), LIMITED)
-def test_no_plan_exceeds_its_memory_limit(expression, mesh, shape):
-    free = xs.plan(expression, xs.Mesh.parse(mesh), shape)
-    for limit in range(free.peak_bytes, 0, -max(1, free.peak_bytes // 16)):
-        try:
-            plan = xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
-        except PlanError:
-            break
-        assert plan.peak_bytes <= limit
-        assert plan.cost >= free.cost
-        # What fits the limit anyway is not given up for it.
-        assert (plan.steps == free.steps) == (free.peak_bytes <= limit)
-    else:
-        pytest.fail("a limit near zero was kept")
-
-
-@pytest.mark.parametrize(("expression", "mesh", "shape"), LIMITED)
-def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
+def test_no_plan_exceeds_its_memory_limit_and_an_impossible_one_names_the_least_possible(
+    expression, mesh, shape
+):
     def plan(limit):
         return xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
 
@@ -143,6 +116,12 @@ def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
     assert plan(least).peak_bytes == least
     with pytest.raises(PlanError, match=re.escape(f"({least} bytes)")):
         plan(least - 1)
+    free = plan(None)
+    for limit in range(free.peak_bytes, least - 1, -max(1, free.peak_bytes // 16)):
+        limited = plan(limit)
+        assert limited.peak_bytes <= limit and limited.cost >= free.cost
+        # What fits the limit anyway is not given up for it.
+        assert (limited.steps == free.steps) == (free.peak_bytes <= limit)
 
 
 @given(st.data(), st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=3))
@@ -245,11 +224,6 @@ def test_both_passes_obey_the_limit_at_once():
     assert both.backward.peak_bytes == 20480
 
 
-def test_the_gradient_of_a_maximum_is_no_plan():
-    with pytest.raises(LinearityError, match="lacks a dual"):
-        xs.plan("n | max(a) -> n", xs.Mesh(a=4), (8,), objective="forward+backward")
-
-
 @pytest.mark.parametrize(
     ("expression", "shape"),
     [
@@ -262,16 +236,16 @@ def test_the_gradient_of_a_maximum_is_no_plan():
 @pytest.mark.parametrize("profile", ["bandwidth", "h100"])
 def test_more_devices_than_rows(expression, shape, profile):
     """Some devices hold nothing, or all: planned like any other, and exact."""
-    mesh, x = xs.Mesh(a=4, b=2), np.arange(float(np.prod(shape))).reshape(shape)
-    src, dst = (Layout.parse(side) for side in expression.split(" -> "))
-    plan = xs.plan(expression, mesh, shape, profile=profile)
-    blocks = xs.reference.run(plan, xs.reference.scatter(x, src, mesh))
-    assert np.array_equal(xs.reference.gather(blocks, dst, mesh, shape), x)
+    plan = xs.plan(expression, xs.Mesh(a=4, b=2), shape, profile=profile)
+    oracle.assert_right(plan, np.random.default_rng(0))
 
 
-def test_a_dtype_by_any_of_its_names():
-    ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), (4,), dtype)  # noqa: E731
-    assert ask("float32") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
+def test_the_same_question_gets_the_same_object_whatever_the_dtype_is_called():
+    import torch
+
+    ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), [4], dtype)  # noqa: E731
+    assert ask("float32") is ask("f4") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
+    assert [ask(name).dtype for name in ("f4", "half", "i8")] == ["float32", "float16", "int64"]
 
 
 def test_a_slow_axis_is_spared():
@@ -281,13 +255,9 @@ def test_a_slow_axis_is_spared():
     mesh = xs.Mesh(slow=2, fast=4)
     plan = xs.plan("n/slow -> n", mesh, (4096,), profile=profile)
     assert [str(step) for step in plan.steps] == ["slice n/fast", "all_gather n/slow/fast"]
-    over_slow = [
-        hop.received
-        for stage in plan.stages
-        for hop in stage.step.traffic(stage.before, profile.link_spans(mesh)).hops
-        if hop.axis == "slow"
-    ]
-    assert over_slow == [2048 // 4]
+    spans = profile.link_spans(mesh)
+    hops = [hop for stage in plan.stages for hop in stage.step.traffic(stage.before, spans).hops]
+    assert [hop.received for hop in hops if hop.axis == "slow"] == [2048 // 4]
 
 
 @pytest.mark.parametrize(
@@ -296,12 +266,6 @@ def test_a_slow_axis_is_spared():
         ("n/a -> n", {"shape": (4, 4)}, ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
         ("n/a -> n", {"shape": (-1,)}, ShapeError, "shape (-1,) has -1, not a length >= 0"),
         ("n/a -> n", {"profile": "h1000"}, ProfileError, "no profile 'h1000'"),
-        (
-            "n/a:halo(1,1,pole(n)) -> n/a",
-            {},
-            NotationError,
-            "dim 'n' has the pole and cannot be the dim that is rolled",
-        ),
         ("n/a -> n", {"objective": "backward"}, PlanError, "no objective 'backward'"),
         ("n/a -> n", {"memory_limit": 0}, PlanError, "no plan stays within 0 B per device"),
         (("n/a", "m/a"), {}, NotationError, "dim names differ across the arrow in\n    'n/a -> m/a'"),
@@ -310,17 +274,15 @@ def test_a_slow_axis_is_spared():
     ],
 )
 def test_wrong_input(expression, options, error, message):
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=re.escape(message)):
         xs.plan(expression, xs.Mesh(a=2), **{"shape": (4,), **options})
-    assert message in str(caught.value)
 
 
 def test_a_float_is_no_length_even_where_the_plan_is_known():
     """4.0 == 4 in the keys of a cache."""
     xs.plan("n/a -> n", xs.Mesh(a=2), (4,))
-    with pytest.raises(ShapeError) as caught:
+    with refused(ShapeError, "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n'"):
         xs.plan("n/a -> n", xs.Mesh(a=2), (4.0,))
-    assert str(caught.value) == "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n'"
 
 
 def test_cases_have_names_of_their_own():

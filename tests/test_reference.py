@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.messages import refused
 from tests.strategies import layouts, meshes, shapes
-from xshard import Layout
 
 NUMPY_DTYPES = sorted({np.dtype(code).name for code in "?bBhHiIlLqQefdgFDG"})
 EXTENDED_DTYPES = [
@@ -20,17 +20,12 @@ EXTENDED_DTYPES = [
 
 
 @given(st.data(), meshes(), shapes())
-def test_scatter_and_gather_are_inverse(data, mesh, shape):
+def test_scatter_and_gather_are_inverse_and_addends_are_gathered(data, mesh, shape):
     layout = data.draw(layouts(mesh, len(shape)))
     x = np.arange(1.0, np.prod(shape) + 1).reshape(shape) * 64 * 9 * 25
     blocks = xs.reference.scatter(x, layout, mesh)
     assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), x)
     assert np.array_equal(oracle.gather(blocks, layout, mesh, shape), x)
-
-
-@given(st.data(), meshes(), shapes())
-def test_gather_of_arbitrary_addends(data, mesh, shape):
-    layout = data.draw(layouts(mesh, len(shape)))
     blocks = oracle.random_blocks(layout, mesh, shape, np.random.default_rng(0), unit=64 * 9 * 25)
     expected = oracle.gather(blocks, layout, mesh, shape)
     assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), expected)
@@ -84,31 +79,30 @@ def test_means_keep_the_dtype(dtype):
     assert [block.astype(complex).tolist() for block in result] == [[6, -8]] * 4
 
 
+BOOL, SHORT = (
+    "cast to an integer, or use max (any) or min (all)",
+    "it can only be moved: cast before the reduction",
+)
+INTEGERS = "the mean of integers need not be an integer: cast, or use sum"
+KNOWN = "as in float32, bfloat16, int64, bool, complex64"
+
+
 @pytest.mark.parametrize(
-    ("tag", "dtype", "message"),
+    ("tag", "dtype", "reason", "hint"),
     [
-        ("sum", "bool", "dtype bool lacks a sum\n  cast to an integer, or use max (any) or min (all)"),
-        ("mean", "bool", "dtype bool lacks a mean\n  cast to an integer, or use max (any) or min (all)"),
-        (
-            "mean",
-            "int32",
-            "dtype int32 lacks a mean\n  the mean of integers need not be an integer: cast, or use sum",
-        ),
-        ("max", "complex64", "dtype complex64 lacks a max\n  complex numbers are not ordered"),
-        (
-            "sum",
-            "float8_e5m2",
-            "dtype float8_e5m2 cannot be reduced\n  it can only be moved: cast before the reduction",
-        ),
-        ("max", "int4", "dtype int4 cannot be reduced\n  it can only be moved: cast before the reduction"),
-        ("sum", "str", "unknown dtype 'str'\n  as in float32, bfloat16, int64, bool, complex64"),
-        ("sum", "banana", "unknown dtype 'banana'\n  as in float32, bfloat16, int64, bool, complex64"),
+        ("sum", "bool", "dtype bool lacks a sum", BOOL),
+        ("mean", "bool", "dtype bool lacks a mean", BOOL),
+        ("mean", "int32", "dtype int32 lacks a mean", INTEGERS),
+        ("max", "complex64", "dtype complex64 lacks a max", "complex numbers are not ordered"),
+        ("sum", "float8_e5m2", "dtype float8_e5m2 cannot be reduced", SHORT),
+        ("max", "int4", "dtype int4 cannot be reduced", SHORT),
+        ("sum", "str", "unknown dtype 'str'", KNOWN),
+        ("sum", "banana", "unknown dtype 'banana'", KNOWN),
     ],
 )
-def test_dtypes_that_cannot_be_reduced(tag, dtype, message):
-    with pytest.raises(xs.errors.DtypeError) as caught:
+def test_dtypes_that_cannot_be_reduced(tag, dtype, reason, hint):
+    with refused(xs.errors.DtypeError, f"{reason}\n  {hint}"):
         xs.plan(f"n | {tag}(a) -> n", xs.Mesh(a=2), (4,), dtype)
-    assert str(caught.value) == message
 
 
 def test_bool_has_any_and_all():
@@ -124,38 +118,32 @@ def test_the_dtype_of_the_blocks_decides_what_may_be_reduced():
         xs.reference.run(plan, [np.ones(4, bool)] * 2)
 
 
-PLAN = xs.plan("n/a d -> n d/a", xs.Mesh(a=2), (5, 4))
+TALL, WIDE = np.zeros((3, 4)), np.zeros((2, 4), np.float32)
 
 
 @pytest.mark.parametrize(
     ("blocks", "error", "message"),
     [
         (
-            [np.zeros((3, 4)), np.zeros((3, 4))],
+            [TALL, TALL],
             xs.errors.ShapeError,
             "the block of device 1 has shape (3, 4)\n"
             "  under 'n/a d' a (5, 4) array on Mesh(a=2) gives it (2, 4)",
         ),
         (
-            [np.zeros((3, 4))],
+            [TALL],
             xs.errors.ShapeError,
             "1 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major",
         ),
-        (
-            [np.zeros((3, 4)), np.zeros((2, 4), np.float32)],
-            xs.errors.DtypeError,
-            "device 1 holds float32, device 0 holds float64",
-        ),
+        ([TALL, WIDE], xs.errors.DtypeError, "device 1 holds float32, device 0 holds float64"),
     ],
 )
 def test_blocks_that_do_not_fit(blocks, error, message):
-    for use in (
-        lambda: xs.reference.run(PLAN, blocks),
-        lambda: xs.reference.gather(blocks, PLAN.src, PLAN.mesh, PLAN.shape),
-    ):
-        with pytest.raises(error) as caught:
-            use()
-        assert str(caught.value) == message
+    plan = xs.plan("n/a d -> n d/a", xs.Mesh(a=2), (5, 4))
+    with refused(error, message):
+        xs.reference.run(plan, blocks)
+    with refused(error, message):
+        xs.reference.gather(blocks, plan.src, plan.mesh, plan.shape)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +174,3 @@ def test_extended_dtypes_have_the_sizes_of_ml_dtypes():
     for name in EXTENDED_DTYPES:
         plan = xs.plan("n/a -> n", xs.Mesh(a=2), (4,), getattr(ml_dtypes, name))
         assert (plan.dtype, plan.itemsize) == (name, np.dtype(getattr(ml_dtypes, name)).itemsize)
-
-
-def test_blocks_are_made_from_text_or_layout_alike():
-    mesh, x = xs.Mesh(a=2), np.arange(4)
-    for a, b in zip(
-        xs.reference.scatter(x, "n/a", mesh), xs.reference.scatter(x, Layout.parse("n/a"), mesh), strict=True
-    ):
-        assert np.array_equal(a, b)

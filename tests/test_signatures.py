@@ -15,45 +15,21 @@ import jax_bridge as xj
 import torch_bridge as xt
 from jax_bridge import torch_interop
 
-OPS = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "copy_to",
-    "halo_exchange",
-    "reduce_scatter",
-    "shard",
-    "trim_halo",
-]
+OPS = "all_gather all_reduce all_to_all copy_to halo_exchange reduce_scatter shard trim_halo"
 TWINS = {
     name: (getattr(xt, name), getattr(xj, name))
     for name in ("redistribute", "einsum", "positions", "transfer", "save", "load")
 }
-TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS}
-TWINS |= {"ops.shard": (xt.ops.shard, xj.ops.shard), "nn.attention": (xt.nn.attention, xj.nn.attention)}
+TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS.split()}
+TWINS["nn.attention"] = xt.nn.attention, xj.nn.attention
 VERBS = {f"{bridge}.{name}": pair[i] for name, pair in TWINS.items() for i, bridge in enumerate(("xt", "xj"))}
 VERBS |= {f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")}
 VERBS |= {"xj.ops.valid_mask": xj.ops.valid_mask, "xt.parallelize": xt.parallelize}
 VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
 VERBS |= {f"torch_interop.{name}": getattr(torch_interop, name) for name in ("to_jax", "to_torch")}
 
-VALUES = [
-    "x",
-    "q",
-    "k",
-    "v",
-    "tree",
-    "array",
-    "arrays",
-    "model",
-    "f",
-    "operands",
-    "path",
-    "dim",
-    "split_dim",
-    "concat_dim",
-    "width",
-]
+VALUES = {*"xqkvf", "tree", "array", "arrays", "model", "operands", "path"}
+VALUES |= {"dim", "split_dim", "concat_dim", "width"}
 LAYOUTS = {"layout", "layouts", "rules", "expression", "parameters", "inputs", "axis"}
 MESHES = {"mesh", "dst_mesh"}
 SHARED = ("profile", "progress", "bucket_bytes", "names", "check_replicated")
