@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -89,6 +90,12 @@ def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
             raise failure
 
 
+def in_turn(*functions: Callable[[], None]) -> None:
+    """Call all functions: of several tests, on the same ranks."""
+    for function in functions:
+        function()
+
+
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in a process that is forked from the clean server, and may fork ranks itself."""
     context = multiprocessing.get_context("forkserver")
@@ -96,12 +103,16 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-def torchrun(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def torchrun(n: int, function: Callable[..., Any], *args: Any, max_restarts: int = 0) -> list[Any]:
     """What `torchrun --standalone --nproc-per-node n` does, with ranks that are forked: their results."""
-    return list(apart(_torchrun, n, function, args).values())
+    return list(apart(_torchrun, n, max_restarts, function, args).values())
 
 
-def _torchrun(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Any]:
+def _torchrun(
+    n: int, max_restarts: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> dict[int, Any]:
+    # Else the store keeps the addresses of ranks that have ended (pytorch issue 167288).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -110,6 +121,7 @@ def _torchrun(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> di
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
+        max_restarts=max_restarts,
         start_method="fork",
         monitor_interval=0.1,
     )
@@ -139,8 +151,8 @@ def for_each(expressions: Sequence[str], function: Callable[[str], None]) -> Non
 
 
 def block_of(x: np.ndarray, layout: str, mesh: xs.Mesh, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The block of this rank, which is its device number on `mesh`."""
-    return torch.from_numpy(reference.scatter(x, layout, mesh)[dist.get_rank()]).to(dtype)
+    """The block of this rank, which is its device number on `mesh`. layout: or an expression that has it."""
+    return torch.from_numpy(reference.scatter(x, layout.split(" ->")[0], mesh)[dist.get_rank()]).to(dtype)
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -155,6 +167,26 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def check_error(function: Callable[[], Any], kind: str, *words: str) -> None:
+    """Check that `function` raises an error of the class `kind` whose text has all these words."""
+    found, text = error_of(function)
+    assert found == kind and all(part in text for part in words), (found, text)
+
+
+def derivatives(move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | float = 1.0) -> list[Tensor]:
+    """What `move` makes of `x`, its derivatives of two orders in both modes, and all that under vmap."""
+
+    def loss(v: Tensor) -> Tensor:
+        return (weight * move(v) ** 3).sum()
+
+    leaf, batch = x.clone().requires_grad_(), torch.stack([x, 2 * x])
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    # Paired with what is legal beside it: a function of addends alone has no one gradient.
+    (second,) = torch.autograd.grad((first * x).sum(), leaf)
+    mapped = [torch.func.vmap(f)(batch) for f in (move, torch.func.grad(loss))]
+    return [move(x), first, second, torch.func.grad(loss)(x), *torch.func.jvp(move, (x,), (x,)), *mapped]
 
 
 def still_connected() -> bool:

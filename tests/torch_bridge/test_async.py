@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,16 +12,23 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
+from tests.torch_bridge.helpers import (
+    block_of,
+    check_error,
+    derivatives,
+    for_each,
+    in_turn,
+    numbers,
+    on_ranks,
+)
 from torch_bridge.lower.collectives import Collective
-from xshard.layout.layout import parse_expression
 
-MESH = xs.Mesh(a=4)
+MESH, TURN = xs.Mesh(a=4), "n/a d -> n d/a"
 EXPRESSIONS = [
     "n/a d -> n d | copy(a)",
     "n d | sum(a) -> n/a d",
     "n d | sum(a) -> n d",
-    "n/a d -> n d/a",
+    TURN,
     "n/zigzag(a) d -> n d/a",
     "n/a d -> n/a:halo(1,1) d",
     "n d | mean(a) -> n d",
@@ -30,29 +39,7 @@ EXPRESSIONS = [
 
 
 def _same(expression: str) -> None:
-    src, _ = parse_expression(expression)
-    x = block_of(numbers(8, 8) % 7, str(src), MESH).requires_grad_()
-
-    def begun(v: Tensor) -> xt.PendingTensor:
-        return xt.redistribute(v, expression, MESH, async_op=True)
-
-    expected = xt.redistribute(x, expression, MESH)
-    found = begun(x)
-    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
-    assert type(found.wait()) is Tensor and torch.equal(found.wait(), expected)
-    assert found.wait() is found.wait()
-    loss, wanted = (begun(x) ** 3).sum(), (expected**3).sum()
-    (first,), (second,) = (torch.autograd.grad(v, x, create_graph=True) for v in (loss, wanted))
-    assert torch.equal(first, second)
-    assert torch.equal(*(torch.autograd.grad((g * g).sum(), x)[0] for g in (first, second)))
-
-
-def test_values_and_derivatives_are_those_of_one_call() -> None:
-    on_ranks(4, for_each, EXPRESSIONS, _same)
-
-
-def _functional(expression: str) -> None:
-    x = block_of(numbers(8, 8) % 7, str(parse_expression(expression)[0]), MESH)
+    x = block_of(numbers(8, 8) % 7, expression, MESH)
 
     def plain(v: Tensor) -> Tensor:
         return xt.redistribute(v, expression, MESH)
@@ -62,26 +49,23 @@ def _functional(expression: str) -> None:
         between = v * 0
         return y.wait() + between.sum()
 
-    assert torch.equal(torch.func.jvp(begun, (x,), (x,))[1], plain(x))
-    gradients = (torch.func.grad(lambda v, f=f: (f(v) ** 2).sum())(x) for f in (begun, plain))
-    assert torch.equal(*gradients)
-    batch = torch.stack([x, 2 * x])
-    assert torch.equal(torch.func.vmap(begun)(batch), torch.stack([plain(x), plain(2 * x)]))
-    both = torch.func.vmap(torch.func.grad(lambda v: (begun(v) ** 2).sum()))(batch)
-    assert torch.equal(both[0], torch.func.grad(lambda v: (plain(v) ** 2).sum())(x))
+    expected, found = plain(x), xt.redistribute(x, expression, MESH, async_op=True)
+    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    assert type(found.wait()) is Tensor and found.wait() is found.wait()
+    assert all(map(torch.equal, derivatives(begun, x), derivatives(plain, x)))
 
 
-def test_torch_func_goes_through() -> None:
-    on_ranks(4, for_each, EXPRESSIONS[:-1], _functional)
+def test_values_and_derivatives_are_those_of_one_call() -> None:
+    on_ranks(4, for_each, EXPRESSIONS, _same)
 
 
 def _tensor_like() -> None:
     x = torch.arange(8.0).view(2, 4) + dist.get_rank()
 
     def begun() -> xt.PendingTensor:
-        return xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
+        return xt.redistribute(x, TURN, MESH, async_op=True)
 
-    y = xt.redistribute(x, "n/a d -> n d/a", MESH)
+    y = xt.redistribute(x, TURN, MESH)
     ones = torch.ones_like(y)
     used = [
         (begun() + 1, y + 1),
@@ -103,11 +87,7 @@ def _tensor_like() -> None:
     assert float(pending.sum()) == float(y.sum()) and "arrived" in repr(pending)
 
 
-def test_it_is_used_like_a_tensor() -> None:
-    on_ranks(4, _tensor_like)
-
-
-def _overlaps() -> list[str]:
+def _overlaps() -> None:
     """What happens, in order: collectives begun and ended, and what is computed between."""
     events: list[str] = []
     begin = Collective.begin
@@ -128,30 +108,25 @@ def _overlaps() -> list[str]:
             events.append("work")
             return gradient * 2
 
-    Collective.begin = recorded
     x = torch.ones(2, 4, requires_grad=True)
-    y = xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
-    z = Work.apply(x)
-    loss = y.sum() + z.sum()
-    events.append("backward")
-    loss.backward()
+    with mock.patch.object(Collective, "begin", recorded):
+        y = xt.redistribute(x, TURN, MESH, async_op=True)
+        z = Work.apply(x)
+        loss = y.sum() + z.sum()
+        events.append("backward")
+        loss.backward()
     assert torch.equal(x.grad, torch.full((2, 4), 3.0))
-    return events
-
-
-def test_what_is_computed_in_between_is_so_both_ways() -> None:
-    for events in on_ranks(4, _overlaps):
-        assert events == ["begin", "work", "end", "backward", "begin", "work", "end"]
+    assert events == ["begin", "work", "end", "backward", "begin", "work", "end"]
 
 
 def _begun_recording() -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    pending = xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
+    pending = xt.redistribute(x, TURN, MESH, async_op=True)
     with torch.no_grad():
         y = pending.wait()
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 4))
-    y = xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
+    y = xt.redistribute(x, TURN, MESH, async_op=True)
     y.wait()
     for _ in range(2):  # a graph that is kept sends its gradient every time
         x.grad = None
@@ -162,16 +137,11 @@ def _begun_recording() -> None:
     assert gathered.tolist() == [rank for rank in range(4) for _ in range(3)]
 
 
-def test_it_is_differentiable_as_it_was_begun() -> None:
-    on_ranks(4, _begun_recording)
-
-
-def _dtensor() -> tuple[str, str]:
+def _dtensor() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    return error_of(lambda: xt.redistribute(x, "n/a d -> n d/a", async_op=True))
+    check_error(lambda: xt.redistribute(x, TURN, async_op=True), "PlanError", "async_op is for tensors")
 
 
-def test_a_dtensor_is_refused() -> None:
-    for kind, text in on_ranks(4, _dtensor):
-        assert kind == "PlanError" and "async_op is for tensors" in text
+def test_it_is_used_like_a_tensor_overlaps_and_is_differentiable_as_it_was_begun() -> None:
+    on_ranks(4, in_turn, _tensor_like, _overlaps, _begun_recording, _dtensor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +13,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    block_of,
+    check_error,
+    derivatives,
+    error_of,
+    for_each,
+    in_turn,
+    numbers,
+    on_ranks,
+    still_connected,
+)
 from xshard import replicas
 from xshard.layout.layout import parse_expression
 
@@ -20,8 +32,7 @@ MESH = xs.Mesh(dp=2, tp=2)
 
 def _gradient(expression: str, weight: float, **options: object) -> Tensor:
     """Of the loss `weight * sum(y)`: where ranks have their own weight, each uses y in its own way."""
-    src, _ = parse_expression(expression)
-    x = block_of(numbers(4, 4), str(src), MESH).requires_grad_()
+    x = block_of(numbers(4, 4), expression, MESH).requires_grad_()
     y = xt.redistribute(x, expression, MESH, **options)
     (weight * y).sum().backward()
     return x.grad
@@ -45,16 +56,6 @@ def _silent_bug() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def told() -> list[list[tuple[str, str]]]:
-    return on_ranks(4, _silent_bug)
-
-
-def test_the_silent_bug_is_told_on_every_rank_alike(told: list[list[tuple[str, str]]]) -> None:
-    assert all(errors == told[0] for errors in told)
-    assert [kind for kind, _ in told[0]] == ["ReplicaError"] * 4
-
-
 # For every error: along which axis, on which ranks first, the largest value, and what is marked.
 TOLD = [
     ("tp", "0, 1", 2, "n d"),
@@ -64,31 +65,33 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize("at", range(len(TOLD)))
-def test_what_is_told(told: list[list[tuple[str, str]]], at: int) -> None:
-    axis, ranks, largest, side = TOLD[at]
-    first, text, carets, differ, way_out = told[0][at][1].splitlines()
-    assert first == f"cotangents differ along {axis!r}, where one value is meant in"
-    assert text[carets.index("^") : carets.rindex("^") + 1] == side
-    assert differ.strip() == f"by 1 on ranks {ranks}, where the largest value is {largest}"
-    assert way_out.endswith(f"say so: copy({axis}) on the right")
+def test_the_silent_bug_is_told_on_every_rank_alike() -> None:
+    told = on_ranks(4, _silent_bug)
+    assert all(errors == told[0] for errors in told)
+    for (kind, message), (axis, ranks, largest, side) in zip(told[0], TOLD, strict=True):
+        first, text, carets, differ, way_out = message.splitlines()
+        assert (kind, first) == (
+            "ReplicaError",
+            f"cotangents differ along {axis!r}, where one value is meant in",
+        )
+        assert text[carets.index("^") : carets.rindex("^") + 1] == side
+        assert differ.strip() == f"by 1 on ranks {ranks}, where the largest value is {largest}"
+        assert way_out.endswith(f"say so: copy({axis}) on the right")
 
 
 def _blocks() -> None:
     rank = dist.get_rank()
-    x = torch.full((2, 2), rank)
-    kind, text = error_of(lambda: xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=True))
-    assert kind == "ReplicaError" and "blocks differ along 'tp'" in text and "sum(tp)" in text
-    xt.redistribute(x // 2, "n d -> n/tp d", MESH, check_replicated=True)
-    kind, text = error_of(lambda: xt.redistribute(x, "n d | copy(dp) -> n/dp d", MESH, check_replicated=True))
-    assert kind == "ReplicaError" and "'dp'" in text
-    kind, text = error_of(lambda: _gradient("n d -> n d | sum(tp)", 1.0 + rank, check_replicated=True))
-    assert kind == "ReplicaError" and "reduce sum(tp) before" in text
+
+    def move(x: Tensor, expression: str) -> Tensor:
+        return xt.redistribute(x, expression, MESH, check_replicated=True)
+
+    x, kind = torch.full((2, 2), rank), "ReplicaError"
+    check_error(lambda: move(x, "n d -> n/tp d"), kind, "blocks differ along 'tp'", "sum(tp)")
+    move(x // 2, "n d -> n/tp d")
+    check_error(lambda: move(x, "n d | copy(dp) -> n/dp d"), kind, "'dp'")
+    addends = "n d -> n d | sum(tp)"
+    check_error(lambda: _gradient(addends, 1.0 + rank, check_replicated=True), kind, "reduce sum(tp) before")
     assert still_connected()
-
-
-def test_blocks_that_go_in_and_cotangents_of_addends() -> None:
-    on_ranks(4, _blocks)
 
 
 def _values() -> None:
@@ -118,12 +121,8 @@ def _values() -> None:
         torch.tensor([True, bool(odd)]),
         torch.tensor([1.0, 2.0 if odd else 1.0]).to(torch.float8_e4m3fn),
     ):
-        assert error_of(lambda x=other: move(x))[0] == "ReplicaError", other
+        check_error(lambda x=other: move(x), "ReplicaError")
     assert still_connected()
-
-
-def test_what_counts_as_equal() -> None:
-    on_ranks(4, _values)
 
 
 EVERY = [
@@ -139,8 +138,8 @@ EVERY = [
 
 def _unchanged(expression: str) -> None:
     """With the check, the same values and derivatives of every order and mode."""
-    src, dst = parse_expression(expression)
-    x = block_of(numbers(4, 4) % 5, str(src), MESH)
+    _, dst = parse_expression(expression)
+    x = block_of(numbers(4, 4) % 5, expression, MESH)
     weight = block_of(numbers(4, 4) % 3, str(dst.dual), MESH)
 
     def plain(v: Tensor) -> Tensor:
@@ -149,26 +148,7 @@ def _unchanged(expression: str) -> None:
     def checked(v: Tensor) -> Tensor:
         return xt.redistribute(v, expression, MESH, check_replicated=True)
 
-    def all_of(move) -> list[Tensor]:
-        def loss(v: Tensor) -> Tensor:
-            return (weight * move(v) ** 2).sum()
-
-        leaf = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-        # Paired with what is legal beside it: a function of addends alone has no one gradient.
-        (second,) = torch.autograd.grad((first * x).sum(), leaf)
-        batch = torch.stack([x, 2 * x])
-        return [
-            move(x),
-            first.detach(),
-            second,
-            torch.func.grad(loss)(x),
-            *torch.func.jvp(move, (x,), (x,)),
-            torch.func.vmap(torch.func.grad(loss))(batch),
-        ]
-
-    for found, expected in zip(all_of(checked), all_of(plain), strict=True):
-        assert torch.equal(found, expected)
+    assert all(map(torch.equal, derivatives(checked, x, weight), derivatives(plain, x, weight)))
     y = checked(x.clone().requires_grad_())
     y *= 2  # a tensor of its own, as without the check
 
@@ -178,28 +158,21 @@ def test_nothing_else_changes() -> None:
 
 
 def _switch() -> None:
-    replicas.ALWAYS = True  # as the environment variable XSHARD_CHECK_REPLICATED does
     x = torch.full((2, 2), float(dist.get_rank()))
-    for named in (
-        lambda: xt.ops.shard(x, 0, "tp", MESH, grad="replicated"),
-        lambda: xt.ops.copy_to(x, "tp", MESH),
-    ):
-        assert error_of(named)[0] == "ReplicaError"
-    xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
-    replicas.ALWAYS = False
+    with mock.patch.object(replicas, "ALWAYS", True):  # as the environment variable XSHARD_CHECK_REPLICATED
+        check_error(lambda: xt.ops.shard(x, 0, "tp", MESH, grad="replicated"), "ReplicaError")
+        check_error(lambda: xt.ops.copy_to(x, "tp", MESH), "ReplicaError")
+        xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
     xt.ops.shard(x, 0, "tp", MESH, grad="replicated")
 
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placed = DTensor.from_local(x, named, [Replicate(), Replicate()])
     xt.redistribute(placed, "n d -> n/tp d")
-    found = error_of(lambda: xt.redistribute(placed, "n d -> n/tp d", check_replicated=True))
-    assert found[0] == "ReplicaError"
-
-    compiled = torch.compile(
-        lambda v: xt.redistribute(v, "n d -> n/tp d", MESH, check_replicated=True), backend="eager"
-    )
-    assert error_of(lambda: compiled(x))[0] == "ReplicaError"  # compared between two graphs
+    move = functools.partial(xt.redistribute, layouts="n d -> n/tp d", check_replicated=True)
+    check_error(lambda: move(placed), "ReplicaError")
+    compiled = torch.compile(lambda v: move(v, mesh=MESH), backend="eager")
+    check_error(lambda: compiled(x), "ReplicaError")  # compared between two graphs
 
 
-def test_the_environment_switches_it_for_every_call() -> None:
-    on_ranks(4, _switch)
+def test_blocks_that_go_in_what_counts_as_equal_and_the_environment() -> None:
+    on_ranks(4, in_turn, _blocks, _values, _switch)
