@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import check_error, in_turn, numbers, on_ranks, still_connected
 from torch_bridge.mesh.failures import timeout_of
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
 from xshard import reference
@@ -50,13 +52,17 @@ def _device_meshes() -> None:
     # A part of a larger mesh, which for half of the processes does not begin at rank 0.
     whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("p", "a", "b"))
     _agrees(whole["a", "b"], xs.Mesh(a=2, b=2), rank % 4)
+    flat = xt.redistribute(torch.full((1,), rank), "n/ab -> n", whole["a", "b"]._flatten("ab"))
+    assert flat.tolist() == [rank // 4 * 4 + k for k in range(4)]
+    outer = xt.redistribute(torch.full((1,), rank), "n/(a,p) -> n", whole["p", "a"])  # ranks two apart
+    assert outer.tolist() == [rank % 2 + k for k in (0, 4, 2, 6)]
     # A mesh that some processes have no part in, and that the others use alone.
     mesh = DeviceMesh("cpu", [[7, 3], [6, 2]], mesh_dim_names=("a", "b"))
     if rank in (2, 3, 6, 7):
         _agrees(mesh, xs.Mesh(a=2, b=2), [7, 3, 6, 2].index(rank))
     else:
-        kind, text = error_of(lambda: xt.redistribute(torch.ones(2), "n/a -> n", mesh))
-        assert kind == "MeshError" and f"rank {rank} is not in" in text
+        move = functools.partial(xt.redistribute, torch.ones(2), "n/a -> n", mesh)
+        check_error(move, "MeshError", f"rank {rank} is not in")
     assert still_connected()
 
 
@@ -68,75 +74,47 @@ SLOW_CP = xs.Profile("slow cp", "made up", xs.Link(0, 1e12), axes=(("cp", xs.Lin
 
 
 def _unnamed_axes() -> None:
-    rank = dist.get_rank()
-    x = torch.full((8,), rank)
-    y = xt.redistribute(x, "s/cp -> s", xs.Mesh(dp=2, cp=2), profile=SLOW_CP)
-    first = rank // 2 * 2
+    """Blocks may differ along `dp`, along which replicas would each fetch a part over the slow link."""
+    mesh, first = xs.Mesh(dp=2, cp=2), dist.get_rank() // 2 * 2
+    y = xt.redistribute(torch.full((8,), dist.get_rank()), "s/cp -> s", mesh, profile=SLOW_CP)
     assert y.tolist() == [first] * 8 + [first + 1] * 8
+    assert "dp" in str(xs.plan("s/cp -> s", mesh, (16,), "int64", profile=SLOW_CP).steps)
 
 
-def test_blocks_may_differ_along_an_axis_that_is_not_named() -> None:
-    on_ranks(4, _unnamed_axes)
-
-
-def test_which_a_plan_for_the_whole_mesh_would_not_allow() -> None:
-    """Replicas along `dp` can each fetch a part over the slow link: the test above can fail."""
-    plan = xs.plan("s/cp -> s", xs.Mesh(dp=2, cp=2), (16,), "int64", profile=SLOW_CP)
-    assert any("dp" in str(step) for step in plan.steps), str(plan)
-
-
-def _groups() -> list[int]:
-    mesh = xs.Mesh(a=2, b=2)
-    x = torch.ones(4, 4)
+def _groups() -> None:
+    """The slice needs none; its gradient needs some, which are there before it is asked for."""
+    mesh, x = xs.Mesh(a=2, b=2), torch.ones(4, 4)
     counts = [len(c10d._world.pg_names)]
     for requires_grad in (False, False, True, True):
         y = xt.redistribute(x.requires_grad_(requires_grad), "n d -> n/b d | copy(a)", mesh, profile="h100")
         counts.append(len(c10d._world.pg_names))
     y.sum().backward()
-    return [*counts, len(c10d._world.pg_names)]
+    before, *forward, with_gradient, again = counts
+    assert set(forward) == {before} and with_gradient == again == len(c10d._world.pg_names) > before
 
 
-def test_groups_are_made_once_and_before_the_backward_pass() -> None:
-    """The slice needs none; its gradient needs some, which are there before it is asked for."""
-    first, *others = on_ranks(4, _groups)
-    assert all(counts == first for counts in others)
-    before, *forward, with_gradient, again, after = first
-    assert set(forward) == {before} and with_gradient == again == after > before
-
-
-def _errors() -> list[tuple[str, str]]:
-    x = torch.ones(4, 4)
-    unnamed = init_device_mesh("cpu", (4,))
-    found = [
-        error_of(lambda: xt.redistribute(x, "n/a d -> n d", xs.Mesh(a=8))),
-        error_of(lambda: xt.redistribute(x, "n/a d -> n d", unnamed)),
-        error_of(lambda: xt.redistribute(x, "n/a d -> n d", "a=4")),
-        error_of(lambda: xt.redistribute(x, "n/a d -> n d")),
-        error_of(lambda: xt.ops.all_gather(x, 0, "b", xs.Mesh(a=4), grad="sum")),
-    ]
+def _errors() -> None:
+    x, four, unnamed = torch.ones(4, 4), xs.Mesh(a=4), init_device_mesh("cpu", (4,))
+    move = functools.partial(xt.redistribute, x, "n/a d -> n d")
+    axis = "unknown mesh axis 'b' in\n    'd0/b d1 -> d0 d1 | copy(b)'"
+    for call, kind, words in (
+        (lambda: move(xs.Mesh(a=8)), "MeshError", "Mesh(a=8) has 8 devices, the world has 4 processes"),
+        (lambda: move(unnamed), "MeshError", "needs names for its dims"),
+        (lambda: move("a=4"), "MeshError", "'a=4' is not a mesh"),
+        (move, "MeshError", "a tensor needs a mesh"),
+        (lambda: xt.ops.all_gather(x, 0, "b", four, grad="sum"), "NotationError", axis),
+    ):
+        check_error(call, kind, words)
     assert still_connected()
     dist.destroy_process_group()
-    found.append(error_of(lambda: xt.redistribute(x, "n/a d -> n d", xs.Mesh(a=4))))
+    check_error(lambda: move(four), "MeshError", "no process group is initialised", "torchrun")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # A new world has new groups: nothing is remembered of the old one.
-    assert xt.redistribute(x, "n/a d -> n d", xs.Mesh(a=1)).equal(x)
-    return found
+    assert move(xs.Mesh(a=1)).equal(x)
 
 
-def test_meshes_that_cannot_be_used() -> None:
-    first, *others = on_ranks(4, _errors)
-    assert all(found == first for found in others)
-    expected = [
-        ("MeshError", "Mesh(a=8) has 8 devices, the world has 4 processes"),
-        ("MeshError", "needs names for its dims"),
-        ("MeshError", "'a=4' is not a mesh"),
-        ("MeshError", "a tensor needs a mesh"),
-        ("NotationError", "unknown mesh axis 'b' in\n    'd0/b d1 -> d0 d1 | copy(b)'"),
-        ("MeshError", "no process group is initialised"),
-    ]
-    for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
-        assert kind == expected_kind and part in text
-    assert "torchrun" in first[-1][1]
+def test_unnamed_axes_when_groups_are_made_and_meshes_that_cannot_be_used() -> None:
+    on_ranks(4, in_turn, _groups, _unnamed_axes, _errors)
 
 
 def _histories() -> list[tuple[int, ...]]:
@@ -154,10 +132,8 @@ def _histories() -> list[tuple[int, ...]]:
             mesh = mesh_of_ranks(xs.Mesh(a=3, b=1), members)
             blocks = xt.redistribute(torch.full((1,), rank), "n/(a,b) -> n", mesh)
             assert blocks.tolist() == list(members)
-    blocks = xt.redistribute(
-        torch.full((1,), rank), "n/(a,b) -> n", mesh_of_ranks(xs.Mesh(a=2, b=2), (3, 1, 0, 2))
-    )
-    assert blocks.tolist() == [3, 1, 0, 2]
+    mesh = mesh_of_ranks(xs.Mesh(a=2, b=2), (3, 1, 0, 2))
+    assert xt.redistribute(torch.full((1,), rank), "n/(a,b) -> n", mesh).tolist() == [3, 1, 0, 2]
     assert still_connected()
     timeouts = {timeout_of(group) for group in c10d._world.pg_names}
     assert timeouts == {timeout_of(dist.group.WORLD)}, "our groups wait as long as the world"
@@ -170,20 +146,3 @@ def test_members_with_different_histories_find_each_other() -> None:
     assert made[0] == sorted([world, (0, 1), (0, 2)])
     assert made[1] == sorted([world, (0, 1), (1, 3), three])
     assert made[3] == sorted([world, (1, 3), (2, 3), three])
-
-
-def _flattened() -> None:
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("p", "a", "b"))
-    flat = mesh["a", "b"]._flatten("ab")
-    y = xt.redistribute(torch.full((1,), rank), "n/ab -> n", flat)
-    first = rank // 4 * 4
-    assert y.tolist() == list(range(first, first + 4))
-    outer = mesh["p", "a"]  # whose ranks are two apart
-    y = xt.redistribute(torch.full((1,), rank), "n/(a,p) -> n", outer)
-    assert y.tolist() == [rank % 2 + r for r in (0, 4, 2, 6)]
-    _agrees(mesh["a", "b"], xs.Mesh(a=2, b=2), rank % 4)
-
-
-def test_slices_and_flattened_meshes() -> None:
-    on_ranks(8, _flattened)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, on_ranks
+from tests.torch_bridge.helpers import check_error, in_turn, on_ranks
 
 MESH = xs.Mesh(dp=2, cp=2)
 
@@ -29,14 +31,10 @@ def _positions() -> None:
     assert xt.positions("s/cp", part, shape=(4,), dim="s").tolist() == [[0, 1], [2, 3]][rank % 2]
     assert xt.positions("s/cp", part, shape=(4,), dim=0, device="meta").device.type == "meta"
 
-    kind, text = error_of(lambda: xt.positions("b s/tp", device_mesh, shape=(2, 12), dim="s"))
-    assert kind == "NotationError" and "unknown mesh axis 'tp'" in text
-    kind, text = error_of(lambda: xt.positions("b s/cp", MESH, shape=(2, 12), dim="c"))
-    assert kind == "ShapeError" and "no dim 'c' in 'b s/cp'" in text
-
-
-def test_positions() -> None:
-    on_ranks(4, _positions)
+    asked = functools.partial(xt.positions, shape=(2, 12))
+    axis, dim = "unknown mesh axis 'tp'", "no dim 'c' in 'b s/cp'"
+    check_error(lambda: asked("b s/tp", device_mesh, dim="s"), "NotationError", axis)
+    check_error(lambda: asked("b s/cp", MESH, dim="c"), "ShapeError", dim)
 
 
 def _reshard() -> None:
@@ -52,5 +50,5 @@ def _reshard() -> None:
         assert torch.equal(x.grad, 7 * whole[:, before] + 1)
 
 
-def test_contiguous_to_zigzag_and_back_on_live_activations() -> None:
-    on_ranks(4, _reshard)
+def test_positions_and_live_activations_between_contiguous_and_zigzag() -> None:
+    on_ranks(4, in_turn, _positions, _reshard)

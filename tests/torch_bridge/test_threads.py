@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_threads
+from tests.torch_bridge.helpers import block_of, check_error, for_each, numbers, on_threads
 from xshard import reference
 
 MESH = xs.Mesh(a=2, b=2)
@@ -31,7 +31,7 @@ def _all_kinds() -> None:
 
     def compare(expression: str) -> None:
         plan = xs.plan(expression, MESH, shape=(8, 4), dtype="float64")
-        block = block_of(x, str(plan.src), MESH).requires_grad_()
+        block = block_of(x, expression, MESH).requires_grad_()
         y = xt.redistribute(block, expression, MESH)
         assert torch.equal(
             y, torch.from_numpy(reference.run(plan, reference.scatter(x, plan.src, MESH))[rank])
@@ -45,11 +45,10 @@ def _all_kinds() -> None:
     many = xt.redistribute({"x": block_of(x, "n/a d", MESH)}, "n/a d -> n d", MESH)
     assert torch.equal(many["x"], torch.from_numpy(x))
     other = torch.distributed.device_mesh.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
-    block, whole = block_of(x, "n/a d", MESH), {"shape": (8, 4), "dtype": torch.float64}
-    kind, text = error_of(
-        lambda: xt.redistribute(block, "n/a d -> n/a d", src_mesh=MESH, dst_mesh=other, **whole)
-    )
-    assert kind == "MeshError" and "ranks that are threads" in text and "torch_bridge.run_ranks" in text
+    block = block_of(x, "n/a d", MESH)
+    options = {"src_mesh": MESH, "dst_mesh": other, "shape": (8, 4), "dtype": torch.float64}
+    words = "ranks that are threads", "torch_bridge.run_ranks"
+    check_error(lambda: xt.redistribute(block, "n/a d -> n/a d", **options), "MeshError", *words)
 
 
 def test_all_kinds_of_steps() -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    block_of,
+    check_error,
+    for_each,
+    in_turn,
+    numbers,
+    on_ranks,
+    still_connected,
+)
 from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
 from torch_bridge.testing.byte_counter import Meter
 from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=4)
 FLOAT8 = torch.float8_e4m3fn
-FOUR_BITS = ["int4", "uint4", "float4_e2m1fn_x2"]
 EXPRESSIONS = [
     "n/a d -> n d | copy(a)",
     "n d | sum(a) -> n/a d",
@@ -30,7 +39,7 @@ EXPRESSIONS = [
 def _narrow(expression: str) -> None:
     """The same as casting by hand before and after, forward and backward."""
     src, dst = parse_expression(expression)
-    x = (block_of(numbers(8, 8), str(src), MESH, torch.float32) / 7).requires_grad_()
+    x = (block_of(numbers(8, 8), expression, MESH, torch.float32) / 7).requires_grad_()
     by_hand = xt.redistribute(x.bfloat16(), expression, MESH).float()
     with Meter() as meter:
         y = xt.redistribute(x, expression, MESH, comm_dtype=torch.bfloat16)
@@ -81,20 +90,12 @@ def _separately() -> None:
     assert meter.received == [24, 48]
 
 
-def test_forward_and_backward_may_differ() -> None:
-    on_ranks(4, _separately)
-
-
 def _exact_sums() -> None:
     """1 + 3 * 2^-9 in bfloat16: each addend is lost when the sum is rounded after every one of them."""
     small = torch.full((4,), 2.0**-8 if torch.distributed.get_rank() else 1.0, dtype=torch.bfloat16)
     exact = torch.tensor(1 + 3 * 2.0**-8).bfloat16()
     y = xt.redistribute(small, "n | sum(a) -> n", MESH, comm_dtype=torch.float32)
     assert y.dtype == torch.bfloat16 and (y == exact).all()
-
-
-def test_a_wide_dtype_adds_exactly() -> None:
-    on_ranks(4, _exact_sums)
 
 
 def _eight_bits() -> None:
@@ -109,20 +110,20 @@ def _eight_bits() -> None:
     y = xt.redistribute(x, "n/a d -> n d | copy(a)", MESH, comm_dtype=(FLOAT8, None))
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, torch.full_like(x, 4))
-    kind, text = error_of(lambda: xt.redistribute(x, "n/a d -> n d | copy(a)", MESH, comm_dtype=FLOAT8))
-    assert kind == "DtypeError" and "float8" in text
+    move = functools.partial(xt.redistribute, x, mesh=MESH)
+    gather, largest = "n/a d -> n d | copy(a)", "n d | max(a) -> n d"
+    check_error(lambda: move(gather, comm_dtype=FLOAT8), "DtypeError", "float8")
+    wide = (None, torch.float32)
+    check_error(lambda: move(largest, comm_dtype=wide), "DtypeError", "comm_dtype=torch.bfloat16")
     values = x.detach().to(FLOAT8)
     moved = xt.redistribute(values, "n/a d -> n d/a", MESH).float()
     assert torch.equal(moved, xt.redistribute(values.float(), "n/a d -> n d/a", MESH))
-    pair = (None, torch.float32)
-    kind, text = error_of(lambda: xt.redistribute(x, "n d | max(a) -> n d", MESH, comm_dtype=pair))
-    assert kind == "DtypeError" and "comm_dtype=torch.bfloat16" in text
     assert still_connected()
 
 
-def _bits() -> list[tuple[str, str]]:
+def _bits() -> None:
     """A dtype moves as its bytes do, and zeros beyond the ends are zero bytes."""
-    for name in (*FOUR_BITS, "float8_e5m2", "int16", "uint64"):
+    for name in ("int4", "uint4", "float4_e2m1fn_x2", "float8_e5m2", "int16", "uint64"):
         dtype = getattr(torch, name)
         values = torch.arange(16 * dtype.itemsize, dtype=torch.uint8).view(2, -1)
         values += 64 * torch.distributed.get_rank()
@@ -138,17 +139,11 @@ def _bits() -> list[tuple[str, str]]:
         assert y.tolist() == {0: [7, 1, 1, 1], 3: [1, 1, 1, 7]}.get(torch.distributed.get_rank(), [1] * 4)
     x = torch.ones(4, 4, dtype=torch.uint8).view(torch.int4)
     assert xt.redistribute(x, "n d -> n/a d", MESH, check_replicated=True).shape == (1, 4)
-    return [
-        error_of(lambda: xt.redistribute(x, "n d | sum(a) -> n d", MESH)),
-        error_of(lambda: xt.redistribute(x, "n/a d -> n/a:halo(1,1,constant(7)) d", MESH)),
-    ]
-
-
-def test_other_dtypes_move_as_bytes() -> None:
-    on_ranks(4, _eight_bits)
-    for said in on_ranks(4, _bits):
-        assert [kind for kind, _ in said] == ["DtypeError"] * 2
-        assert "int4 cannot be reduced" in said[0][1] and "int4 cannot hold 7" in said[1][1]
+    for text, words in (
+        ("n d | sum(a) -> n d", "int4 cannot be reduced"),
+        ("n/a d -> n/a:halo(1,1,constant(7)) d", "int4 cannot hold 7"),
+    ):
+        check_error(lambda text=text: xt.redistribute(x, text, MESH), "DtypeError", words)
 
 
 def _begun() -> None:
@@ -158,8 +153,8 @@ def _begun() -> None:
     assert torch.equal(y.wait(), xt.redistribute(x.detach().bfloat16(), "n/a d -> n d/a", MESH).float())
 
 
-def test_it_can_be_begun_and_ended_in_two_places() -> None:
-    on_ranks(4, _begun)
+def test_each_way_by_itself_wide_sums_bytes_and_moves_that_are_begun() -> None:
+    on_ranks(4, in_turn, _separately, _exact_sums, _eight_bits, _bits, _begun)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +169,7 @@ def test_it_can_be_begun_and_ended_in_two_places() -> None:
     ],
 )
 def test_dtypes_of_another_kind_are_refused(comm_dtype, block: torch.dtype, reason: str) -> None:
-    with pytest.raises(xs.errors.DtypeError) as refused:
-        comm_dtype_of(comm_dtype, block)
-    assert reason in str(refused.value)
+    check_error(lambda: comm_dtype_of(comm_dtype, block), "DtypeError", reason)
 
 
 def test_what_is_said_for_both_ways() -> None:
