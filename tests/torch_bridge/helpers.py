@@ -169,10 +169,11 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
     raise AssertionError("nothing was raised")
 
 
-def check_error(function: Callable[[], Any], kind: str, *words: str) -> None:
-    """Check that `function` raises an error of the class `kind` whose text has all these words."""
+def check_error(function: Callable[[], Any], kind: str, *words: str) -> str:
+    """The text of the error that `function` raises, which is to be of a class and to have all these words."""
     found, text = error_of(function)
     assert found == kind and all(part in text for part in words), (found, text)
+    return text
 
 
 def derivatives(move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | float = 1.0) -> list[Tensor]:

@@ -15,14 +15,14 @@ LATE_S = 5.0  # beyond the timeout
 # What an error says of where it was, in the words of the user, and of who was there.
 _PLACE = (
     r"(step \d of \d, '.+', of|the messages between the meshes of) '.+ -> .+' failed on rank {rank}\n"
-    r"  one of the ranks \d(, \d)+ has ended"
+    r"  one of the ranks \d(, \d)+ has ended, .+ within \d+ s, .+\n"
+    r"  (the backend says: .+\n  )?with XSHARD_DEBUG=1"
 )
 _DIFFERS = (
-    r"ranks? \d.* did not come to '.+ -> .+' within|disagree about a redistribution: .+\n  rank"
+    r"ranks? \d.* did not come to '.+ -> .+' within \d+ s\n  ranks 0 to 3 of the mesh all call it"
+    r"|disagree about a redistribution: .+\n  rank"
     r"|rank {rank} cannot compare '.+ -> .+' with ranks 0 to 3: no store"
 )
-
-
 # Which version of the stream, and which rank or program, or that nobody can be asked.
 _VERSION = (
     r"(?s)version 2 did not (reach the server|arrive whole; version 1 stays)\n.*"
