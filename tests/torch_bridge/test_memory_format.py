@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks
+from tests.torch_bridge.helpers import block_of, check_error, for_each, in_turn, numbers, on_ranks
 from tests.torch_bridge.test_lower import CPU
 from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import subarray
-from xshard.layout.layout import parse_expression
 from xshard.layout.runs import Run
 
 MESH, SHAPE = xs.Mesh(a=2), (2, 4, 8, 4)
@@ -56,36 +55,29 @@ def expanded(x: Tensor) -> Iterator[Tensor]:
     yield from (x.narrow(d, 0, 1).expand(x.shape) for d in (0, -1))
 
 
-def _same(move: Callable[[Tensor], Any], block: Tensor) -> None:
+def _same(text: str) -> None:
     """The results and gradients of a contiguous block, for blocks and cotangents in every order."""
+    block = block_of(numbers(*SHAPE), text, MESH)
 
-    def both(x: Tensor, cotangent: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        y = move(x)
-        return y, torch.autograd.grad(y, x, torch.ones_like(y) if cotangent is None else cotangent)[0]
+    def both(x: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        y = xt.redistribute(x := x.detach().requires_grad_(), text, MESH, shape=SHAPE)
+        return y, torch.autograd.grad(y, x, cotangent)[0]
 
-    cotangent = torch.from_numpy(numbers(*both(block, None)[0].shape))
+    cotangent = torch.from_numpy(numbers(*xt.redistribute(block, text, MESH, shape=SHAPE).shape))
     wanted = both(block, cotangent)
-    pairs = [(x, c) for x, c in zip(in_every_order(block), in_every_order(cotangent), strict=True)]
-    for found in itertools.starmap(both, pairs):
+    for found in map(both, in_every_order(block), in_every_order(cotangent)):
         assert all(map(torch.equal, found, wanted)) and all(t.is_contiguous() for t in found)
     for x, c in zip(expanded(block), expanded(cotangent), strict=True):
         assert all(map(torch.equal, both(x, c), both(x.contiguous(), c.contiguous())))
 
 
 def _in_every_way() -> None:
-    for text in EVERY_STEP:
-        block = block_of(numbers(*SHAPE), str(parse_expression(text)[0]), MESH)
-        try:
-            _same(lambda x, text=text: xt.redistribute(x, text, MESH, shape=SHAPE), block)
-        except Exception as error:
-            error.add_note(f"in '{text}'")
-            raise
+    for_each(EVERY_STEP, _same)
     x = torch.from_numpy(numbers(*SHAPE)) + dist.get_rank()
-    last, deep = torch.channels_last, torch.channels_last_3d
+    deep = torch.channels_last_3d
     halo, turn = "b c s/a w -> b c s/a:halo(1,1) w", "b c s/a w -> b c/a s w"
     wide, turned = (xt.redistribute(x, text, MESH) for text in (halo, turn))
-    x = x.to(memory_format=last)
+    x = x.to(memory_format=torch.channels_last)
     assert torch.equal(xt.redistribute(x, turn, MESH, async_op=True).wait(), turned)
     assert all(map(torch.equal, xt.redistribute([x, x, x], [halo, turn, turn], MESH), [wide, turned, turned]))
     assert torch.equal(xt.nn.HaloExchange(1, axis="a", mesh=MESH)(x), wide)
@@ -107,8 +99,31 @@ def _in_every_way() -> None:
     assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in results))
 
 
-def test_every_step_takes_blocks_in_every_order() -> None:
-    on_ranks(2, _in_every_way)
+def _other_numbers_in_memory() -> None:
+    real = torch.arange(8.0).view(2, 4) + 10 * dist.get_rank()
+    z = torch.complex(real, real + 1).requires_grad_()
+    for text in ("n/a d -> n d", "n/a d -> n d/a", "n d | sum(a) -> n d", "n/cyclic(a) d -> n/a d"):
+        for view in (z.conj(), z.conj().imag, torch._neg_view(real).requires_grad_()):
+            y, plain = (xt.redistribute(v, text, MESH) for v in (view, view.resolve_conj().resolve_neg()))
+            assert torch.equal(y, plain)
+            weights = torch.ones_like(y).conj() if y.is_complex() else torch._neg_view(torch.ones_like(y))
+            assert torch.equal(*(torch.autograd.grad(v, view, weights)[0] for v in (y, plain)))
+    w = torch.ones(2, 3, requires_grad=True)
+    rows = xt.redistribute(w, "n/a d -> n d | copy(a)", MESH)
+    looked_up = torch.nn.functional.embedding(torch.tensor([0, 2]), rows, sparse=True)
+    sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
+    with pytest.raises(xs.errors.ShapeError, match=r"^leaf 'odd': "):
+        xt.redistribute({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
+    for call, layout in (
+        (lambda: xt.redistribute(sparse[0], "n/a d -> n d", MESH), "coo"),
+        (lambda: xt.redistribute(sparse[1], "n/a d -> n d", MESH), "csr"),
+        (lambda: looked_up.sum().backward(), "coo"),
+    ):
+        check_error(call, "ShapeError", f"sparse (torch.sparse_{layout})", "to_dense()")
+
+
+def test_every_step_takes_blocks_in_every_order_and_views_and_none_that_are_sparse() -> None:
+    on_ranks(2, in_turn, _in_every_way, _other_numbers_in_memory)
 
 
 class Copied(TorchDispatchMode):
@@ -144,30 +159,3 @@ def test_a_block_is_copied_once_at_most(shape: tuple[int, ...], dim: int) -> Non
                 with Copied() as copied:
                     placed = packing.place(block, [m.read(block) for m in packing.messages])
                 assert torch.equal(placed, x) and placed.is_contiguous() and copied.elements == x.numel()
-
-
-def _other_numbers_in_memory() -> list[tuple[str, str]]:
-    real = torch.arange(8.0).view(2, 4) + 10 * dist.get_rank()
-    z = torch.complex(real, real + 1).requires_grad_()
-    for text in ("n/a d -> n d", "n/a d -> n d/a", "n d | sum(a) -> n d", "n/cyclic(a) d -> n/a d"):
-        for view in (z.conj(), z.conj().imag, torch._neg_view(real).requires_grad_()):
-            y, plain = (xt.redistribute(v, text, MESH) for v in (view, view.resolve_conj().resolve_neg()))
-            assert torch.equal(y, plain)
-            weights = torch.ones_like(y).conj() if y.is_complex() else torch._neg_view(torch.ones_like(y))
-            assert torch.equal(*(torch.autograd.grad(v, view, weights)[0] for v in (y, plain)))
-    w = torch.ones(2, 3, requires_grad=True)
-    rows = xt.redistribute(w, "n/a d -> n d | copy(a)", MESH)
-    looked_up = torch.nn.functional.embedding(torch.tensor([0, 2]), rows, sparse=True)
-    sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
-    calls = [lambda x=x: xt.redistribute(x, "n/a d -> n d", MESH) for x in sparse]
-    calls += [lambda: looked_up.sum().backward()]
-    with pytest.raises(xs.errors.ShapeError, match=r"^leaf 'odd': "):
-        xt.redistribute({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
-    return [error_of(call) for call in calls]
-
-
-def test_views_that_conjugate_and_negate_are_resolved_and_sparse_tensors_refused() -> None:
-    for said in on_ranks(2, _other_numbers_in_memory):
-        assert [kind for kind, _ in said] == ["ShapeError"] * 3
-        for (_, text), layout in zip(said, ("sparse_coo", "sparse_csr", "sparse_coo"), strict=True):
-            assert f"sparse (torch.{layout})" in text and "to_dense()" in text
