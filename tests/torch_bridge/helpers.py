@@ -7,14 +7,14 @@ import importlib
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -22,6 +22,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import torch_bridge as xt
 import xshard as xs
+from torch_bridge.models.parallel import parallel_of
 from xshard import reference
 
 # Ranks are forked from a server that has only imported modules: pytest's own process may have run JAX or a
@@ -195,3 +196,10 @@ def still_connected() -> bool:
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item() == dist.get_world_size()
+
+
+def block_of_each(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors, by the names of a parallel model's parameters -> this process's blocks."""
+    state = parallel_of(model)
+    named = [(each, name) for each in state.parameters for name in each.names if name in values]
+    return {name: each.cut(values[name], state.context) for each, name in named}

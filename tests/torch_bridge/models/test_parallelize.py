@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -17,8 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, failed_examples, in_turn, on_ranks, still_connected
-from tests.torch_bridge.models.cases import block_of_each
+from tests.torch_bridge.helpers import (
+    block_of_each,
+    check_error,
+    error_of,
+    in_turn,
+    on_ranks,
+    still_connected,
+)
 from torch_bridge.testing.byte_counter import Meter
 
 MESH = xs.Mesh(dp=2, tp=2)
@@ -98,17 +105,18 @@ def _step(model: Any, **options: Any) -> Tensor:
     return loss
 
 
-def _alone(**options: Any) -> tuple[Net, Tensor]:
+@functools.cache
+def _alone(**options: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradients and the loss of one device."""
     model = net()
     loss = (model(_ids(), **options) * _weights()).sum()
     loss.backward()
-    return model, loss
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, loss
 
 
 def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
     """The largest relative error of a gradient, which is to be `times` that of one device."""
-    alone, _ = _alone(**options)
-    whole = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    whole, _ = _alone(**options)
     blocks = block_of_each(model, whole)
     own = dict(model.named_parameters())
     # A gathered parameter that no process used has zeros, any other keeps what it had.
@@ -117,61 +125,58 @@ def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
     return max(((own[n].grad - times * blocks[n]).norm() / g.norm()).item() for n, g in whole.items())
 
 
+def _right(model: nn.Module, times: int = 1, **options: Any) -> None:
+    """One more pass, after which gradients are `times` those of one device: once from zeros, else added."""
+    if times == 1:
+        model.zero_grad()
+    _step(model, **options)
+    assert _off(model, times, **options) < 1e-12
+
+
 def _behaves() -> None:
-    alone, want = _alone()
+    gradients, want = _alone()
+    norm = torch.nn.utils.get_total_norm(gradients.values())
     for rules in (RULES, GATHERED, GATHERED | {"keep": True}):
         model = net()
         before = dict(model.named_parameters())
         seen: list[tuple[int, ...]] = []
-        model.blocks[0].up.register_forward_hook(
-            lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape))
-        )
+        up = model.blocks[0].up
+        up.register_forward_hook(lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape)))
         assert xt.parallelize(model, mesh=MESH, **rules) is model and model.head.weight is model.embed.weight
         assert all(p is before[n] for n, p in model.named_parameters())
         loss = _step(model)
         assert abs(loss - want) < 1e-12 * abs(want) and _off(model) < 1e-12
         assert seen == [(5, 6) if rules is RULES else (10, 6)]
-        assert model.blocks[0].up.weight is before["blocks.0.up.weight"]
+        assert up.weight is before["blocks.0.up.weight"]
 
-        _step(model)  # a second pass adds to what was summed
-        assert _off(model, 2) < 1e-12
+        _right(model, 2)  # a second pass adds to what was summed
         model.zero_grad()
         with xt.no_sync(model):
             _step(model)
             if rules is RULES:
-                assert "each process's share" in error_of(lambda m=model: xt.grad_norm(m))[1]
-        _step(model)
-        assert _off(model, 2) < 1e-12
+                check_error(lambda m=model: xt.grad_norm(m), "XshardError", "each process's share")
+        _right(model, 2)
         with xt.no_sync(model):  # all that was gathered goes with it, here and before
             _step(model)
-        model.zero_grad(set_to_none=True)
-        _step(model)
-        assert _off(model) < 1e-12
+        _right(model)
 
         twin = copy.deepcopy(model)
         if rules is RULES:  # followed from the start, also where a compiler calls the model first
             assert all(p._post_accumulate_grad_hooks for p in twin.parameters())
-        twin.zero_grad()
-        _step(twin)
-        assert _off(twin) < 1e-12 and twin.head.weight is twin.embed.weight is not model.embed.weight
-        model.zero_grad()
-        _step(model, extra=True)
-        assert _off(model, extra=True) < 1e-12
+        _right(twin)
+        assert twin.head.weight is twin.embed.weight is not model.embed.weight
+        _right(model, extra=True)
 
-        norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None])
-        model.zero_grad()
-        _step(model)
+        _right(model)
         assert math.isclose(xt.grad_norm(model), norm, rel_tol=1e-12)
-        largest = max(p.grad.abs().max() for p in alone.parameters() if p.grad is not None)
+        largest = max(g.abs().max() for g in gradients.values())
         assert math.isclose(xt.grad_norm(model, math.inf), largest, rel_tol=1e-12)
         assert math.isclose(xt.clip_grad_norm_(model, norm.item() / 2), norm, rel_tol=1e-12)
         assert math.isclose(xt.grad_norm(model), norm / 2, rel_tol=1e-6)
         xt.check_replicas(model)
 
         for model.recompute in (False, True):
-            model.zero_grad()
-            _step(model)
-            assert _off(model) < 1e-12, model.recompute
+            _right(model)
         model.recompute = None
         with torch.no_grad():
             assert model(_ids()).shape == (2, 7, 12)
@@ -195,8 +200,7 @@ def _buckets() -> None:
     class Some(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-            self.c = nn.Parameter(torch.ones(2))
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
             return (x * self.a).sum() + (self.b.sum() if dist.get_rank() == 1 else 0)
@@ -223,8 +227,7 @@ def _state() -> None:
     found = xt.state_dict(other)
     dcp.load(found, checkpoint_id=folder[0])  # under another layout
     xt.load_state_dict(other, found)
-    _step(other)
-    assert _off(other) < 1e-12
+    _right(other)
     for p in other.parameters():
         p.data.zero_()
     xt.load_state_dict(other, state)  # DTensors under other placements
@@ -232,7 +235,7 @@ def _state() -> None:
     zigzag = {"blocks.0.up.weight": "o i/zigzag(tp) -> o i", **RULES["parameters"]}
     odd = xt.parallelize(net(), mesh=MESH, **RULES | {"parameters": zigzag})
     assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
-    assert "extra is in the model alone" in error_of(lambda: xt.load_state_dict(odd, {}))[1]
+    check_error(lambda: xt.load_state_dict(odd, {}), "XshardError", "extra is in the model alone")
 
     def init(module: nn.Module) -> None:
         if isinstance(module, Net):
@@ -251,8 +254,7 @@ def _state() -> None:
         if how is init:
             assert model.blocks[1].up.weight.shape == (5, 6) and model.blocks[1].norm.weight.eq(1).all()
             xt.load_state_dict(model, whole)
-        _step(model)
-        assert _off(model) < 1e-12
+        _right(model)
 
 
 def _compiled() -> None:
@@ -355,13 +357,14 @@ def _refused() -> None:
 
 
 def _explained() -> list[Any]:
-    model = xt.parallelize(net(), mesh=MESH, **RULES, profile="h100")
-    tables = [xt.explain(model)]
+    model, gathered = (
+        xt.parallelize(net(), mesh=MESH, **rules, profile="h100") for rules in (RULES, GATHERED)
+    )
+    before = xt.explain(model)
     _step(model)
-    gathered = xt.parallelize(net(), mesh=MESH, **GATHERED, profile="h100")
     with Meter() as meter:
         gathered(_ids())
-    return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]
+    return [before, xt.explain(model), xt.explain(gathered), sum(meter.received)]
 
 
 def _on_four() -> list[Any]:
@@ -393,7 +396,3 @@ def test_what_stays_what_is_summed_what_is_refused_and_where_the_tables_say_that
     assert not any(line.startswith("head.weight o/") and "->" in line for line in gathered)
     busiest = max(received for *_, received in found)
     assert (busiest, gathered[-1]) == (2712, "a step 2.65 KiB 4.82 KiB")
-
-
-def test_the_example_runs() -> None:
-    assert failed_examples(["torch_bridge.models.parallelize"]) == {}
