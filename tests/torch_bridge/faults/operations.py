@@ -6,7 +6,7 @@ Each operation has process groups of its own, so that a rank can be in all of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch._functorch.aot_autograd  # a second each, which ranks that are fork
 import torch._inductor.pattern_matcher
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
@@ -49,6 +50,7 @@ CONTRACTIONS = [
 ]
 LONG = timedelta(minutes=10)
 PAIRS = Mesh(x=2, y=2)
+TRAINER, SERVER = "trainer", "server"
 _NUMBERS = count()
 
 Run = Callable[[Tensor], Tensor]
@@ -125,7 +127,9 @@ def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operati
     mesh, layout = own_mesh("b s/{a} h k", timeout_s)
     yield Operation("ring attention", partial(_attended, mesh=mesh, layout=layout), block)
     mesh, expression = own_mesh(STEPS["all_gather"])  # whose gradient is a reduce_scatter
-    yield Operation("`torch.compile`", _compiled(mesh, expression), block)
+    run = partial(_plain, mesh=mesh, expression=expression)
+    compiled = torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True)
+    yield Operation("`torch.compile`", compiled, block)
     mesh, layout = own_mesh("b c h/{a} w")
     layer = xt.nn.domain_parallel(nn.Conv2d(1, 1, (3, 1), padding=(1, 0)), layout, mesh)
     yield Operation("layers", layer, block[None, None, :1])
@@ -179,24 +183,20 @@ def bare(group: Any) -> Run:
     return run
 
 
-def _compiled(mesh: DeviceMesh, expression: str) -> Run:
-    return torch.compile(lambda x: _plain(x, mesh, expression), backend="aot_eager", fullgraph=True)
-
-
 def _plain(x: Tensor, mesh: Any, expression: str, **options: Any) -> Tensor:
     return xt.redistribute(x, expression, mesh, **options)
 
 
-def _begun(x: Tensor, mesh: Any, expression: str) -> Tensor:
-    y = xt.redistribute(x, expression, mesh, async_op=True)
+def _begun(x: Tensor, mesh: Any, expression: str, **options: Any) -> Tensor:
+    y = xt.redistribute(x, expression, mesh, async_op=True, **options)
     try:
         return y + 0
     except xt.errors.CollectiveError:  # which any later use raises again
         return y * 2
 
 
-def _many(x: Tensor, mesh: Any, expression: str) -> Tensor:
-    return torch.stack(xt.redistribute([x, x + 1], expression, mesh))
+def _many(x: Tensor, mesh: Any, expression: str, **options: Any) -> Tensor:
+    return torch.stack(xt.redistribute([x, x + 1], expression, mesh, **options))
 
 
 def _contracted(x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], in_rounds: bool) -> Tensor:
@@ -220,39 +220,55 @@ def _parallel(width: int) -> Run:
 WAYS = {"`redistribute`": _plain, "`async_op=True`": _begun, "`redistribute` of a tree": _many}
 
 
+def _two_meshes(*ranks: Sequence[int]) -> dict[str, DeviceMesh]:
+    src, dst = (
+        DeviceMesh("cpu", some, mesh_dim_names=(axis,), _init_backend=False)
+        for some, axis in zip(ranks, "ab", strict=True)
+    )
+    return {"src_mesh": src, "dst_mesh": dst}
+
+
 def _between(x: Tensor) -> Tensor:
     """Even ranks have the blocks, odd ones get them."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    src, dst = (
-        DeviceMesh("cpu", range(k, n, 2), mesh_dim_names=(axis,), _init_backend=False)
-        for k, axis in ((0, "a"), (1, "b"))
-    )
-    y = xt.redistribute(
-        None if rank % 2 else x,
-        "n/a d -> n/zigzag(b) d",
-        src_mesh=src,
-        dst_mesh=dst,
-        shape=(n // 2 * ROWS, x.shape[1]),
-        dtype=x.dtype,
-        requires_grad=True,
-    )
+    n, odd = dist.get_world_size(), dist.get_rank() % 2
+    whole = {"shape": (n // 2 * ROWS, x.shape[1]), "dtype": x.dtype, "requires_grad": True}
+    meshes = _two_meshes(range(0, n, 2), range(1, n, 2))
+    y = xt.redistribute(None if odd else x, "n/a d -> n/zigzag(b) d", **meshes, **whole)
     assert y is not None
     return y
 
 
 def _transferred(x: Tensor, wait: Callable[[], None]) -> Tensor | None:
     """The first two ranks have the blocks, the others get them; waits after the first bucket of two."""
-    src, dst = (
-        DeviceMesh("cpu", ranks, mesh_dim_names=(axis,), _init_backend=False)
-        for ranks, axis in (([0, 1], "a"), ([2, 3], "b"))
-    )
     tree = {"first": x[:1], "second": x} if dist.get_rank() < 2 else None
-    found = xt.transfer(
-        tree,
-        {"*": "n/a d -> n/b d"},
-        src_mesh=src,
-        dst_mesh=dst,
-        bucket_bytes=1,
-        progress=lambda done, total: wait(),
-    )
+    options = {"bucket_bytes": 1, "progress": lambda done, total: wait()}
+    found = xt.transfer(tree, {"*": "n/a d -> n/b d"}, **_two_meshes([0, 1], [2, 3]), **options)
     return None if found is None else found["second"]
+
+
+def next_version(kind: str, store: Store, width: int, timeout_s: float) -> tuple[Begun, Tensor | None]:
+    """Of a stream from a trainer to a server, beside the world of all other operations: the next version,
+    amid whose messages its ranks wait -> that, and what the last one was.
+
+    timeout_s: of two waits one after the other, by which all ranks know.
+    """
+    make: Any = xt.live.Publisher if kind == TRAINER else xt.live.Subscriber
+    times = {"timeout_s": LONG.total_seconds(), "silent_s": LONG.total_seconds()}
+    meshes = {"src_mesh": Mesh(a=2), "dst_mesh": Mesh(b=2)}
+    end = make(store=store, rules={"*": "n/a d -> n d/b"}, bucket_bytes=1, **meshes, **times)
+    block = torch.arange(float(ROWS * width)).view(ROWS, width) + dist.get_rank()
+    version = _published if kind == TRAINER else _received
+    operation = Begun("`publish`, `receive`", partial(version, end), block)
+    expected = operation.forward()()
+    end.timeout_s, end.silent_s = timeout_s / 2, timeout_s / 5
+    return operation, expected
+
+
+def _published(end: Any, x: Tensor, wait: Callable[[], None]) -> None:
+    end.publish({"first": x[:1], "second": x}, progress=lambda done, total: wait())
+
+
+def _received(end: Any, x: Tensor, wait: Callable[[], None]) -> Tensor:
+    end.receive(LONG.total_seconds(), progress=lambda done, total: wait())
+    found: Tensor = end.tree["second"]
+    return found

@@ -13,8 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -25,8 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.torch_bridge.faults.operations import ROWS, cold_operations, operations
-from tests.torch_bridge.faults.programs import SERVER, TRAINER, interrupted
+from tests.torch_bridge.faults.operations import (
+    ROWS,
+    SERVER,
+    TRAINER,
+    cold_operations,
+    next_version,
+    operations,
+)
 from xshard.runtimes.processes import Watch, processor_time
 
 N = 4  # of the world of all operations but one
@@ -40,8 +46,7 @@ NAP_S = 0.05
 class _Naps:
     """Seconds as this process gets them: where others take all cores, naps are few, and nothing is late."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def count(self) -> None:
         while True:
@@ -117,7 +122,7 @@ def take_part(folder: Path, number: int, meeting: dist.Store, width: int, timeou
         in_turn = [Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)]
     else:
         program = TRAINER if number in WORLDS[TRAINER] else SERVER
-        version, expected = interrupted(program, meeting.clone(), width, timeout_s)
+        version, expected = next_version(program, meeting.clone(), width, timeout_s)
         at_once, in_turn = [Act(version.row, "forward", version.forward(), expected)], []
     for group in c10d._world.pg_map:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -164,19 +169,19 @@ def ends_of(folder: Path, ranks: Sequence[int]) -> dict[int, list[End]]:
 
 
 class Ranks:
-    """Forked processes on this machine; the parent has the store of their worlds, as under torchrun."""
+    """Forked processes that call `function(folder, number, store, *args)`, in worlds that wait for so long.
+
+    The parent has the store of their worlds, as under torchrun.
+    """
 
     def __init__(
         self, folder: Path, numbers: range, timeout_s: float, function: Callable[..., None], *args: Any
     ) -> None:
         self.folder = folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
+        context, given = multiprocessing.get_context("forkserver"), (timeout_s, function, folder, *args)
         self.processes: list[BaseProcess] = [
-            context.Process(
-                target=_rank, args=(i, numbers, self._store.port, timeout_s, function, folder, *args)
-            )
-            for i in numbers
+            context.Process(target=_rank, args=(i, numbers, self._store.port, *given)) for i in numbers
         ]
         for process in self.processes:
             process.start()
@@ -215,32 +220,15 @@ class Ranks:
                 why = watch.why_over()
                 assert why is None, f"{what}: {why}"
 
-    def close(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
 
 
-@contextmanager
-def ranks(
-    folder: Path, numbers: range, timeout_s: float, function: Callable[..., None], *args: Any
-) -> Iterator[Ranks]:
-    """Processes that call `function(folder, number, store, *args)`, in worlds that wait for so long."""
-    running = Ranks(folder, numbers, timeout_s, function, *args)
-    try:
-        yield running
-    finally:
-        running.close()
-
-
-def _rank(
-    number: int,
-    numbers: range,
-    port: int,
-    timeout_s: float,
-    function: Callable[..., None],
-    folder: Path,
-    *args: Any,
-) -> None:
+def _rank(number: int, numbers: range, port: int, timeout_s: float, function: Any, folder: Path, *args: Any):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     say(folder, f"here{number}")

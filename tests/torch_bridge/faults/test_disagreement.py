@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 import torch_bridge as xt
-from tests.torch_bridge.faults.operations import BARE, bare, own_mesh
-from tests.torch_bridge.faults.ranks import Act, N, act, ends_of, ranks, say
+from tests.torch_bridge.faults.operations import BARE, WAYS, bare, own_mesh
+from tests.torch_bridge.faults.ranks import Act, N, Ranks, act, ends_of, say
 from tests.torch_bridge.faults.table import check_column
 from torch_bridge.mesh import desync
 
@@ -32,19 +32,7 @@ DIFFERENCES = {
 }
 
 
-def _plain(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
-    return xt.redistribute(x, text, mesh, debug=debug)
-
-
-def _begun(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
-    return xt.redistribute(x, text, mesh, debug=debug, async_op=True) + 0
-
-
-def _many(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
-    return xt.redistribute([x, x + 1], text, mesh, debug=debug)[1]
-
-
-def _contracted(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
+def _contracted(x: Tensor, mesh: Any, text: str, debug: bool) -> Tensor:
     with mock.patch.object(desync, "ALWAYS", debug):  # as XSHARD_DEBUG=1
         return xt.einsum(text, x, mesh=mesh)
 
@@ -58,7 +46,7 @@ def _disagree(folder: Path, rank: int, _: dist.Store) -> None:
     x = torch.arange(64.0).view(8, 8) + dist.get_rank()
     acts = [Act(BARE, "forward", partial(bare(dist.group.WORLD), x), None)]
     for row, calls in DIFFERENCES.items():
-        for way in (_plain, _begun, _many, _contracted):
+        for way in (*WAYS.values(), _contracted):
             mesh, axis = own_mesh("{a}", TIMEOUT_S)
             both = [
                 partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls
@@ -75,11 +63,11 @@ def _disagree(folder: Path, rank: int, _: dist.Store) -> None:
 def _results(way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: Any, debug: bool) -> Tensor:
     rows = (x[:4] if text.startswith("short") else x for text in texts)
     called = zip(rows, (text.removeprefix("short ") for text in texts), strict=True)
-    return torch.cat([way(block, text, mesh, debug).flatten() for block, text in called])
+    return torch.cat([way(block, mesh, text, debug=debug).flatten() for block, text in called])
 
 
 def test_ranks_differ(tmp_path: Path) -> None:
-    with ranks(tmp_path, range(N), TIMEOUT_S, _disagree) as running:
+    with Ranks(tmp_path, range(N), TIMEOUT_S, _disagree) as running:
         running.wait_for(*(f"ready{rank}" for rank in range(N)))
         say(tmp_path, "go")
         running.wait_for(*(f"ends{rank}" for rank in range(N)))

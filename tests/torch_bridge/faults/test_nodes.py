@@ -36,15 +36,8 @@ def _interrupted(
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(
-            cluster.run_torch,
-            take_part_on_node,
-            folder,
-            WIDTH,
-            timeout_s,
-            timeout_s=LONG_S,
-            collective_timeout_s=timeout_s,
-        )
+        times = {"timeout_s": LONG_S, "collective_timeout_s": timeout_s}
+        running = thread.submit(cluster.run_torch, take_part_on_node, folder, WIDTH, timeout_s, **times)
         running.add_done_callback(lambda _: (folder / "returned").touch())
 
         def wait_for_ranks(what: str, ranks: Sequence[int]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 import torch_bridge as xt
+from tests.torch_bridge.helpers import torchrun
 from xshard import Mesh
 
 STEPS, EVERY, FATAL, RANKS = 7, 2, 5, 2
@@ -55,32 +52,11 @@ def _trained(folder: Path, dies: bool) -> dict[int, float]:
     return losses
 
 
-def _launched(folder: Path, dies: bool) -> dict[int, dict[int, float]]:
-    """What `torchrun --standalone --max-restarts 1` does, with ranks that are forked."""
-    folder.mkdir()
-    # Else the store keeps the addresses of ranks that have ended (pytorch issue 167288).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=RANKS,
-        run_id=str(folder),
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=1,
-        start_method="fork",
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, _trained)(folder, dies)
-
-
 def test_training_goes_on_with_the_losses_that_it_would_have_had(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as clean:
-        expected, found = (
-            clean.submit(_launched, tmp_path / name, dies).result()
-            for name, dies in (("undisturbed", False), ("disturbed", True))
-        )
-    assert list(expected[0]) == list(range(STEPS)) and expected[0] == expected[1]
-    assert found == expected
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+    expected, other = torchrun(RANKS, _trained, tmp_path / "undisturbed", False)
+    found = torchrun(RANKS, _trained, tmp_path / "disturbed", True, max_restarts=1)
+    assert list(expected) == list(range(STEPS)) and expected == other
+    assert found == [expected, expected]
     assert (tmp_path / "disturbed" / "latest").read_text() == str(STEPS - 1)

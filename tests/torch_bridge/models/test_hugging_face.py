@@ -146,7 +146,8 @@ CASES = {
         "b/(dp,fsdp) s", collectives=(3, 4),
     ),
     "data": Case(
-        xs.Mesh(dp=4), {"parameters": {"**": "..."}, "inputs": {"": "b s -> b/dp s"}}, "b/dp s", collectives=(0, 1)
+        xs.Mesh(dp=4), {"parameters": {"**": "..."}, "inputs": {"": "b s -> b/dp s"}}, "b/dp s",
+        collectives=(0, 1),
     ),
     **{
         f"context and data, {how}": Case(
