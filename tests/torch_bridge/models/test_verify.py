@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, failed_examples, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, failed_examples, in_turn, on_ranks, still_connected
 from xshard.testing import EquivalenceError
 
 MESH = xs.Mesh(dp=2, tp=2)
@@ -54,8 +55,8 @@ def _mean(y: Tensor) -> Tensor:
     return xt.redistribute(y.square().mean(), "() | mean(dp) -> ()", MESH)
 
 
-def _mistakes() -> dict[str, list[tuple[str, str, str]]]:
-    def wrong(model: nn.Module, loss: Any = _mean, **options: Any) -> list[tuple[str, str, str]]:
+def _mistakes() -> None:
+    def named(model: nn.Module, loss: Any = _mean, **options: Any) -> list[tuple[str, str, str]]:
         try:
             xt.verify(model, _x(), loss=loss, **options)
         except EquivalenceError as error:
@@ -64,41 +65,25 @@ def _mistakes() -> dict[str, list[tuple[str, str, str]]]:
             ]
         return []
 
-    found = {"none": wrong(_parallel())}
+    def gradients(cause: str, first: int = 0, last: int = 5) -> list[tuple[str, str, str]]:
+        names = ["first.weight", "first.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight"]
+        return [("gradient", name, cause) for name in names[first:last]]
+
+    assert named(_parallel()) == []
     model = _parallel()
-    model.mlp[0].weight.register_hook(lambda g: g / 4)
-    found["a hook divides by the size of the world"] = wrong(model)
-    found["a loss is summed where its mean is meant"] = wrong(
-        _parallel(), lambda y: xt.redistribute(y.square().mean(), "() | sum(dp) -> ()", MESH)
-    )
-    found["a loss is that of each process"] = wrong(_parallel(), lambda y: y.square().mean())
+    model.mlp[0].weight.register_hook(lambda g: g / 4)  # by the size of the world
+    assert named(model) == gradients("averaged", 2, 3)
+    summed = functools.partial(xt.redistribute, layouts="() | sum(dp) -> ()", mesh=MESH)  # a mean is meant
+    found = named(_parallel(), lambda y: summed(y.square().mean()))
+    assert found == [("output", "loss", "summed"), *gradients("summed")]
+    found = named(_parallel(), lambda y: y.square().mean())  # that of each process
+    assert found == [("output", "loss", "not averaged"), *gradients("summed")]
     model = _parallel()
     model.mlp.register_forward_hook(lambda module, args, y: y.detach())
-    found["an output is detached"] = wrong(model, original=_net())
-    assert wrong(model) == []  # as on one device, where it is detached too
-    found["a rule without its sum"] = wrong(_parallel(outputs={"mlp": "b c"}))
-    return found
-
-
-def test_mistakes_are_named_on_all_processes() -> None:
-    found, *others = on_ranks(4, _mistakes)
-    assert all(other == found for other in others)
-    assert found.pop("none") == []
-    gradients = ["first.weight", "first.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight"]
-    assert found == {
-        "a hook divides by the size of the world": [("gradient", "mlp.0.weight", "averaged")],
-        "a loss is summed where its mean is meant": [
-            ("output", "loss", "summed"), *(("gradient", name, "summed") for name in gradients)
-        ],
-        "a loss is that of each process": [
-            ("output", "loss", "not averaged"), *(("gradient", name, "summed") for name in gradients)
-        ],
-        "an output is detached": [
-            *(("gradient", name, "") for name in gradients[:2]),
-            *(("gradient", name, "zero") for name in gradients[2:]),
-        ],
-        "a rule without its sum": [("output", "loss", ""), *(("gradient", name, "") for name in gradients)],
-    }  # fmt: skip
+    assert named(model, original=_net()) == gradients("", 0, 2) + gradients("zero", 2)
+    assert named(model) == []  # as on one device, where it is detached too
+    without_sum = _parallel(outputs={"mlp": "b c"})
+    assert named(without_sum) == [("output", "loss", ""), *gradients("")]
 
 
 def _unchanged() -> None:
@@ -141,8 +126,8 @@ def _unchanged() -> None:
     assert still_connected()
 
 
-def test_nothing_changes_and_what_is_refused() -> None:
-    on_ranks(4, _unchanged)
+def test_mistakes_are_named_nothing_changes_and_what_is_refused() -> None:
+    on_ranks(4, in_turn, _mistakes, _unchanged)
 
 
 def test_examples() -> None:
