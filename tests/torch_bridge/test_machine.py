@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,12 @@ CPU = torch.device("cpu")
 
 
 def _named() -> str:
-    rank = dist.get_rank()
+    """The store is asked once a world, not per call, and all ranks get the same."""
+    get, rank = rooms.c10d._get_default_store, dist.get_rank()
+    with mock.patch.object(rooms.c10d, "_get_default_store", side_effect=get) as asked:
+        for rows in range(2, 12):
+            xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
+    assert (asked.call_count, rooms._agreed.cache_info().misses) == (1, 1)
     found = str(machine("auto", CPU).name)
     rooms._agreed.cache_clear()
     rooms._found = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
@@ -47,19 +53,6 @@ def _named() -> str:
 def test_all_ranks_plan_for_what_the_first_has_found() -> None:
     first, second = on_ranks(2, _named)
     assert first == second
-
-
-def _looked_up() -> tuple[int, int]:
-    """How often the store is asked: once a world, not per call."""
-    asked, get = [], rooms.c10d._get_default_store
-    rooms.c10d._get_default_store = lambda: asked.append(1) or get()
-    for rows in range(2, 12):
-        xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
-    return len(asked), rooms._agreed.cache_info().misses
-
-
-def test_the_store_is_asked_once() -> None:
-    assert on_ranks(2, _looked_up) == [(1, 1)] * 2
 
 
 def _plans_for_nodes_of_two() -> None:
