@@ -1,4 +1,4 @@
-"""Ranks on one machine: results by rank, and failures that end everything soon."""
+"""Ranks on one machine: failures that end everything soon."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.runtimes.test_processes import has_ended
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.testing import RankError, run_ranks
-
-
-def _own(factor: int) -> tuple[int, torch.Tensor]:
-    return dist.get_rank() * factor, torch.full((2,), dist.get_world_size())
-
-
-def test_results_come_back_by_rank() -> None:
-    results = on_ranks(3, _own, 10)
-    assert [number for number, _ in results] == [0, 10, 20]
-    assert all(sizes.tolist() == [3, 3] for _, sizes in results)
 
 
 def _one_fails() -> None:

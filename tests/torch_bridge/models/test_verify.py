@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, failed_examples, in_turn, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, in_turn, on_ranks, still_connected
 from xshard.testing import EquivalenceError
 
 MESH = xs.Mesh(dp=2, tp=2)
@@ -128,7 +128,3 @@ def _unchanged() -> None:
 
 def test_mistakes_are_named_nothing_changes_and_what_is_refused() -> None:
     on_ranks(4, in_turn, _mistakes, _unchanged)
-
-
-def test_examples() -> None:
-    assert failed_examples([f"torch_bridge.models.{name}" for name in ("parallelize", "verify")]) == {}
