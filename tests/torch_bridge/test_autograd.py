@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import check_error, on_ranks, still_connected
+from tests.torch_bridge.helpers import check_error, in_turn, on_ranks, still_connected
 
 MESH = xs.Mesh(a=4)
 
@@ -42,10 +42,6 @@ def _winners() -> None:
     move = functools.partial(xt.redistribute, layouts="n d | max(a) -> n d | max(a)", mesh=MESH)
     check_error(lambda: move(x), "LinearityError", "its gradient is not defined")
     move(x.detach())
-
-
-def test_the_gradient_of_a_maximum() -> None:
-    on_ranks(4, _winners)
 
 
 class Block(nn.Module):
@@ -113,5 +109,5 @@ def _swapped() -> None:
     assert still_connected()
 
 
-def test_parameters_that_a_reentrant_checkpoint_would_forget() -> None:
-    on_ranks(4, _swapped)
+def test_maxima_and_parameters_that_a_reentrant_checkpoint_would_forget() -> None:
+    on_ranks(4, in_turn, _winners, _swapped)
