@@ -1,24 +1,28 @@
-"""Shared by the JAX tests: a process with host devices, where they run, and one with a GPU.
+"""Shared by the JAX tests: processes with host devices or a GPU, where they run; meshes and arrays there.
 
 JAX makes its devices once per process, so pytest's own process never asks for any. A test under
 `@in_jax` runs in the process that `xshard.testing` keeps for JAX, one for each process of pytest; one under
 `@on_gpu` in another, that has a GPU, and nowhere without one.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from xshard.runtimes.backends import kit_process
+import xshard as xs
+from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS, kit_process
 from xshard.runtimes.processes import Process, running
 from xshard.testing import FunctionError
 from xshard.testing.pickling import packed
@@ -68,3 +72,45 @@ def _run_in(process: Callable[[], Process], test: Callable[..., None]) -> Callab
 
 def _run_here(module: str, name: str, arguments: dict[str, object]) -> None:
     getattr(importlib.import_module(module), name).here(**arguments)
+
+
+def host(devices: int) -> dict[str, str]:
+    """The environment of one of several processes."""
+    flags = f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"  # no bytes of compiled programs are counted there
+    return BACKENDS["jax"].environment(devices) | {"PJRT_NPROC": "16", "XLA_FLAGS": flags}
+
+
+@contextmanager
+def joined(environments: Sequence[Mapping[str, str]]) -> Iterator[Callable[..., list[Any]]]:
+    """Asks all of some processes that JAX has joined. One that fails takes the others along."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def all_of(asked: list[Future[Any]]) -> list[Any]:
+        for each in as_completed(asked):
+            each.result()
+        return [each.result() for each in asked]
+
+    with ThreadPoolExecutor(n := len(environments)) as threads, ExitStack() as ends:
+        processes = [Process(environment) for environment in environments]
+        for process in processes:
+            ends.callback(process.end)
+        ask = [functools.partial(threads.submit, process.ask, timeout_s=TIMEOUT_S) for process in processes]
+        all_of([one("jax_bridge.testing.worker.join", address, n, i) for i, one in enumerate(ask)])
+        yield lambda function, *arguments: all_of([one(function, *arguments) for one in ask])
+
+
+def device_mesh(mesh: xs.Mesh, kind: str = "Auto") -> Any:
+    """JAX's, of the first devices; `kind` of axes: Auto or Explicit."""
+    import jax
+
+    kinds = (jax.sharding.AxisType[kind],) * len(mesh.axes)
+    return jax.make_mesh(mesh.sizes, mesh.axes, kinds, devices=jax.devices()[: mesh.n_devices])
+
+
+def placed(x: Any, mesh: Any, *spec: Any) -> Any:
+    """The array on a mesh of JAX, cut as the spec says."""
+    import jax
+
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))

@@ -1,54 +1,13 @@
 """The case table on several processes: devices of each in every mesh, gloo between them."""
 
-from __future__ import annotations
-
-import os
-import socket
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
-
 import pytest
 
 from tests.cases import CASES, one_of_each
-from tests.jax_bridge.helpers import GPU, needs_gpu
-from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
-from xshard.runtimes.processes import Process
+from tests.jax_bridge.helpers import GPU, host, joined, needs_gpu
 from xshard.testing.plans import answer_in_numpy, judge, plan_question
-from xshard.testing.question import Answer, Question
+from xshard.testing.question import Answer
 
-TIMEOUT_S = 400.0  # without any progress
-MOST_DEVICES = 8
 QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
-
-
-def names_for(processes: int) -> list[str]:
-    """The cases with a device of every process in their mesh."""
-    return [name for name, question in QUESTIONS.items() if question.mesh.n_devices % processes == 0]
-
-
-def run_together(environments: Sequence[Mapping[str, str]], questions: list[Question]) -> list[list[Answer]]:
-    """The answers of every process. They end together: one that fails takes the others with it."""
-    processes = len(environments)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def answers(process: Process, i: int) -> list[Answer]:
-        process.ask("jax_bridge.testing.worker.join", address, processes, i, timeout_s=TIMEOUT_S)
-        answered: list[Answer] = process.ask(
-            "jax_bridge.testing.worker.answers", questions, timeout_s=TIMEOUT_S
-        )
-        return answered
-
-    with ThreadPoolExecutor(processes) as threads, ExitStack() as ends:
-        started = [Process(environment) for environment in environments]
-        for process in started:
-            ends.callback(process.end)
-        asked = [threads.submit(answers, process, i) for i, process in enumerate(started)]
-        for each in as_completed(asked):
-            each.result()
-    return [each.result() for each in asked]
 
 
 def merged(parts):
@@ -62,9 +21,11 @@ def merged(parts):
     return blocks
 
 
-def check(environments: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+def check(environments, names) -> None:
     """Values and gradients of these cases are those of numpy."""
-    by_process, wrong = run_together(environments, [QUESTIONS[name] for name in names]), []
+    with joined(environments) as ask:
+        by_process = ask("jax_bridge.testing.worker.answers", [QUESTIONS[name] for name in names])
+    wrong = []
     for name, parts in zip(names, zip(*by_process, strict=True), strict=True):
         answer = Answer(merged([part.outputs for part in parts]), merged([part.gradients for part in parts]))
         verdict = judge(answer, answer_in_numpy(QUESTIONS[name]))
@@ -78,11 +39,10 @@ def test_values_and_gradients_of_every_case(processes: int) -> None:
     """On 2 x 4 and 4 x 2 devices. Their numbers are not contiguous: those of a process begin at a multiple
     of 2048, and a mesh takes the processes in turn. One case of each kind: one process runs them all. Two
     processes, which compile half as much, run one on every mesh."""
-    names = one_of_each({name: QUESTIONS[name].plan for name in names_for(processes)}, meshes=processes == 2)
+    plans = {name: q.plan for name, q in QUESTIONS.items() if q.mesh.n_devices % processes == 0}
+    names = one_of_each(plans, meshes=processes == 2)
     assert len(names) > (25 if processes == 2 else 8)
-    # Only values are compared here, no bytes of compiled programs.
-    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
-    check([BACKENDS["jax"].environment(MOST_DEVICES // processes) | settings] * processes, names)
+    check([host(8 // processes)] * processes, names)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -1,13 +1,7 @@
 """`transfer`: trees on another mesh, bit by bit, with the bytes of their plan, also in other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
-import os
-import socket
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from unittest import mock
 
 import jax
@@ -21,9 +15,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.state import execute
 from jax_bridge.testing.stacked import received_bytes
-from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax, needs_flax
-from xshard.runtimes.backends import BACKENDS
-from xshard.runtimes.processes import Process
+from tests.jax_bridge.helpers import CALL, host, in_jax, joined, needs_flax
 from xshard.state import Names, concat, rename, stack
 from xshard.testing.pickling import packed
 
@@ -58,34 +50,20 @@ def held(x: jax.Array) -> list[bytes]:
 
 
 TREE = {
-    "up": {
-        "kernel": (random(8, 12), "i/dp o", "i o/tp"),
-        "bias": (random(12, dtype="bfloat16"), "o/dp", "o"),
-    },
-    "down": [
-        (random(8, 4, dtype="float8_e4m3fn"), "i o/dp", "i/tp o"),
-        (random(4, 8, dtype="int32"), "i/dp o", "i/dp o -> o/tp i"),
-    ],
+    "up.kernel": (random(8, 12), "i/dp o", "i o/tp"),
+    "up.bias": (random(12, dtype="bfloat16"), "o/dp", "o"),
+    "down.0": (random(8, 4, dtype="float8_e4m3fn"), "i o/dp", "i/tp o"),
+    "down.1": (random(4, 8, dtype="int32"), "i/dp o", "i/dp o -> o/tp i"),
     "order": (random(16, 2, dtype="bool") != 0, "s/zigzag(dp) c", "s/cyclic(tp) c"),
 }
-
-
-def is_row(x) -> bool:
-    return isinstance(x, tuple)
 
 
 @pytest.mark.parametrize("first", [0, 3, 4], ids=["the same devices", "a shared one", "others"])
 @in_jax
 def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(first) -> None:
     train, serve, programs = on(0, dp=4), on(first, tp=2), []
-    tree = jax.tree.map(lambda row: xj.place(row[0], row[1], train), TREE, is_leaf=is_row)
-    rules = {
-        "up.kernel": "i o/tp",
-        "up.bias": "o",
-        "down.0": "i/tp o",
-        "down.1": "i/dp o -> o/tp i",
-        "order": "s/cyclic(tp) c",
-    }
+    tree = {name: xj.place(x, src, train) for name, (x, src, _) in TREE.items()} | {"count": jnp.int32(3)}
+    rules = {name: dst for name, (_, _, dst) in TREE.items()} | {"count": "()"}
     made = execute._program
 
     def counted(*key):
@@ -94,18 +72,12 @@ def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(fir
 
     # This machine's plan gathers there, which is a program of its own; that of h100 sends all of it.
     with mock.patch.object(execute, "_program", counted):
-        moved = xj.transfer(
-            {**tree, "step": 7, "count": jnp.int32(3)}, {**rules, "count": "()"}, serve, profile="h100"
-        )
+        moved = xj.transfer(tree | {"step": 7}, rules, serve, profile="h100")
     assert moved.pop("step") == 7 and moved.pop("count").sharding.mesh == serve
-    for leaf, (x, _, layout) in zip(
-        jax.tree.leaves(moved), jax.tree.leaves(TREE, is_leaf=is_row), strict=True
-    ):
+    for name, (x, _, layout) in TREE.items():
         there = layout.split(" -> ")[-1]
-        assert held(leaf) == stored(x.T if there == "o/tp i" else x, there, serve), layout
-    plan = xj.transfer(
-        {**tree, "count": jnp.int32(3)}, {**rules, "count": "()"}, serve, dry_run=True, profile="h100"
-    )
+        assert held(moved[name]) == stored(x.T if there == "o/tp i" else x, there, serve), layout
+    plan = xj.transfer(tree, rules, serve, dry_run=True, profile="h100")
     assert plan.bytes_received == plan.bytes_lower_bound and "up.kernel" in str(plan)
     [text] = programs
     assert received_bytes(text, len({*train.devices.flat, *serve.devices.flat})) == plan.bytes_received
@@ -114,14 +86,13 @@ def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(fir
     assert np.array_equal(order, TREE["order"][0])
 
 
+SHAPES = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "gate": (24, 8), "up": (24, 8), "out": (8, 16)}
+
+
 def layers(n: int) -> dict[str, np.ndarray]:
-    shapes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "gate": (24, 8), "up": (24, 8), "out": (8, 16)}
-    found = {
-        f"{i}.{name}": random(*shape, dtype="bfloat16") for i in range(n) for name, shape in shapes.items()
-    }
-    return (
-        found | {f"experts.{i}.w": random(4, 6) for i in range(3)} | {"norm": np.arange(8, dtype=np.float32)}
-    )
+    found = {f"{i}.{key}": random(*size, dtype="bfloat16") for i in range(n) for key, size in SHAPES.items()}
+    experts = {f"experts.{i}.w": random(4, 6) for i in range(3)}
+    return found | experts | {"norm": np.arange(8, dtype=np.float32)}
 
 
 @in_jax
@@ -133,16 +104,9 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
         stack("experts.*.w", "experts.w"),
     )
     names = Names(*to_fused.relations, rename("norm", "norm", dtype="bfloat16"))
-    apart, fused = (
-        {"experts.*.w": "a/dp b", "*.out": "o i/dp", "norm": "n", "**": "o/dp i"},
-        {
-            "*.qkv": "o/tp i",
-            "*.gate_up": "o/block(tp,24,24) i",
-            "*.out": "i/tp o",
-            "experts.w": "e a b/tp",
-            "norm": "n",
-        },
-    )
+    apart = {"experts.*.w": "a/dp b", "*.out": "o i/dp", "norm": "n", "**": "o/dp i"}
+    fused = {"*.qkv": "o/tp i", "*.gate_up": "o/block(tp,24,24) i", "*.out": "i/tp o"}
+    fused |= {"experts.w": "e a b/tp", "norm": "n"}
     train, serve, weights = on(0, dp=4), on(4, tp=2), layers(2)
     given = xj.place(weights, apart, train)
     seen: list[tuple[int, int]] = []
@@ -151,20 +115,16 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     plan = xj.transfer(given, fused, serve, **options, dry_run=True)
     assert len(seen) == len(plan.buckets) > 2 and seen[-1] == (plan.bytes_moved, plan.bytes_moved)
     assert seen == sorted(set(seen)) and plan.bytes_received == plan.bytes_lower_bound
-    expected = names.apply(weights)
+    expected, layouts = names.apply(weights), {each.name: each.sharding.layout for each in plan.arrays}
     assert [*moved] == [*expected]
     for name, x in expected.items():
-        assert held(moved[name]) == stored(x, str(plan_layout(plan, name)), serve), name
+        assert held(moved[name]) == stored(x, str(layouts[name]), serve), name
     back = Names(*to_fused.inverse.relations, rename("norm", "norm", dtype="float32"))
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         returned = xj.transfer(moved, apart, train, names=back, progress=True)
     assert "transfer" in shown.getvalue()
     for name, x in weights.items():
         assert bits(returned[name]) == bits(x) and returned[name].dtype == x.dtype, name
-
-
-def plan_layout(plan, name: str):
-    return next(array.sharding.layout for array in plan.arrays if array.name == name)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +186,7 @@ def test_sources_are_freed_if_they_are_donated() -> None:
 @in_jax
 def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
     train, serve = on(0, dp=4), on(4, tp=2)
-    w = xj.place(np.zeros((8, 6), np.float32), "i/zigzag(dp) o", train)
+    w, v = (xj.place(np.zeros((8, 6), np.float32), "i/zigzag(dp) o", mesh) for mesh in (train, on(4, dp=2)))
     e = xs.errors
     for rule, mesh, kind, words in (
         ("i o/tq", serve, e.NotationError, r"leaf 'w': unknown mesh axis 'tq' in\n *'i o/tq'\n *\^\^\n"),
@@ -241,15 +201,14 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
     ):
         with pytest.raises(kind, match=words):
             xj.transfer({"w": w}, {"w": rule}, mesh)
-    with pytest.raises(xs.XshardError, match="no rule for 1 of 1 names: w"):
-        xj.transfer({"w": w}, {"v": "i o"}, serve)
-    for tree, words in (
-        ({"w": np.zeros(3)}, "no array is on a mesh"),
-        ({"a": {"b": w}, "a.b": w}, "two leaves are called 'a.b'"),
-        ({"w": w, "v": xj.place(np.zeros(2, np.float32), "i", serve)}, "the arrays are on several meshes"),
+    for tree, rules, words in (
+        ({"w": w}, {"v": "i o"}, "no rule for 1 of 1 names: w"),
+        ({"w": np.zeros(3)}, "...", "no array is on a mesh"),
+        ({"a": {"b": w}, "a.b": w}, "...", "two leaves are called 'a.b'"),
+        ({"w": w, "v": v}, "...", "the arrays are on several meshes"),
     ):
         with pytest.raises(xs.XshardError, match=words):
-            xj.transfer(tree, "...", serve)
+            xj.transfer(tree, rules, serve)
     with pytest.raises(xs.XshardError, match=r"leaf 'w': the array is traced, float32\[8,6\]"):
         jax.jit(lambda w: xj.transfer({"w": w}, "i o", serve))(w)
     assert xj.transfer({"step": 3}, "...", serve) == {"step": 3}
@@ -257,43 +216,34 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
 
 @needs_flax
 @in_jax
-def test_a_module_of_flax_comes_whole() -> None:
+def test_modules_of_flax_and_equinox_come_whole() -> None:
+    import equinox as eqx
     from flax import nnx
 
     train, serve = on(0, dp=2), on(2, tp=2)
-    model = xj.place(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), {"kernel": "i/dp o", "bias": "o"}, train)
-    moved = xj.transfer(model, {"kernel": "i o/tp", "bias": "o/tp"}, serve)
+    model = [nnx.Linear(4, 6, rngs=nnx.Rngs(0)), eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))]
+    linear, mlp = xj.place(model, {"0.kernel": "i/dp o", "**": "..."}, train)
+    rules = {"0.kernel": "i o/tp", "1.**.weight": "o/tp i", "**": "..."}
+    moved, moved_mlp = xj.transfer([linear, mlp], rules, serve)
     assert isinstance(moved, nnx.Linear) and moved.kernel[...].sharding == NamedSharding(serve, P(None, "tp"))
-    x = np.ones((1, 4), np.float32)
-    assert np.array_equal(moved.kernel[...], model.kernel[...]) and moved(x).shape == (1, 6)
-
-
-@in_jax
-def test_a_module_of_equinox_comes_whole() -> None:
-    import equinox as eqx
-
-    train, serve = on(0, dp=2), on(2, tp=2)
-    mlp = xj.place(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), "...", train)
-    assert xj.transfer(mlp, {"**.weight": "o/tp i", "**": "..."}, serve).activation is mlp.activation
+    assert np.array_equal(moved.kernel[...], linear.kernel[...])
+    assert moved(np.ones((1, 4), np.float32)).shape == (1, 6) and moved_mlp.activation is mlp.activation
 
 
 def across() -> list[bool]:
     """From the devices of the first process to those of the second: two programs' parts of one."""
     train, serve = on(0, dp=4), on(4, tp=2)
     mine = jax.process_index() == 0
-    weights, names = (
-        {**layers(1), "step": np.int32(3)},
-        Names(concat(["*.q", "*.k"], "*.qk"), rename("**", "**")),
-    )
+    weights = layers(1) | {"step": np.int32(3)}
+    names = Names(concat(["*.q", "*.k"], "*.qk"), rename("**", "**"))
     rules = {"norm": "n", "step": "()", "experts.*.w": "a/dp b", "**": "o/dp i"}
     placed = xj.place(weights, rules, train)  # where a process has no device it has no block either
     types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in placed.items()}
     there = {"norm": "n", "step": "()", "experts.*.w": "a b/tp", "*.qk": "o/block(tp,16,8) i", "**": "o/tp i"}
     moved = xj.transfer(placed if mine else types, there, serve, names=names, donate=True)
     expected = names.apply(weights)
-    layout = {"norm": "n", "step": "()", "0.qk": "o/block(tp,16,8) i"} | {
-        f"experts.{i}.w": "a b/tp" for i in range(3)
-    }
+    layout = {"norm": "n", "step": "()", "0.qk": "o/block(tp,16,8) i"}
+    layout |= {f"experts.{i}.w": "a b/tp" for i in range(3)}
     facts = [placed[name].is_deleted() for name in placed] if mine else []
     for name, x in expected.items():
         blocks = [bits(shard.data) for shard in moved[name].addressable_shards]
@@ -302,19 +252,6 @@ def across() -> list[bool]:
 
 
 def test_another_process_gets_them() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def facts(process: Process, i: int) -> list[bool]:
-        process.ask("jax_bridge.testing.worker.join", address, 2, i, timeout_s=TIMEOUT_S)
-        return process.ask(CALL, sent, timeout_s=TIMEOUT_S)
-
-    sent = packed(across)
-    environment = BACKENDS["jax"].environment(4) | {"PJRT_NPROC": "16", "XLA_FLAGS": os.environ["XLA_FLAGS"]}
-    with ThreadPoolExecutor(2) as threads, ExitStack() as ends:
-        processes = [Process(environment), Process(environment)]
-        for process in processes:
-            ends.callback(process.end)
-        for found in as_completed([threads.submit(facts, process, i) for i, process in enumerate(processes)]):
-            assert len(found.result()) > 8 and all(found.result())
+    with joined([host(4)] * 2) as ask:
+        for facts in ask(CALL, packed(across)):
+            assert len(facts) > 8 and all(facts)

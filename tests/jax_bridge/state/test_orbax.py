@@ -1,7 +1,5 @@
 """Folders of orbax: any source layout to any destination, in each of its formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax
@@ -10,25 +8,25 @@ import numpy as np
 import pytest
 
 import jax_bridge as xj
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax
 from xshard import Mesh
 from xshard.state.files import FileError, open_checkpoint
+
+SAVED = Mesh(x=2, y=4)
 
 
 def saved(folder: Path) -> dict[str, object]:
     """A tree in each format, by folder -> its arrays."""
     import orbax.checkpoint as ocp
 
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     numbers = np.arange(16 * 12, dtype=np.float32).reshape(16, 12)
     tree = {
         "layers": [{"w": numbers.astype(jnp.bfloat16)}, {"w": numbers.astype(jnp.float8_e4m3fn)}],
         "norm": np.arange(5, dtype=np.float32),
         "whole": np.arange(12, dtype=np.int32).reshape(3, 4),
     }
-    tree = xj.place(
-        tree, {"layers.0.w": "o/y i/x", "layers.1.w": "o/(x,y) i", "norm": "n", "whole": "..."}, mesh
-    )
+    rules = {"layers.0.w": "o/y i/x", "layers.1.w": "o/(x,y) i", "norm": "n", "whole": "..."}
+    tree = xj.place(tree, rules, device_mesh(SAVED))
     tree["whole"] = np.asarray(tree["whole"])
     odd = {"step": 7, "run": "first", "none": None}
     for name, settings in (("zarr", {"use_ocdbt": False}), ("zarr3", {"use_zarr3": True}), ("ocdbt", {})):
@@ -41,13 +39,13 @@ def saved(folder: Path) -> dict[str, object]:
 @in_jax
 def test_each_format(tmp_path: Path) -> None:
     expected = saved(tmp_path)
-    mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = device_mesh(Mesh(a=2, b=3))
     rules = {"layers.0.w": "o/zigzag(a) i/b", "layers.1.w": "o i/(b,a)", "**": "..."}
     for name in ("zarr", "zarr3", "ocdbt", "manager/3"):
         checkpoint = open_checkpoint(tmp_path / name)
         layouts = {leaf: str(layout) for leaf, layout in checkpoint.layouts.items()}
         assert layouts == {"layers.0.w": "d0/y d1/x", "layers.1.w": "d0/(x,y) d1"}
-        assert checkpoint.mesh == Mesh(x=2, y=4)
+        assert checkpoint.mesh == SAVED
         assert checkpoint.keys() - expected.keys() == ({"step"} if name != "manager/3" else set())
         with jax.enable_x64(True):  # of numbers without dims
             found = xj.load(checkpoint, rules, mesh)
@@ -114,6 +112,5 @@ def test_chunks_are_read_once_for_all_devices(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "zarr") as checkpoint:
         found = [checkpoint.read("w", (slice(384), slice(at, at + 64))) for at in range(0, 384, 64)]
     assert np.array_equal(np.concatenate(found, 1), whole)
-    assert bytes_read() - before < 1.1 * sum(
-        path.stat().st_size for path in (tmp_path / "zarr" / "w").iterdir()
-    )
+    stored = sum(path.stat().st_size for path in (tmp_path / "zarr" / "w").iterdir())
+    assert bytes_read() - before < 1.1 * stored
