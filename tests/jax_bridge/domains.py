@@ -4,45 +4,32 @@ What every block's padding holds on the way in, and that of every cotangent, is 
 compared here can have come from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge import nn
 from jax_bridge.testing.stacked import padded, unpadded
+from tests.jax_bridge.helpers import device_mesh
 
 Layers = Callable[..., nn.Sharded]  # (placed block, *parameters)
+Results = tuple[NDArray, list[NDArray]]  # global: the output; gradients of the input and each parameter
 
 
-class Results(NamedTuple):
-    """Global arrays: the output, the gradients of the input and of every parameter."""
+def sharded(local: Callable, mesh: xs.Mesh, **options) -> Callable:
+    """A function of blocks, for arrays of blocks [device, *block]; its results are such arrays."""
 
-    output: NDArray
-    gradients: tuple[NDArray, ...]
-    sharding: xs.Sharding | None = None
+    def one(*blocks: jax.Array):
+        return jax.tree.map(lambda y: y[None], local(*(x[0] for x in blocks)))
 
-
-def device_mesh(mesh: xs.Mesh) -> jax.sharding.Mesh:
-    kinds = (AxisType.Auto,) * len(mesh.axes)
-    return jax.make_mesh(mesh.sizes, mesh.axes, kinds, devices=jax.devices()[: mesh.n_devices])
-
-
-def sharded(local: Callable, mesh: jax.sharding.Mesh, axis: str) -> Callable:
-    """A function of one block, for an array of blocks [device, *block]; its results are such arrays."""
-
-    def one(x: jax.Array):
-        return jax.tree.map(lambda y: y[None], local(x[0]))
-
-    spec = PartitionSpec(axis)
-    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)
+    spec = PartitionSpec(mesh.axes)
+    return jax.shard_map(one, mesh=device_mesh(mesh), in_specs=spec, out_specs=spec, **options)
 
 
 def on_devices(
@@ -53,7 +40,7 @@ def on_devices(
     mesh: xs.Mesh,
     *,
     mode: str = "vma",
-) -> Results:
+) -> tuple[Results, xs.Sharding]:
     """The layers on blocks; their cotangent is `cotangent_of` the output. mode: vma, novma or pmap."""
     source = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
     everywhere, nowhere = PartitionSpec(mesh.axes), PartitionSpec()
@@ -73,9 +60,8 @@ def on_devices(
         return y[None], gradient[None], tuple(others)
 
     def mapped(local, ins, outs):
-        return jax.shard_map(
-            local, mesh=device_mesh(mesh), in_specs=ins, out_specs=outs, check_vma=mode == "vma"
-        )
+        options = {"mesh": device_mesh(mesh), "check_vma": mode == "vma"}
+        return jax.shard_map(local, in_specs=ins, out_specs=outs, **options)
 
     given = (nowhere,) * len(parameters)
     blocks = padded(xs.reference.scatter(x, layout, mesh), source, fill=np.nan)
@@ -90,7 +76,7 @@ def on_devices(
     else:
         ins, outs = (everywhere, everywhere, *given), (everywhere, everywhere, given)
         y, gradient, others = jax.jit(mapped(both, ins, outs))(blocks, cut, *parameters)
-    return Results(_whole(y, target), (_whole(gradient, source), *(np.asarray(g) for g in others)), target)
+    return (_whole(y, target), [_whole(gradient, source), *map(np.asarray, others)]), target
 
 
 def on_one(function: Callable[..., jax.Array], x: NDArray, parameters: tuple[NDArray, ...]) -> Results:
@@ -104,21 +90,21 @@ def on_one(function: Callable[..., jax.Array], x: NDArray, parameters: tuple[NDA
     # As an argument: of a constant XLA would compute the gradient while it compiles.
     target = jax.eval_shape(function, x, *parameters)
     y, gradients = both(cotangent_of(target.shape, x.dtype), x, *parameters)
-    return Results(np.asarray(y), tuple(map(np.asarray, gradients)))
+    return np.asarray(y), [*map(np.asarray, gradients)]
 
 
 def cotangent_of(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
     return np.random.default_rng(7).integers(-4, 5, shape).astype(dtype)
 
 
-def difference(found: Results, expected: Results) -> float:
-    """The largest, relative to the largest expected number of its array; infinite for another shape."""
-    worst = 0.0
-    for a, b in zip((found.output, *found.gradients), (expected.output, *expected.gradients), strict=True):
-        if a.shape != b.shape:
-            return np.inf
-        worst = max(worst, float(np.abs(a - b).max(initial=0) / max(1, np.abs(b).max(initial=0))))
-    return worst
+def difference(found: Any, expected: Any) -> float:
+    """Of trees of arrays: the largest, relative to the largest expected number of its array; NaN counts."""
+    worst = [0.0]
+    for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        a, b = map(np.asarray, pair)
+        assert a.shape == b.shape
+        worst.append(np.abs(a - b).max(initial=0) / max(1, np.abs(b).max(initial=0)))
+    return float(np.max(worst))
 
 
 def _whole(blocks: jax.Array, sharding: xs.Sharding) -> NDArray:

@@ -1,17 +1,17 @@
 """Attention over a cut sequence in JAX, beside that of one device: orders, ways, masks; transformations."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import xshard as xs
+from jax_bridge import nn
+from jax_bridge.testing.stacked import padded
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from tests.jax_bridge.domains import difference, sharded
 from tests.jax_bridge.helpers import in_jax
 
-MODES = ("vma", "novma", "pmap")
 ROWS = [
     ("zigzag, fewer heads of keys than devices", "ring", "vma", 2),
     ("zigzag of documents, any width of scores", "ring", "pmap", 3),
@@ -25,74 +25,44 @@ ROWS = [
 @in_jax
 def test_every_order_way_and_mask_is_that_of_one_device(order, how, mode, mask) -> None:
     """Values and the gradients of queries, keys and values; what is in the padding does not count."""
-    import jax
-
-    case, mask = ORDERS[order], MASKS[mask]
     with jax.enable_x64(True):
-        assert difference(case, mask, how, mode) < 1e-12
+        assert error(ORDERS[order], MASKS[mask], how, mode) < 1e-12
 
 
-def difference(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64) -> float:
-    """The largest, relative to the largest number of its array."""
-    import jax
-
+def error(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64) -> float:
     given = problem(case, mask)
     x = [padded_blocks(case, x.astype(dtype), i in (1, 2), np.nan) for i, x in enumerate(given[:4])]
-    documents = given.documents
-    blocks = None if documents is None else padded_blocks(case, documents, dims="bs")
+    if given.documents is not None:
+        x.append(padded_blocks(case, given.documents, dims="bs"))
 
     def both(q, k, v, cotangent, *documents):
         y, pull = jax.vjp(lambda *x: attended(case, mask, how, *x, *documents), q, k, v)
         return y, *pull(cotangent)
 
-    found = on_devices(both, case.mesh, mode, *x, *([] if blocks is None else [blocks]))
-    worst = 0.0
-    for i, (mine, whole) in enumerate(zip(found, one_device(given, mask), strict=True)):
-        wanted = padded_blocks(case, whole, i > 1)
-        assert mine.shape == wanted.shape and mine.dtype == dtype
-        worst = max(worst, np.abs(np.asarray(mine) - wanted).max() / max(1, np.abs(whole).max()))
-    return worst
+    if mode == "pmap":
+        found = jax.pmap(both, case.mesh.axes[0])(*x)
+    else:
+        found = jax.jit(sharded(both, case.mesh, check_vma=mode == "vma"))(*x)
+    assert all(y.dtype == dtype for y in found)
+    wanted = [padded_blocks(case, whole, i > 1) for i, whole in enumerate(one_device(given, mask))]
+    return difference(found, wanted)
 
 
 def attended(case: Case, mask: Mask, how: str, q, k, v, documents=None):
-    from jax_bridge import nn
-
     options = {"kv_layout": case.kv_layout, "shape": case.shape, "kv_heads": case.heads[1], "how": how}
     asked = {"causal": mask.causal, "window": mask.window, "documents": documents}
     return nn.attention(q, k, v, case.layout, **options, **asked)
 
 
 def padded_blocks(case: Case, x, of_keys: bool = False, fill: float = 0.0, dims: str = "bshk") -> np.ndarray:
-    from jax_bridge.testing.stacked import padded
-
     layout = case.block_layout(dims, of_keys)
     shape = [x.shape[dims.index(name)] for name in layout.names]
     return padded(case.blocks(x, dims, of_keys), xs.Sharding(layout, case.mesh, tuple(shape)), fill=fill)
 
 
-def on_devices(function: Callable, mesh: xs.Mesh, mode: str, *blocks):
-    import jax
-    from jax.sharding import PartitionSpec
-
-    from tests.jax_bridge.domains import device_mesh
-
-    if mode == "pmap":
-        return jax.pmap(function, mesh.axes[0])(*blocks)
-
-    def one(*x):
-        return jax.tree.map(lambda y: y[None], function(*(x[0] for x in x)))
-
-    spec = PartitionSpec(mesh.axes)
-    specs = {"in_specs": spec, "out_specs": spec, "check_vma": mode == "vma"}
-    return jax.jit(jax.shard_map(one, mesh=device_mesh(mesh), **specs))(*blocks)
-
-
 @in_jax
 def test_a_ring_and_others_under_transformations() -> None:
     """Layers in a scan, each computed again, under vmap; in float32, where JAX's own attention is used."""
-    import jax
-    import jax.numpy as jnp
-
     case, mask = Case(ROW, "b s/zigzag(cp) h k", (4, 4)), Mask(True)
     given = problem(case, mask)
     x = np.stack([padded_blocks(case, y) for y in (given.q, given.k)], 1)
@@ -102,15 +72,13 @@ def test_a_ring_and_others_under_transformations() -> None:
         return jax.lax.scan(layer, x, jnp.arange(2))[0]
 
     def gradients(how):
-        def one(x):
-            return jax.vmap(jax.value_and_grad(lambda x: jnp.cos(model(how, x)).sum()))(x)
-
-        return on_devices(one, ROW, "vma", x)
+        loss = jax.value_and_grad(lambda x: jnp.cos(model(how, x)).sum())
+        return jax.jit(sharded(jax.vmap(loss), ROW))(x)
 
     with jax.enable_x64(True):
         (y, found), (wanted_y, wanted) = gradients("ring"), gradients("gather")
     assert np.allclose(y, wanted_y, rtol=1e-12) and np.allclose(found, wanted, atol=1e-12)
-    assert difference(case, mask, "auto", "vma", np.float32) < 1e-5
+    assert error(case, mask, "auto", "vma", np.float32) < 1e-5
     q = jnp.ones((2, 19, 3, 6))
     with pytest.raises(xs.errors.ShapeError, match="3 heads of queries, 2 of keys"):
         attended(Case(ROW, "b s h k", (3, 2)), mask, "ring", q, q[:, :, :2], q[:, :, :2])

@@ -1,11 +1,14 @@
 """Every case of `tests/nn/cases.py` in JAX: values and gradients of layers and halos as on one device."""
 
-from __future__ import annotations
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import xshard as xs
+from jax_bridge import nn
+from jax_bridge.testing.stacked import padded, unpadded
+from tests.jax_bridge.domains import cotangent_of, difference, on_devices, on_one, sharded
 from tests.jax_bridge.helpers import in_jax
 from tests.nn import cases
 from tests.nn.cases import CASES, HALOS, NATTEN, PUBLISHED, Case
@@ -17,8 +20,6 @@ LAYERS = {**PUBLISHED, **CASES}
 
 def layer_of(case: Case):
     """The layer, as a function of a block and of its kernel, if it has one."""
-    from jax_bridge import nn
-
     k, s, d = ((1, 1, *numbers) for numbers in (case.k, case.s, case.d))
     pads = [(0, 0), (0, 0), *case.p]
     boundary = None if case.boundary == "zero" else case.boundary
@@ -55,35 +56,24 @@ def mirrored(kernel, case: Case):
 @pytest.mark.parametrize(("name", "mode"), [(name, MODES[i % 3]) for i, name in enumerate(LAYERS)])
 @in_jax
 def test_a_layer(name, mode) -> None:
-    import jax
-
-    from tests.jax_bridge.domains import Results, cotangent_of, difference, on_devices
-
     case, draw = LAYERS[name], np.random.default_rng(0)
     x = draw.normal(size=case.shape)
     kernels = (draw.normal(size=case.kernel_shape),) if case.op in ("conv", "transposed") else ()
     if mode == "pmap" and max(case.mesh.sizes) < case.mesh.n_devices:
         mode = "vma"
     with jax.enable_x64(True):
-        found = on_devices(layer_of(case), x, kernels, case.layout, case.mesh, mode=mode)
+        found, sharding = on_devices(layer_of(case), x, kernels, case.layout, case.mesh, mode=mode)
     kernel = kernels[0] if kernels else None
-    y, *gradients = cases.one_device(case, x, kernel, lambda shape: cotangent_of(shape, x.dtype))
-    assert difference(found, Results(y, tuple(gradients))) <= TOLERANCE
+    expected = cases.one_device(case, x, kernel, lambda shape: cotangent_of(shape, x.dtype))
+    assert difference(found, expected) <= TOLERANCE
     for d, sizes in case.out_sizes.items():
-        assert list(found.sharding.local_sizes[d]) == sizes
+        assert list(sharding.local_sizes[d]) == sizes
 
 
 @pytest.mark.parametrize("name", HALOS)
 @in_jax
 def test_a_plain_halo(name) -> None:
     """Blocks are pieces of the padded array, and the gradient is the adjoint, in whole numbers."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    from jax_bridge import nn
-    from jax_bridge.testing.stacked import padded, unpadded
-    from tests.jax_bridge.domains import cotangent_of, device_mesh
-
     data, mesh = HALOS[name], cases.device_mesh(HALOS[name])
     layout, shape = cases.sharded_layout(data), tuple(data["global_shape"])
     x = cotangent_of(shape, np.dtype(np.float64))
@@ -93,16 +83,14 @@ def test_a_plain_halo(name) -> None:
     ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
 
     def local(x, y):
-        wide, pull = jax.vjp(lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x[0])
-        return wide[None], pull(y[0])[0][None]
+        wide, pull = jax.vjp(lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x)
+        return wide, pull(y)[0]
 
-    specs = {"in_specs": (P(mesh.axes),) * 2, "out_specs": (P(mesh.axes),) * 2}
     with jax.enable_x64(True):
-        both = jax.shard_map(local, mesh=device_mesh(mesh), **specs)
         blocks = padded(xs.reference.scatter(x, layout, mesh), source, fill=np.nan)
-        wide, gradient = map(np.asarray, jax.jit(both)(blocks, padded(ys, target, fill=np.nan)))
-    for mine, theirs in zip(unpadded(wide, target), expected, strict=True):
-        assert np.array_equal(mine, theirs)
+        both = jax.jit(sharded(local, mesh))(blocks, padded(ys, target, fill=np.nan))
+    wide, gradient = map(np.asarray, both)
+    assert difference(unpadded(wide, target), expected) == 0
     gathered = xs.reference.gather(unpadded(gradient, source), layout, mesh, shape)
     assert not cases.adjoint_error(data, x, ys, gathered)
 
@@ -110,11 +98,6 @@ def test_a_plain_halo(name) -> None:
 @in_jax
 def test_neighbourhood_attention() -> None:
     """Blocks get two rows of each neighbour; of the result they keep their own."""
-    import jax
-    import jax.numpy as jnp
-
-    from jax_bridge import nn
-    from tests.jax_bridge.domains import difference, on_devices, on_one
 
     def layers(x):
         before, after = (str(NATTEN[side][0]).replace(" ", "") for side in ("halo_before", "halo_after"))
@@ -126,5 +109,5 @@ def test_neighbourhood_attention() -> None:
     b, h, _, n, _ = NATTEN["global_shape"]
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(b, h, 6, n, 8))
-        found = on_devices(layers, x, (), "b h/sp w n f", xs.Mesh(sp=2))
+        found, _ = on_devices(layers, x, (), "b h/sp w n f", xs.Mesh(sp=2))
         assert difference(found, on_one(lambda x: cases.neighbourhood(jnp, x, x, x), x, ())) <= TOLERANCE

@@ -1,20 +1,25 @@
-"""Layers on cut arrays beside XLA's own partitioning of the same program: values, gradients,
-collectives and bytes."""
-
-from __future__ import annotations
+"""Layers on cut arrays beside XLA's own partitioning of them: values, gradients, collectives and bytes."""
 
 import re
 from collections import Counter
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import xshard as xs
+from jax_bridge import nn
 from jax_bridge.testing.stacked import received_bytes
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.domains import difference
+from tests.jax_bridge.helpers import device_mesh, in_jax
+from tests.nn.cases import PAD_MODES
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-PAD_MODES = {"periodic": "wrap", "reflect": "reflect", "edge": "edge"}
 N = 4  # devices
 
 
@@ -46,22 +51,12 @@ CASES = {
 
 def programs(case: Case):
     """(ours, XLA's): jitted functions of a kernel, the whole array and a cotangent of the output."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from jax_bridge import nn
-    from tests.jax_bridge.test_ops import mesh
-
-    cut, everywhere = PartitionSpec(None, None, "sp"), PartitionSpec()
-    devices = mesh(sp=N)
+    cut, everywhere, devices = P(None, None, "sp"), P(), device_mesh(xs.Mesh(sp=N))
     arguments = (case.s,), [case.p], (case.base,), (case.d,)
 
     def local(kernel, x):
-        return nn.conv_general_dilated(
-            nn.Sharded(x, "n c h/sp"), kernel, *arguments, boundary={"h": case.boundary}
-        ).block
+        x = nn.Sharded(x, "n c h/sp")
+        return nn.conv_general_dilated(x, kernel, *arguments, boundary={"h": case.boundary}).block
 
     def theirs(kernel, x):
         if case.boundary == "zero":
@@ -76,7 +71,6 @@ def programs(case: Case):
 
 def with_gradients(f, placed):
     """Output and both gradients of half its square, so that XLA can leave nothing out."""
-    import jax
 
     def both(kernel, x):
         y, pull = jax.vjp(f, kernel, x)
@@ -101,8 +95,6 @@ def arguments_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 @in_jax
 def test_equal_to_the_partitioner_and_moves_no_more(name) -> None:
-    import jax
-
     case = CASES[name]
     with jax.enable_x64(True):
         both_programs, placed = programs(case)
@@ -117,8 +109,7 @@ def test_equal_to_the_partitioner_and_moves_no_more(name) -> None:
             rows = -(-n // N)
             assert y.shape[2] == N * rows and not y[..., n:].any()
             results[0][0] = y[..., :n]
-        for mine, expected in zip(*results, strict=True):
-            assert np.abs(mine - expected).max() <= 1e-12 * max(1, np.abs(expected).max())
+        assert difference(*results) <= 1e-12
     ours, theirs = map(moved, texts)
     assert not {"all-gather", "all-to-all"} & set(ours)
     if "all-gather" not in theirs:

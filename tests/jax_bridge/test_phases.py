@@ -1,18 +1,15 @@
 """Gathers and reductions over links of two speeds: a collective per speed, with the values of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import xshard as xs
 from jax_bridge.lower.rules import run
 from jax_bridge.mesh.axis_types import as_varying
+from tests.jax_bridge.domains import sharded
 from tests.jax_bridge.helpers import in_jax
 from xshard import reference
 from xshard.steps import AllReduce
@@ -45,14 +42,7 @@ def test_values_by_phases(expression: str, typed: bool) -> None:
     blocks = [(whole * (7 * device + 3)) % 11 for device in range(8)]
     if not plan.src.tags:
         blocks = reference.scatter(whole, plan.src, mesh)
-    jax_mesh = jax.make_mesh(mesh.sizes, mesh.axes, (AxisType.Auto,) * len(mesh.axes))
-    move = jax.shard_map(
-        lambda x: as_varying(run(plan, x[0]), mesh.axes)[None],
-        mesh=jax_mesh,
-        in_specs=P(mesh.axes),
-        out_specs=P(mesh.axes),
-        check_vma=typed,
-    )
+    move = jax.jit(sharded(lambda x: as_varying(run(plan, x), mesh.axes), mesh, check_vma=typed))
     x = np.stack(blocks).astype("float32")
-    assert jax.jit(move).lower(x).as_text().count(f'"stablehlo.{kind}"(') == times
-    assert np.array_equal(np.asarray(jax.jit(move)(x)), np.stack(reference.run(plan, blocks)))
+    assert move.lower(x).as_text().count(f'"stablehlo.{kind}"(') == times
+    assert np.array_equal(np.asarray(move(x)), np.stack(reference.run(plan, blocks)))

@@ -4,8 +4,6 @@ XLA has that collective for GPUs and TPUs only. Here programs are lowered for th
 stand-in that does what JAX documents.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from unittest import mock
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
@@ -24,7 +21,8 @@ from jax_bridge.lower import transports
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.schedule import box_shape, rounds
 from jax_bridge.testing.stacked import padded, unpadded
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.domains import sharded
+from tests.jax_bridge.helpers import device_mesh, in_jax
 from xshard.layout.layout import parse_expression
 from xshard.steps import Exchange
 from xshard.testing.plans import plan_question
@@ -49,15 +47,6 @@ def exchange_plan(expression, mesh, shape, dtype) -> xs.Plan:
     return xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, dtype, (Exchange(dst),))
 
 
-def moved(plan: xs.Plan):
-    """Blocks stacked along a first dim, one per device -> the same of the result."""
-    devices, kinds = jax.devices()[: plan.mesh.n_devices], (AxisType.Auto,) * len(plan.mesh.axes)
-    mesh = jax.make_mesh(plan.mesh.sizes, plan.mesh.axes, kinds, devices=devices)
-    everywhere = P(plan.mesh.axes)
-    local = lambda x: run(plan, x[0], transports.RAGGED)[None]  # noqa: E731
-    return jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-
-
 def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`lax.ragged_all_to_all` as its documentation has it, by gathering everything."""
     me = lax.axis_index(axis_name)
@@ -78,8 +67,9 @@ def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 def test_slices_of_one_buffer_make_the_same_blocks(case) -> None:
     plan = exchange_plan(*case)
     [inputs] = plan_question(plan).inputs
+    moved = jax.jit(sharded(lambda x: run(plan, x, transports.RAGGED), plan.mesh, check_vma=False))
     with mock.patch.object(lax, "ragged_all_to_all", stand_in):
-        found = jax.jit(moved(plan))(padded(inputs, plan.source, fill=np.nan if case[3] != "int32" else 9))
+        found = moved(padded(inputs, plan.source, fill=np.nan if case[3] != "int32" else 9))
     blocks = unpadded(np.asarray(found), plan.target)
     assert all(map(np.array_equal, blocks, xs.reference.run(plan, inputs)))
     assert np.array_equal(found, padded(blocks, plan.target))  # and nothing of the padding
@@ -106,13 +96,9 @@ def test_what_is_sent_is_expected_and_does_not_overlap(case) -> None:
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
 @in_jax
 def test_each_platform_is_given_what_it_has(platform) -> None:
-    mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2)
-    swap = jax.shard_map(
-        lambda x: xj.redistribute(x, "n/a d/b -> n/b d/a", profile="h100"),
-        mesh=mesh,
-        in_specs=P("a", "b"),
-        out_specs=P("b", "a"),
-    )
+    local = lambda x: xj.redistribute(x, "n/a d/b -> n/b d/a", profile="h100")  # noqa: E731
+    specs = {"in_specs": P("a", "b"), "out_specs": P("b", "a")}
+    swap = jax.shard_map(local, mesh=device_mesh(xs.Mesh(a=2, b=4)), **specs)
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     for program in (swap, jax.grad(lambda x: (swap(x) ** 2).sum())):
         text = jax.jit(program).trace(x).lower(lowering_platforms=(platform,)).as_text()
