@@ -1,24 +1,53 @@
-"""Gradients in JAX: inside and outside of shard_map, with and without types, of higher order."""
+"""Gradients in JAX: of collectives under both conventions, as on a single device; outside of shard_map."""
 
-from __future__ import annotations
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
-from tests.jax_bridge.helpers import in_jax
+import xshard as xs
+from tests.conventions import CASES, Case, N
+from tests.jax_bridge.domains import sharded
+from tests.jax_bridge.helpers import device_mesh, in_jax
 
-SIZE = 4
+MESH = xs.Mesh(a=N)
 X = np.arange(1.0, 1 + 8 * 4, dtype=np.float32).reshape(8, 4)
 WEIGHTS = (X * 7) % 5 - 2
 
 
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((SIZE,), ("a",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
+def on_devices(local, case: Case, mode: str):
+    """`local` on every device's block; the results stacked. With types one value is invariant."""
+    blocks = jnp.asarray(np.stack(case.blocks()), np.float32)
+    if mode == "pmap":
+        return jax.pmap(local, "a", devices=jax.devices()[:N])(blocks)
+    if mode == "novma" or case.given != "one":
+        return jax.jit(sharded(local, MESH, check_vma=mode == "vma"))(blocks)
+    mapped = jax.shard_map(lambda x: local(x)[None], mesh=device_mesh(MESH), in_specs=P(), out_specs=P("a"))
+    return jax.jit(mapped)(blocks[0])
+
+
+@pytest.mark.parametrize("mode", ["vma", "novma", "pmap"])
+@pytest.mark.parametrize("name", CASES)
+@in_jax
+def test_the_gradient_is_that_of_a_single_device(name, mode) -> None:
+    case = CASES[name]
+    leaves = [jnp.asarray(block, np.float32) for block in case.leaves(case.blocks())]
+    expected = jax.grad(lambda leaves: case.total(leaves, jnp.concatenate))(leaves)
+    named = partial(getattr(xj.ops, case.op), axis="a", **case.options)
+    for move in (partial(xj.redistribute, layouts=case.expression), named):
+
+        def gradient(x, move=move):
+            device = 0 if case.is_replicated() else jax.lax.axis_index("a").astype(np.float32)
+            return jax.grad(lambda x: case.loss(x, move(x), device))(x)
+
+        found = np.asarray(on_devices(gradient, case, mode))
+        assert np.abs(found).sum() > 0
+        for device in range(N):
+            assert np.array_equal(found[device], expected[device % len(expected)])
 
 
 def over_a(expression: str, **options):
@@ -27,14 +56,9 @@ def over_a(expression: str, **options):
     def spec(side: str) -> P:
         return P(*("a" if "/a" in dim else None for dim in side.partition("|")[0].split()))
 
-    src, dst = expression.split(" -> ")
-    return jax.shard_map(
-        lambda x: xj.redistribute(x, expression),
-        mesh=mesh(),
-        in_specs=spec(src),
-        out_specs=spec(dst),
-        **options,
-    )
+    ins, outs = map(spec, expression.split(" -> "))
+    move = partial(xj.redistribute, layouts=expression)
+    return jax.shard_map(move, mesh=device_mesh(MESH), in_specs=ins, out_specs=outs, **options)
 
 
 # The gradient taken outside, as a multiple of the identity's. Without types a replica at the border is no
@@ -46,8 +70,8 @@ OUTSIDE = [
     (False, "n/a d -> n d | copy(a)", 1),
     (False, "n d | copy(a) -> n/a d", 1),
     (False, "n d | copy(a) -> n d | copy(a)", 1),
-    (False, "n/a d -> n d", 1 / SIZE),
-    (False, "n d -> n/a d", SIZE),
+    (False, "n/a d -> n d", 1 / N),
+    (False, "n d -> n/a d", N),
     (False, "n d -> n d", 1),
 ]
 
@@ -62,60 +86,21 @@ def test_gradients_taken_outside(check_vma, expression, factor) -> None:
 
 
 @in_jax
-def test_gradients_of_sums_and_their_duals() -> None:
-    """y = sum of f(copy): the cotangent that reaches the replica is the sum over the devices."""
-
-    def local(x):
-        mine = xj.ops.copy_to(x, "a") * (1 + jax.lax.axis_index("a"))
-        return xj.ops.all_reduce(mine, "a", grad="replicated")
-
-    total = jax.shard_map(local, mesh=mesh(), in_specs=P(), out_specs=P())
-    assert np.array_equal(total(X), 10 * X)
-    assert np.array_equal(jax.grad(lambda x: (total(x) * WEIGHTS).sum())(X), 10 * WEIGHTS)
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-@in_jax
-def test_gradients_of_extremes_go_to_the_winners_in_equal_shares(kind) -> None:
-    values = np.array([[3, 1, 2, 5], [3, 1, 0, 4], [1, 1, 2, 5], [0, 1, 2, 5]], np.float32)
-    found = jax.shard_map(
-        lambda x: xj.ops.all_reduce(x[0], "a", op=kind, grad="replicated"),
-        mesh=mesh(),
-        in_specs=P("a"),
-        out_specs=P(),
-    )
-    best = values.max(0) if kind == "max" else values.min(0)
-    assert np.array_equal(found(values), best)
-    won = values == best
-    gradient = jax.grad(lambda x: (found(x) * 12).sum())(values)
-    assert np.array_equal(gradient, 12 * won / won.sum(0))
-
-
-@in_jax
-def test_an_uneven_extreme_keeps_padding_out_of_the_gradient() -> None:
-    blocks = np.array([[1, 2, np.nan], [4, 1, np.nan]], np.float32).reshape(2, 1, 3)  # 5 columns over 2
-
-    def local(x):
-        expression = "n d/b | max(a) -> n d/b"
-        return xj.redistribute(x[0], expression, shape=(1, 5))[None]
-
-    both = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    stacked = np.zeros((2, 1, 6), np.float32)
-    stacked[:, :, :3] = [[[1, 2, 3]], [[4, 1, 3]]]
-    stacked[:, :, 3:] = blocks
-    moved = jax.shard_map(local, mesh=both, in_specs=P("a", None, "b"), out_specs=P(None, None, "b"))
-    assert np.array_equal(moved(stacked), [[[4, 2, 3, 4, 2, 0]]])
-    with jax.debug_nans(True):  # in the padding nobody wins: no share is divided by none
-        gradient = jax.grad(lambda x: moved(x).sum())(np.nan_to_num(stacked))
-    assert np.array_equal(gradient[:, 0], [[0, 1, 0.5, 0, 1, 0], [1, 0, 0.5, 1, 0, 0]])
-    assert np.array_equal(jax.jit(jax.grad(lambda x: moved(x).sum()))(stacked), gradient)
+def test_in_the_padding_of_an_uneven_extreme_no_share_is_divided_by_none() -> None:
+    """5 columns over `b`: nobody wins the last one of the devices of its second half."""
+    blocks = np.array([[[1, 2, 3]], [[1, 2, 0]], [[4, 1, 3]], [[4, 1, 0]]], np.float32)
+    extreme = partial(xj.redistribute, layouts="n d/b | max(a) -> n d/b", shape=(1, 5))
+    gradient = sharded(jax.grad(lambda x: extreme(x).sum()), xs.Mesh(a=2, b=2))
+    with jax.debug_nans(True):
+        found = gradient(blocks)
+    assert found[:, 0].tolist() == [[0, 1, 0.5], [0, 1, 0], [1, 0, 0.5], [1, 0, 0]]
+    assert np.array_equal(jax.jit(gradient)(blocks), found)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 @in_jax
 def test_a_gradient_has_the_dtype_of_its_value(dtype) -> None:
-    moved = over_a("n/a d -> n d")
-    x = jnp.asarray(X, dtype)
+    moved, x = over_a("n/a d -> n d"), jnp.asarray(X, dtype)
     gradient = jax.jit(jax.grad(lambda x: (moved(x).real.astype("float32") * WEIGHTS).sum()))(x)
     assert gradient.dtype == x.dtype and np.array_equal(gradient, jnp.asarray(WEIGHTS, dtype))
 
@@ -128,22 +113,16 @@ def test_the_types_of_values_and_cotangents() -> None:
     def local(x):
         y, pull = jax.vjp(lambda x: xj.redistribute(x, "n/a d -> n d"), x)
         z, push = jax.vjp(lambda y: xj.redistribute(y, "n d -> n d | copy(a)"), y)
-        seen.update(x=x, y=y, z=z)
-        seen["dy"], seen["dx"] = push(z)[0], pull(y)[0]
+        seen.update(x=x, y=y, z=z, dy=push(z)[0], dx=pull(y)[0])
         return y
 
-    jax.make_jaxpr(jax.shard_map(local, mesh=mesh(), in_specs=P("a"), out_specs=P()))(X)
+    jax.make_jaxpr(jax.shard_map(local, mesh=device_mesh(MESH), in_specs=P("a"), out_specs=P()))(X)
     varies = {name: bool(jax.typeof(v).manual_axis_type.varying) for name, v in seen.items()}
     assert varies == {"x": True, "y": False, "z": True, "dy": False, "dx": True}
 
 
 @in_jax
 def test_whole_numbers_pass_through_differentiated_code() -> None:
-    moved = over_a("n/a d -> n d")
-
-    def loss(x, order):
-        return (moved(x)[moved(order)[:, 0]] * WEIGHTS).sum()
-
-    order = np.roll(np.arange(8), 3)[:, None].repeat(4, 1)
-    gradient = jax.grad(loss)(X, order)
+    moved, order = over_a("n/a d -> n d"), np.roll(np.arange(8), 3)[:, None].repeat(4, 1)
+    gradient = jax.grad(lambda x, order: (moved(x)[moved(order)[:, 0]] * WEIGHTS).sum())(X, order)
     assert np.array_equal(gradient[order[:, 0]], WEIGHTS)

@@ -1,7 +1,5 @@
 """A process of `jax.distributed` is killed: the other has an error at once, and does not hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -46,16 +44,9 @@ def test_the_other_has_an_error_and_does_not_hang() -> None:
         port = free.getsockname()[1]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "16"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(process), str(HEARTBEAT_S)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PROCESS, str(port)]
+    processes = [subprocess.Popen([*command, str(i), str(HEARTBEAT_S)], **options) for i in range(2)]
     try:
         (said, log), (said_before, _) = (process.communicate(timeout=600) for process in processes)
     finally:

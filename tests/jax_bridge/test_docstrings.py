@@ -1,7 +1,5 @@
 """The examples in docstrings run; of the drop-ins in tests/compat, of torch_interop in tests/interop."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

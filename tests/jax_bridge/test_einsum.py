@@ -3,9 +3,8 @@
 A mesh has one program for all of its contractions, since compiling is what takes time.
 """
 
-from __future__ import annotations
-
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -15,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.testing.stacked import lead, local, padded, received_bytes, spec, stacked, unstacked
+from jax_bridge.testing.stacked import DeviceProgram, padded, received_bytes, unpadded
 from tests.contractions.cases import CASES
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 from xshard import errors
 from xshard.contractions.ring import rings
 
@@ -60,18 +59,13 @@ class Case:
         """The result, and the gradients of blocks: under `mean`, a share of the array's."""
         numbers = {name: i for i, name in enumerate(self.lengths)}
         names = [[numbers[name] for name in end.layout.names] for end in (*self.taken[:-1], self.made[0])]
-        found = [
-            np.einsum(
-                *(each for pair in zip(self.arrays, names[:-1], strict=False) for each in pair), names[-1]
-            )
-        ]
+        pairs = [*zip(self.arrays, names, strict=True)]
+        found = [np.einsum(*itertools.chain(*pairs[:-1]), names[-1])]
         for i, operand in enumerate(self.taken[:-1]):
-            pairs = [(x, at) for j, (x, at) in enumerate(zip(self.arrays, names, strict=True)) if j != i]
             # A dim that the operand alone has: its gradient is repeated along it.
-            pairs += [(np.ones(self.lengths[name]), [numbers[name]]) for name in operand.layout.names]
-            found.append(
-                np.einsum(*(each for pair in pairs for each in pair), names[i]) * float(operand.scale)
-            )
+            ones = [(np.ones(self.lengths[name]), [numbers[name]]) for name in operand.layout.names]
+            others = itertools.chain(*pairs[:i], *pairs[i + 1 :], *ones)
+            found.append(np.einsum(*others, names[i]) * float(operand.scale))
         return found
 
     def on_device(self, *blocks: jax.Array, expression=None) -> list[jax.Array]:
@@ -89,50 +83,32 @@ class Case:
             assert np.array_equal(value, expected), (self.name, "value" if i == 0 else f"gradient {i}")
 
 
-def jax_mesh(mesh: xs.Mesh, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        mesh.sizes, mesh.axes, (kind,) * len(mesh.axes), devices=jax.devices()[: mesh.n_devices]
-    )
+def run_in_shard_map(cases: Sequence[Case], mode: str = "vma") -> DeviceProgram:
+    """Check all cases, of one mesh, in one program."""
 
+    def one_device(*blocks):
+        left = iter(blocks)
+        return [y for case in cases for y in case.on_device(*itertools.islice(left, len(case.taken)))]
 
-def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> str:
-    """Check all cases, of one mesh, in one program; its optimised HLO."""
-    axes, mesh = cases[0].mesh, jax_mesh(cases[0].mesh)
-
-    def one_device(arrays):
-        each = zip(cases, arrays, strict=True)
-        return [[lead(y, axes) for y in c.on_device(*(local(x, axes) for x in xs))] for c, xs in each]
-
-    specs = [[[spec(end) for end in ends] for ends in (c.taken, c.made)] for c in cases]
-    taken, made = ([pair[i] for pair in specs] for i in range(2))
-    program = jax.shard_map(one_device, mesh=mesh, in_specs=(taken,), out_specs=made, check_vma=check_vma)
-    arrays = [[stacked(b, e, mesh) for b, e in zip(c.blocks(), c.taken, strict=True)] for c in cases]
-    compiled = jax.jit(program).lower(arrays).compile()
-    for case, found in zip(cases, compiled(arrays), strict=True):
-        shapes = [y.shape[len(axes.axes) :] for y in found]
-        ends = zip(found, shapes, case.made, strict=True)
-        case.check([unstacked(y, shape, end, list(mesh.devices.flat)) for y, shape, end in ends])
-    return compiled.as_text()
+    given = [pair for case in cases for pair in zip(case.blocks(), case.taken, strict=True)]
+    made = [end for case in cases for end in case.made]
+    program = DeviceProgram(one_device, cases[0].mesh, given, made, mode)
+    found = iter(program.blocks(program()))
+    for case in cases:
+        case.check([next(found) for _ in case.made])
+    return program
 
 
 def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
     """Check all cases, of one mesh, in one program of `pmap` or `vmap`; NaN in all padding."""
 
     def one_device(arrays):
-        return [
-            case.on_device(*blocks, expression=case.expression)
-            for case, blocks in zip(cases, arrays, strict=True)
-        ]
+        pairs = zip(cases, arrays, strict=True)
+        return [case.on_device(*blocks, expression=case.expression) for case, blocks in pairs]
 
-    arrays = [
-        [padded(b, end, np.nan) for b, end in zip(case.blocks(), case.taken, strict=True)] for case in cases
-    ]
+    arrays = [[padded(b, end, np.nan) for b, end in zip(c.blocks(), c.taken, strict=True)] for c in cases]
     for case, found in zip(cases, mapped(one_device)(arrays), strict=True):
-        blocks = [
-            [b[tuple(map(slice, e.local_shape(d)))] for d, b in enumerate(y)]
-            for y, e in zip(map(np.asarray, found), case.made, strict=True)
-        ]
-        case.check(blocks)
+        case.check([unpadded(np.asarray(y), end) for y, end in zip(found, case.made, strict=True)])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -142,9 +118,9 @@ def test_the_table_moves_what_is_planned(mesh) -> None:
     cases = [Case(*case) for case in CASES if xs.Mesh(case[1]) == MESHES[mesh]]
     even = [case for case in cases if case.is_even]
     with jax.enable_x64(True):
-        received = received_bytes(run_in_shard_map(even, check_vma=True), MESHES[mesh].n_devices)
+        received = run_in_shard_map(even).received_bytes
         if len(even) < len(cases):
-            run_in_shard_map([case for case in cases if not case.is_even], check_vma=True)
+            run_in_shard_map([case for case in cases if not case.is_even])
     planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in even)
     # XLA rounds up once for all scalars that it adds up at once.
     assert 0 <= planned - received < 8 * len(even)
@@ -170,7 +146,7 @@ def test_without_types(mode) -> None:
     with jax.enable_x64(True):
         if mode == "novma":
             cases = [Case(*case) for case in CASES if case[1] == {"dp": 2, "tp": 4}][::2]
-            run_in_shard_map([*cases, in_rounds(*RINGS[2][:2])], check_vma=False)
+            run_in_shard_map([*cases, in_rounds(*RINGS[2][:2])], "novma")
         elif mode == "pmap":
             on_devices = functools.partial(jax.pmap, axis_name="tp", devices=jax.devices()[:4])
             uneven = [case for case in along_tp if case.name == "uneven_summed"]
@@ -186,12 +162,12 @@ def test_rounds() -> None:
     parts = [case.plan.parts[0] for case in cases]
     assert [(part.ring.operand, part.ring.dim) for part in parts] == [travels for *_, travels in RINGS]
     with jax.enable_x64(True):
-        text = run_in_shard_map(cases, check_vma=True)
+        program = run_in_shard_map(cases)
     planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in cases)
-    assert received_bytes(text, 8) == planned
+    assert program.received_bytes == planned
     # Where an operand travels, no message waits, and round k's product waits for k messages; where sums do, a
     # message waits for the k products before it. A gradient goes the other way.
-    found = dependencies(text)
+    found = dependencies(program.compiled.as_text())
     assert found["messages"] == {0: 3 * 3, 1: 3, 2: 3, 3: 3}
     assert found["products"] == {0: 6 + 3 * 4, 1: 6, 2: 6, 3: 6}
     # The same where parts travel in two pieces.
@@ -199,7 +175,7 @@ def test_rounds() -> None:
         in_pieces = next(ring for ring in rings(part) if ring.key == (*part.ring.key[:3], 2))
         case.plan = replace(case.plan, parts=(replace(part, ring=in_pieces),))
     with jax.enable_x64(True):
-        assert received_bytes(run_in_shard_map(cases, check_vma=True), 8) == planned
+        assert run_in_shard_map(cases).received_bytes == planned
 
 
 def dependencies(text: str) -> dict[str, Counter[int]]:
@@ -237,9 +213,9 @@ def test_gradients_have_derivatives(where) -> None:
     plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
     if where == "blocks":
         given, specs = np.concatenate([X, X - 1]), {"in_specs": (P("dp"), P()), "out_specs": P("dp", "tp")}
-        einsum = jax.shard_map(functools.partial(xj.einsum, plan), mesh=jax_mesh(BOTH), **specs)
+        einsum = jax.shard_map(functools.partial(xj.einsum, plan), mesh=device_mesh(BOTH), **specs)
     else:
-        given, einsum = X, functools.partial(xj.einsum, plan, mesh=jax_mesh(plan.mesh))
+        given, einsum = X, functools.partial(xj.einsum, plan, mesh=device_mesh(plan.mesh))
 
     def derivatives(product, x, w):
         first = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
@@ -255,7 +231,7 @@ def test_gradients_have_derivatives(where) -> None:
 def test_operands_without_a_gradient_cost_nothing() -> None:
     """What is not differentiated has no tangent, so that none is moved."""
     plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
-    gradient = jax.jit(jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=jax_mesh(plan.mesh)) ** 2).sum()))
+    gradient = jax.jit(jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=device_mesh(plan.mesh)) ** 2).sum()))
     moves = *plan.moves, plan.result, plan.result.backward, plan.moves[0].backward
     received = sum(move.bytes_received for move in moves)
     assert received_bytes(gradient.lower(X).compile().as_text(), 4) == received
@@ -263,8 +239,8 @@ def test_operands_without_a_gradient_cost_nothing() -> None:
 
 @in_jax
 def test_global_arrays() -> None:
-    mesh = jax_mesh(BOTH)
-    x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((X, P("dp")), (W, P(None, "tp"))))
+    mesh = device_mesh(BOTH)
+    x, w = placed(X, mesh, "dp"), placed(W, mesh, None, "tp")
     y = xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w)
     assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
     stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
@@ -273,7 +249,7 @@ def test_global_arrays() -> None:
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
     gathered = xj.einsum("n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100")
     assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
-    explicit = functools.partial(xj.einsum, "n/dp d, d f -> n/dp f", mesh=jax_mesh(BOTH, AxisType.Explicit))
+    explicit = functools.partial(xj.einsum, "n/dp d, d f -> n/dp f", mesh=device_mesh(BOTH, "Explicit"))
     assert np.array_equal(jax.jit(explicit)(X, W), X @ W), "arrays of which JAX knows no mesh"
     batches = jnp.stack([X, 2 * X])
     in_rounds = functools.partial(xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always")
@@ -283,7 +259,7 @@ def test_global_arrays() -> None:
 
 @in_jax
 def test_on_explicit_axes_addends_are_unreduced() -> None:
-    mesh = jax_mesh(BOTH, AxisType.Explicit)
+    mesh = device_mesh(BOTH, "Explicit")
     with jax.set_mesh(mesh):
         x, w = jax.device_put(X, P("dp", "tp")), jax.device_put(W, P("tp"))
         y = xj.einsum("n/dp d/tp, d/tp f -> n/dp f | sum(tp)", x, w)
@@ -297,14 +273,13 @@ def test_on_explicit_axes_addends_are_unreduced() -> None:
 @in_jax
 def test_gradients_of_blocks_that_explicit_axes_cut_besides() -> None:
     """Of a batch of them; both factors of the second gradient are cut along a dim that it sums."""
-    with jax.set_mesh(jax_mesh(BOTH, AxisType.Explicit)):
+    with jax.set_mesh(device_mesh(BOTH, "Explicit")):
         cut = P(None, "tp")
         einsum = functools.partial(xj.einsum, "n d, d f/tp -> n f/tp")
         product = jax.shard_map(einsum, in_specs=(P(), cut), out_specs=cut, axis_names={"tp"})
         gradients = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
-        x, w = (
-            jax.device_put(np.stack([a, 2 * a]), s) for a, s in ((X, P(None, "dp")), (W, P(None, None, "tp")))
-        )
+        specs = (X, P(None, "dp")), (W, P(None, None, "tp"))
+        x, w = (jax.device_put(np.stack([a, 2 * a]), spec) for a, spec in specs)
         found = jax.jit(jax.vmap(gradients))(x, w)
         assert [jax.typeof(g).sharding.spec for g in found] == [P(None, "dp", None), P(None, None, "tp")]
     for got, right in zip(found, (2 * X @ W @ W.T, 2 * X.T @ X @ W), strict=True):
@@ -314,7 +289,7 @@ def test_gradients_of_blocks_that_explicit_axes_cut_besides() -> None:
 @in_jax
 def test_what_the_local_products_are_told() -> None:
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
-    expression, mesh = "n d/tp, d/tp f -> n f", jax_mesh(xs.Mesh(tp=4))
+    expression, mesh = "n d/tp, d/tp f -> n f", device_mesh(xs.Mesh(tp=4))
     call = functools.partial(xj.einsum, expression, mesh=mesh)
     told = functools.partial(call, preferred_element_type="float32", precision="highest")
     # The value is kept, or the forward pass is made again: policies see products. All sum the last dim of the
@@ -341,7 +316,7 @@ def test_whole_numbers_are_contracted_where_the_result_alone_is_cheapest() -> No
         xs.plan(expression, mesh, sizes=sizes, dtype="int32", profile="bandwidth", objective=objective)
         for objective in ("forward", "forward+backward")
     )
-    program = jax.jit(functools.partial(xj.einsum, expression, mesh=jax_mesh(mesh), profile="bandwidth"))
+    program = jax.jit(functools.partial(xj.einsum, expression, mesh=device_mesh(mesh), profile="bandwidth"))
     text = program.lower(*(np.ones(shape, np.int32) for shape in both.shapes)).compile().as_text()
     assert received_bytes(text, 4) == forward.bytes_received < both.bytes_received
 
@@ -366,7 +341,7 @@ WRONG = [
 
 @in_jax
 def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
-    mesh = jax_mesh(BOTH)
+    mesh = device_mesh(BOTH)
     for expression, shapes, options, kind, reason, marked in WRONG:
         operands = [np.ones(shape, options.get("dtype", "float32")) for shape in shapes]
         with pytest.raises(getattr(xs.errors, kind)) as caught:
@@ -382,7 +357,7 @@ def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
 def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
     def message(expression, x, w, specs, **options) -> list[str]:
         call = functools.partial(xj.einsum, expression, **options)
-        program = jax.shard_map(call, mesh=jax_mesh(BOTH), in_specs=specs, out_specs=P())
+        program = jax.shard_map(call, mesh=device_mesh(BOTH), in_specs=specs, out_specs=P())
         with pytest.raises(xs.XshardError) as caught:
             jax.eval_shape(program, x, w)
         return str(caught.value).splitlines()

@@ -1,7 +1,5 @@
 """`profile="auto"` in JAX: the kind and number of its devices."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 from unittest import mock
 
@@ -13,7 +11,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.mesh.context import _found, machine
 from jax_bridge.torch_interop.route import Options
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import in_jax, placed
 
 
 @in_jax
@@ -22,7 +20,7 @@ def test_host_devices_and_what_overrides_them() -> None:
     assert machine("auto").name == machine("auto", mesh).name == "host"
     with xs.use_profile("h100:2"):
         assert machine("auto", mesh).name == "h100:2" and machine("a100", mesh) == "a100"
-    x = jax.device_put(jnp.arange(8.0).reshape(4, 2), jax.NamedSharding(mesh, jax.P("a")))
+    x = placed(jnp.arange(8.0).reshape(4, 2), mesh, "a")
     y = xj.reshard(x, "n/a d -> n d/a", mesh)
     assert y.sharding.spec == jax.P(None, "a") and np.array_equal(x, y)
     z = xj.einsum("n/a d, d e -> n/a e", x, jnp.eye(2), mesh=mesh)
@@ -59,10 +57,8 @@ def test_nodes_are_hosts_of_gpus_and_processes_of_cpus() -> None:
         (2, None, "", "cpu", "host:2"),
         (8, None, "", "cpu", "host"),
     ):
-        devices = [
-            Device(i, i // of_process, None if of_island is None else i // of_island, platform)
-            for i in range(8)
-        ]
+        islands = [None if of_island is None else i // of_island for i in range(8)]
+        devices = [Device(i, i // of_process, island, platform) for i, island in enumerate(islands)]
         environment = mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": launcher})
         with environment, mock.patch.object(jax, "devices", lambda *_, n=devices: n):
             _found.cache_clear()

@@ -1,14 +1,11 @@
 """`redistribute` and the named ops: where they can be called, what they accept, what they refuse."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
@@ -16,30 +13,19 @@ import xshard as xs
 from jax_bridge import ops
 from jax_bridge.calls import BlockCall, sides_of
 from jax_bridge.testing.stacked import padded, unpadded
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.domains import sharded
+from tests.jax_bridge.helpers import device_mesh, in_jax
 
+MESH = xs.Mesh(a=2, b=4)
 X = np.arange(1.0, 1 + 8 * 8, dtype=np.float32).reshape(8, 8)
 UNEVEN = (7, 5)
 
 
-def mesh(**axes: int) -> jax.sharding.Mesh:
-    n = int(np.prod(list(axes.values())))
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=jax.devices()[:n])
-
-
 def mapped(local, specs, **options):
-    return jax.shard_map(local, mesh=mesh(a=2, b=4), in_specs=specs[0], out_specs=specs[1], **options)
+    return jax.shard_map(local, mesh=device_mesh(MESH), in_specs=specs[0], out_specs=specs[1], **options)
 
 
-def error_of(local, x=X, **options) -> tuple[str, str]:
-    try:
-        jax.eval_shape(mapped(local, (P("a"), P("a")), **options), x)
-    except xs.XshardError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
-
-
+halo, to_all = ops.halo_exchange, partial(ops.all_to_all, split_dim=1, concat_dim=0)
 # Each named op, the expression it stands for, and that of its gradient.
 NAMED = [
     (partial(ops.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
@@ -49,19 +35,16 @@ NAMED = [
     (partial(ops.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
     (partial(ops.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
     (partial(ops.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
-    (partial(ops.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
-    (
-        partial(ops.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
-        "d0/zigzag(a) d1 -> d0 d1/a",
-    ),
+    (partial(to_all, axis="b"), "d0/b d1 -> d0 d1/b"),
+    (partial(to_all, axis="a", concat_order="zigzag"), "d0/zigzag(a) d1 -> d0 d1/a"),
     (partial(ops.shard, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
     (partial(ops.shard, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
     (
-        partial(ops.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
+        partial(halo, width=(1, 2), dim=1, axis="b", boundary="periodic"),
         "d0 d1/b -> d0 d1/b:halo(1,2,periodic)",
     ),
     (
-        partial(ops.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
+        partial(halo, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
         "d0 d1/(b,a) -> d0 d1/(b,a):halo(2,2,edge,zero)",
     ),
     (partial(ops.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
@@ -77,11 +60,9 @@ def test_a_named_op_is_its_expression(case) -> None:
     def program(move):
         def local(x):
             y, pull = jax.vjp(move, x)
-            return y, pull(y)[0]
+            return y, *pull(y)
 
-        everywhere = P(("a", "b"))
-        both = mapped(local, (everywhere, (everywhere, everywhere)), check_vma=False)
-        return str(jax.make_jaxpr(both)(np.zeros((8 * 16, 16), np.float32)))
+        return str(jax.make_jaxpr(sharded(local, MESH, check_vma=False))(np.zeros((8, 16, 16), np.float32)))
 
     assert program(op) == program(lambda x: xj.redistribute(x, expression))
 
@@ -134,9 +115,9 @@ def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
 @in_jax
 def test_every_kind_of_mesh() -> None:
     """For any order of the mesh's axes: an exchange must follow the order of `ppermute`."""
-    here, expression = mesh(a=2, b=4), "n/b d/a -> n/a d/b"
+    here, expression = device_mesh(MESH), "n/b d/a -> n/a d/b"
     assert [step.kind for step in xs.plan(expression, xs.Mesh(b=4, a=2), X.shape).steps] == ["exchange"]
-    meshes = (None, here, here.abstract_mesh, xs.Mesh(a=2, b=4), xs.Mesh(b=4, a=2), xs.Mesh(b=4, z=1, a=2))
+    meshes = (None, here, here.abstract_mesh, MESH, xs.Mesh(b=4, a=2), xs.Mesh(b=4, z=1, a=2))
     for given in meshes:
         moved = mapped(lambda x, m=given: xj.redistribute(x, expression, m), (P("b", "a"), P("a", "b")))
         assert np.array_equal(moved(X), X), given
@@ -147,7 +128,7 @@ def test_every_kind_of_mesh() -> None:
 
 @in_jax
 def test_axes_of_one_device() -> None:
-    one = mesh(a=1, b=4)
+    one = device_mesh(xs.Mesh(a=1, b=4))
     for src, dst, specs in [
         ("n/a d/b", "n d/b", (P("a", "b"), P(None, "b"))),
         ("n d/b", "n/a d/b", (P("a", "b"), P("a", "b"))),  # varying where the source holds one value
@@ -162,41 +143,28 @@ def test_axes_of_one_device() -> None:
     assert np.array_equal(alone(X.reshape(2, 4, 8))[1], X)  # `a` is not bound: nothing to move along it
 
 
-@in_jax
-def test_pmap_inside_jit_and_with_gradients() -> None:
-    blocks = X.reshape(4, 2, 8)
-    moved = jax.pmap(lambda x: xj.ops.all_to_all(x, 1, 0, "p"), "p", devices=jax.devices()[:4])
-    assert np.array_equal(np.concatenate(moved(blocks), axis=1), X)
-    assert np.array_equal(np.concatenate(jax.jit(moved)(blocks), axis=1), X)
-    assert np.array_equal(jax.grad(lambda x: (moved(x) ** 2).sum())(blocks), 2 * blocks)
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "n/b d -> n d",
-        "n/b d -> n d/b",
-        "n d/b -> n/b d",
-        "n/zigzag(b) d -> n/b d",
-        "n/b d -> n d | sum(b)",
-        "n/b d | sum(a) -> n/b d",
-        "n/b d -> n/b d",
-        "n/b d -> n/a d",
-        "n/b d | max(a) -> n/b d | copy(a)",
-    ],
+PADDED = (
+    "n/b d -> n d",
+    "n/b d -> n d/b",
+    "n d/b -> n/b d",
+    "n/zigzag(b) d -> n/b d",
+    "n/b d -> n d | sum(b)",
 )
+PADDED += ("n/b d | sum(a) -> n/b d", "n/b d -> n/b d", "n/b d -> n/a d", "n/b d | max(a) -> n/b d | copy(a)")
+
+
+@pytest.mark.parametrize("expression", PADDED)
 @in_jax
 def test_padding_does_not_leak(expression) -> None:
     """NaN in the padding of blocks and of cotangents reaches no value and no gradient."""
-    plan = xs.plan(expression, xs.Mesh(a=2, b=4), (7, 5))
+    plan = xs.plan(expression, MESH, UNEVEN)
 
     def local(x, g):
-        y, pull = jax.vjp(lambda x: xj.redistribute(x, plan), x[0])
-        return y[None], pull(g[0])[0][None]
+        y, pull = jax.vjp(lambda x: xj.redistribute(x, plan), x)
+        return y, *pull(g)
 
-    everywhere = P(("a", "b"))
-    both = mapped(local, ((everywhere, everywhere), (everywhere, everywhere)), check_vma=False)
-    y, g = jax.jit(both)(padded_with_nan(plan.source), padded_with_nan(plan.target))
+    both = jax.jit(sharded(local, MESH, check_vma=False))
+    y, g = both(padded_with_nan(plan.source), padded_with_nan(plan.target))
     for found, sharding in ((np.asarray(y), plan.target), (np.asarray(g), plan.source)):
         assert np.array_equal(found, padded(unpadded(found, sharding), sharding, fill=0))
 
@@ -208,14 +176,10 @@ def padded_with_nan(sharding: xs.Sharding) -> np.ndarray:
 @pytest.mark.parametrize("layout", ["n/b d", "n/(b,a) d", "n/a d/b", "n/zigzag(b) d/a", "n d"])
 @in_jax
 def test_the_mask_is_the_blocks(layout) -> None:
-    sharding = xs.Sharding(xs.Layout.parse(layout), xs.Mesh(a=2, b=4), UNEVEN)
-    everywhere = P(("a", "b"))
-    mask = mapped(
-        lambda x: xj.ops.valid_mask(layout, shape=UNEVEN)[None], (everywhere, everywhere), check_vma=False
-    )
-    found = jax.jit(mask)(np.zeros(8))
+    sharding = xs.Sharding(xs.Layout.parse(layout), MESH, UNEVEN)
+    mask = sharded(lambda _: xj.ops.valid_mask(layout, shape=UNEVEN), MESH, check_vma=False)
     ones = [np.ones(sharding.local_shape(d), bool) for d in range(8)]
-    assert np.array_equal(found, padded(ones, sharding))
+    assert np.array_equal(jax.jit(mask)(np.zeros(8)), padded(ones, sharding))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -241,60 +205,53 @@ def test_a_loss_of_uneven_blocks(check_vma) -> None:
     assert np.array_equal(gradient, padded(xs.reference.scatter(2 * x, "n/b d", xs.Mesh(b=4)), sharding))
 
 
+def traced(local, x=X, **options) -> None:
+    jax.eval_shape(mapped(local, (P("a"), P("a")), **options), x)
+
+
+def using(expression, given=None, x=X, manual=("a", "b"), **options):
+    """A call of `redistribute` on blocks of x."""
+    return partial(
+        traced, partial(xj.redistribute, layouts=expression, mesh=given, **options), x, axis_names={*manual}
+    )
+
+
+UNKNOWN = "unknown mesh axis 'c' in\n    'n/c d -> n d'\n       ^\n  the mesh has: a=2, b=4"
+NOT_MANUAL = "mesh axis 'b' is not manual here in\n    'n/b d -> n d'"
+LARGER = "the block has shape (3, 8), not (4, 8) in\n    'n/zigzag(a) d -> n d'\n     ^"
+BFLOAT16 = xs.plan("n/a d -> n d", xs.Mesh(a=2), (8, 8), "bfloat16")
+# A call, the error, and words of its text.
+WRONG = [
+    (using("n/c d -> n d"), "NotationError", UNKNOWN),
+    (using("n/b d -> n d", manual="a"), "MeshError", NOT_MANUAL, "manual are: a=2"),
+    (using("n/a d -> n d", xs.Mesh(a=4)), "MeshError", "axis 'a' has size 4", "and 2 here"),
+    (using("n/a -> n"), "ShapeError", "in 'n/a -> n'"),
+    (using("n/zigzag(a) d -> n d", x=X[:6]), "ShapeError", LARGER, "shape="),
+    (using("n/a d -> n d", shape=(12, 8)), "ShapeError", "not (6, 8)", "a (12, 8) array"),
+    (using(BFLOAT16), "DtypeError", "float32", "bfloat16"),
+    (using("n d | mean(a) -> n d", x=X.astype("int32")), "DtypeError", "in 'n d | mean(a) -> n d'"),
+    (using("n d -> n/a d"), "NotationError", "the block varies along 'a'", "copy(a)"),
+    (
+        partial(traced, lambda _: ops.valid_mask("n/c d", shape=UNEVEN)),
+        "NotationError",
+        "'c' in\n    'n/c d'",
+    ),
+    (partial(traced, lambda _: ops.valid_mask("n/a", shape=UNEVEN)), "ShapeError", "in 'n/a'"),
+    (partial(traced, lambda x: ops.all_gather(x, 0, "a", grad="both")), "XshardError", "replicated"),
+    (partial(traced, lambda x: ops.all_gather(x, 2, "a", grad="sum")), "ShapeError", "no dim 2"),
+    # Outside of shard_map.
+    (lambda: xj.redistribute(X, "n/a d -> n d"), "MeshError", "not manual here", "reshard works outside"),
+    (lambda: xj.redistribute(X, "n/a d -> n d", device_mesh(xs.Mesh(a=2))), "MeshError", "not manual here"),
+]
+
+
 @in_jax
 def test_errors_mark_the_expression() -> None:
-    def using(expression, given=None, **options):
-        return lambda x: xj.redistribute(x, expression, given, **options)
-
-    assert error_of(using("n/c d -> n d")) == (
-        "NotationError",
-        "unknown mesh axis 'c' in\n    'n/c d -> n d'\n       ^\n  the mesh has: a=2, b=4",
-    )
-    kind, text = error_of(using("n/b d -> n d"), axis_names={"a"})
-    assert kind == "MeshError" and "mesh axis 'b' is not manual here in\n    'n/b d -> n d'" in text
-    assert "manual are: a=2" in text
-
-    kind, text = error_of(lambda x: xj.ops.valid_mask("n/c d", shape=UNEVEN))
-    assert kind == "NotationError" and "unknown mesh axis 'c' in\n    'n/c d'" in text
-    kind, text = error_of(lambda x: xj.ops.valid_mask("n/a", shape=UNEVEN))
-    assert kind == "ShapeError" and "in 'n/a'" in text
-
-    kind, text = error_of(using("n/a d -> n d", xs.Mesh(a=4)))
-    assert kind == "MeshError" and "axis 'a' has size 4" in text and "and 2 here" in text
-
-    kind, text = error_of(using("n/a -> n"))
-    assert kind == "ShapeError" and "in 'n/a -> n'" in text
-
-    kind, text = error_of(using("n/zigzag(a) d -> n d"), x=X[:6])
-    assert kind == "ShapeError" and "the block has shape (3, 8), not (4, 8)" in text and "shape=" in text
-    assert "'n/zigzag(a) d -> n d'\n     ^" in text
-
-    kind, text = error_of(using("n/a d -> n d", shape=(12, 8)))
-    assert kind == "ShapeError" and "not (6, 8)" in text and "a (12, 8) array" in text
-
-    plan = xs.plan("n/a d -> n d", xs.Mesh(a=2), (8, 8), "bfloat16")
-    kind, text = error_of(using(plan))
-    assert kind == "DtypeError" and "float32" in text and "bfloat16" in text
-
-    kind, text = error_of(using("n d | mean(a) -> n d"), x=X.astype("int32"))
-    assert kind == "DtypeError" and "in 'n d | mean(a) -> n d'" in text
-
-    kind, text = error_of(using("n d -> n/a d"))
-    assert kind == "NotationError" and "the block varies along 'a'" in text and "copy(a)" in text
-
-    kind, text = error_of(lambda x: xj.ops.all_gather(x, 0, "a", grad="both"))
-    assert kind == "XshardError" and "replicated" in text
-    kind, text = error_of(lambda x: xj.ops.all_gather(x, 2, "a", grad="sum"))
-    assert kind == "ShapeError" and "no dim 2" in text
-
-
-@in_jax
-def test_outside_of_shard_map() -> None:
-    with pytest.raises(xs.errors.MeshError, match="not manual here") as caught:
-        xj.redistribute(X, "n/a d -> n d")
-    assert "reshard works outside" in str(caught.value)
-    with pytest.raises(xs.errors.MeshError, match="not manual here"):
-        xj.redistribute(X, "n/a d -> n d", mesh(a=2))
+    for call, kind, *words in WRONG:
+        with pytest.raises(xs.XshardError) as caught:
+            call()
+        assert type(caught.value).__name__ == kind
+        assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @in_jax

@@ -1,23 +1,20 @@
 """`place`, and the names of leaves that its rules are about: dicts, flax, equinox."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.trees import leaves_of
-from tests.jax_bridge.helpers import in_jax, needs_flax
+from tests.jax_bridge.helpers import device_mesh, in_jax, needs_flax, placed
 from xshard import errors
 
 
 def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return device_mesh(xs.Mesh(a=2, b=2))
 
 
 def array(*shape: int) -> np.ndarray:
@@ -82,13 +79,13 @@ def test_devices_get_their_part_of_what_is_on_the_host() -> None:
 def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
     x, on = array(8, 4), mesh()
     for given in (
-        jax.device_put(x, NamedSharding(on, P(None, "a"))),
+        placed(x, on, None, "a"),
         xj.place(x, "n/zigzag(b) d", on),
         xj.place(x, "n/cyclic(a) d/b", on),
         jnp.asarray(x),
     ):
-        placed = xj.place([given], {"0": "n/zigzag(a) d"}, on)[0]
-        assert np.array_equal(placed, x[[0, 1, 6, 7, 2, 3, 4, 5]])
+        [moved] = xj.place([given], {"0": "n/zigzag(a) d"}, on)
+        assert np.array_equal(moved, x[[0, 1, 6, 7, 2, 3, 4, 5]])
     keys = jax.random.split(jax.random.key(0), 4)
     assert (xj.place(keys, "n/a", on) == keys).all()
     gradient = jax.grad(lambda x: (xj.place(x, "n/zigzag(a) d", on)[2] ** 2).sum())
@@ -98,26 +95,21 @@ def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
 
 @in_jax
 def test_errors_come_with_the_leaf_before_anything_moves() -> None:
-    tree = {"up": {"w": array(4, 2), "b": array(7)}}
-    for rules, kind, words in (
-        ({"**.w": "i/q o", "**": "..."}, errors.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
-        ({"**.w": "i/a", "**": "..."}, errors.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
-        ({"**.b": "i/zigzag(a)", "**": "..."}, errors.ShapeError, r"leaf 'up.b': .* uneven blocks in the"),
-        ({"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
-        (
-            {"**.w": "...", "**.b": "i", "**.c": "i"},
-            xs.XshardError,
-            r"rule '\*\*.c' fits no name\n.*up.b, up.w",
-        ),
-        ("i", errors.ShapeError, "leaf 'up.w'"),
+    tree, e, rest = {"up": {"w": array(4, 2), "b": array(7)}}, errors, {"**": "..."}
+    stored = xj.place(array(6), "n/zigzag(c)", device_mesh(xs.Mesh(c=3)))
+    unknown = {"**.w": "...", "**.b": "i", "**.c": "i"}
+    for given, rules, kind, words in (
+        (tree, {"**.w": "i/q o"} | rest, e.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
+        (tree, {"**.w": "i/a"} | rest, e.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
+        (tree, {"**.b": "i/zigzag(a)"} | rest, e.ShapeError, r"leaf 'up.b': .* uneven blocks in the"),
+        (tree, {"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
+        (tree, unknown, xs.XshardError, r"rule '\*\*.c' fits no name\n.*up.b, up.w"),
+        (tree, "i", e.ShapeError, "leaf 'up.w'"),
+        ({"x": np.zeros(2)}, {"x": "n"}, e.DtypeError, "leaf 'x': .*which JAX would make"),
+        ({"x": np.array(["a"])}, {"x": "n"}, e.DtypeError, "leaf 'x': .*cannot hold <U1"),
+        ({"x": stored}, {"x": "n/a"}, e.ShapeError, "leaf 'x': the rows .* are stored as 'n/zigzag"),
     ):
         with pytest.raises(kind, match=words):
-            xj.place(tree, rules, mesh())
-    for wrong, words in ((np.zeros(2), "which JAX would make"), (np.array(["a"]), "cannot hold <U1")):
-        with pytest.raises(errors.DtypeError, match=f"leaf 'x': .*{words}"):
-            xj.place({"x": wrong}, {"x": "n"}, mesh())
-    with pytest.raises(errors.MeshError, match="is not a mesh"):
+            xj.place(given, rules, mesh())
+    with pytest.raises(e.MeshError, match="is not a mesh"):
         xj.place(tree, "...", {"a": 2})
-    stored = xj.place(array(6), "n/zigzag(c)", jax.make_mesh((3,), ("c",)))
-    with pytest.raises(errors.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
-        xj.place({"x": stored}, {"x": "n/a"}, mesh())

@@ -1,36 +1,35 @@
 """`reshard` on global arrays, and layouts as PartitionSpecs."""
 
-from __future__ import annotations
-
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.arrays import stored
 from jax_bridge.testing.worker import Timer
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 from xshard import errors
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
 
 X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+AXES = xs.Mesh(a=2, b=4)
+KINDS = ("Auto", "Explicit")
 
 
-def mesh(kind: str = "auto") -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("a", "b"), (KINDS[kind],) * 2)
+def mesh(kind: str = "Auto") -> jax.sharding.Mesh:
+    return device_mesh(AXES, kind)
 
 
 def on(kind: str, *spec, x=X) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+    return placed(x, mesh(kind), *spec)
 
 
 CASES = [
@@ -82,23 +81,15 @@ def test_dims_in_another_order(kind) -> None:
 
 
 @in_jax
-def test_storage_order() -> None:
-    """A zigzag dim is held as the devices keep it: rank 0 has the first and the last of 8 chunks."""
-    y = xj.reshard(on("auto", "b"), "n/b d -> n/zigzag(b) d")
-    kept = np.concatenate(xs.reference.scatter(X, "n/zigzag(b) d", xs.Mesh(b=4)))
-    assert np.array_equal(y, kept) and not np.array_equal(y, X)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh(), P("b")), 2)
-    assert np.array_equal(xj.reshard(y, "n/zigzag(b) d -> n d/b"), X)
-
-
-@in_jax
 def test_the_order_of_rows_is_remembered() -> None:
     """And no other is read. What JAX computed, or nobody moved, is believed, unless debugging is on."""
-    contiguous, back = on("auto", "b"), "n/zigzag(b) d -> n d/b"
+    contiguous, back = on("Auto", "b"), "n/zigzag(b) d -> n d/b"
     with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
         xj.reshard(xj.reshard(contiguous, "n/b d -> n/b d"), back)
     assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
     ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
+    kept = np.concatenate(xs.reference.scatter(X, "n/zigzag(b) d", xs.Mesh(b=4)))
+    assert np.array_equal(ordered, kept) and ordered.sharding.is_equivalent_to(contiguous.sharding, 2)
     assert np.array_equal(xj.reshard(np.asarray(ordered), back, mesh()), X)
     for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
         with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
@@ -125,7 +116,7 @@ def test_the_order_of_rows_is_remembered() -> None:
 
 @in_jax
 def test_compiled_once() -> None:
-    x, compiled = on("auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
+    x, compiled = on("Auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     for _ in range(2):
         first = len(compiled)
@@ -154,8 +145,8 @@ MOVES = [
 def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dtype) -> None:
     """XLA would make them wider on CPUs: not only in collectives, slices and concatenations too."""
     src, dst = parse_expression(expression)
-    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=4), X.shape, dtype, (step,))
-    x = on("auto", *spec, x=X.astype(dtype))
+    plan = xs.Plan(src, dst, AXES, X.shape, dtype, (step,))
+    x = on("Auto", *spec, x=X.astype(dtype))
     compiled = jax.jit(lambda x: xj.reshard(x, plan)).lower(x).compile()
     y, held = compiled(x), {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     expected = xs.reference.run(plan, [held[device] for device in mesh().devices.flat])
@@ -168,10 +159,9 @@ def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dty
 @pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
 @in_jax
 def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
-    x = on("auto", "b", x=(X % 4).astype(dtype))
-    compiled = jax.jit(
-        lambda x: xj.reshard(xj.reshard(x, "n/b d -> n/cyclic(b) d"), "n/cyclic(b) d -> n d/b")
-    )
+    x = on("Auto", "b", x=(X % 4).astype(dtype))
+    turn, back = "n/b d -> n/cyclic(b) d", "n/cyclic(b) d -> n d/b"
+    compiled = jax.jit(lambda x: xj.reshard(xj.reshard(x, turn), back))
     y = compiled(x)
     assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
     sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
@@ -184,11 +174,11 @@ def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
 @in_jax
 def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
     """Here it takes a slice over it and gathers that again."""
-    mesh_3d = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (KINDS[kind],) * 3)
-    src, dst = parse_expression("n/a d -> n/a d")
+    axes = xs.Mesh(a=2, b=2, c=2)
+    mesh_3d, (src, dst) = device_mesh(axes, kind), parse_expression("n/a d -> n/a d")
     steps = (Slice((("d", (Shard(("c",)),)),)), AllGather("d", (Shard(("c",)),)))
-    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2, c=2), X.shape, "float32", steps)
-    x = jax.device_put(X, NamedSharding(mesh_3d, P("a")))
+    plan = xs.Plan(src, dst, axes, X.shape, "float32", steps)
+    x = placed(X, mesh_3d, "a")
     y = xj.reshard(x, plan)
     assert np.array_equal(y, X) and y.sharding == NamedSharding(mesh_3d, P("a", None))
     with jax.set_mesh(mesh_3d):
@@ -199,7 +189,7 @@ def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
 @in_jax
 def test_partial_sums_on_explicit_meshes() -> None:
     """An unreduced product is reduce-scattered by its name, and so is its gradient gathered."""
-    with jax.set_mesh(mesh("explicit")):
+    with jax.set_mesh(mesh("Explicit")):
         a, b = jax.reshard(X, P(None, "b")), jax.reshard(X.T, P("b", None))
 
         def product(a, b):
@@ -225,9 +215,9 @@ def test_partial_sums_on_explicit_meshes() -> None:
 @in_jax
 def test_idle_replicas_take_shares_of_a_sum() -> None:
     """The plan uses an axis that the expression does not name: its replicas are the same values."""
-    plan = xs.plan("n d | sum(b) -> n d", xs.Mesh(a=2, b=4), X.shape, profile="bandwidth")
+    plan = xs.plan("n d | sum(b) -> n d", AXES, X.shape, profile="bandwidth")
     assert "a" in plan.axes
-    with jax.set_mesh(mesh("explicit")):
+    with jax.set_mesh(mesh("Explicit")):
         addends = xj.reshard(jax.reshard(X, P(None, None)), "n d -> n d | sum(b)")
         whole = xj.reshard(addends, "n d | sum(b) -> n d", profile="bandwidth")
         assert np.array_equal(whole, X)
@@ -236,33 +226,24 @@ def test_idle_replicas_take_shares_of_a_sum() -> None:
 
 @in_jax
 def test_errors() -> None:
-    x, e, reshard = on("auto", "a", "b"), errors, xj.reshard
-    unknown = "on which mesh the array is in 'n/a d -> n d'"
-    for call, kind, words in (
+    """Ours, whose hints lead out, instead of those of what happens to fail first."""
+    x, move = on("Auto", "a", "b"), "n/a d/b -> n d/b"
+    e, specs, here, reshard = errors, xj.specs, mesh(), xj.reshard
+    from_spec, unknown = specs.from_partition_spec, "on which mesh the array is in 'n/a d -> n d'"
+    wrong = [
         (lambda: reshard(x, "n/b d -> n d"), e.ShapeError, "not sharded as 'n/b d' says in 'n/b d -> n d'"),
-        (lambda: reshard(X[:14], "n/a d -> n/b d", mesh()), e.ShapeError, r"\(14, 8\) does not divide"),
+        (lambda: reshard(X[:14], "n/a d -> n/b d", here), e.ShapeError, r"\(14, 8\) does not divide"),
         (lambda: reshard(x, "n/a d/b -> n d/b | copy(a)"), e.MeshError, "Explicit axes only in 'n/a d/b"),
         (lambda: reshard(X, "n/a d -> n d"), e.MeshError, unknown),
         # And JAX knows no sharding either.
         (lambda: jax.jit(lambda x: reshard(x, "n/a d -> n d"))(X), e.MeshError, unknown),
-        (lambda: reshard(x, "n/a d/b -> n d", mesh().abstract_mesh), e.MeshError, "the mesh passed lacks"),
+        (lambda: reshard(x, "n/a d/b -> n d", here.abstract_mesh), e.MeshError, "the mesh passed lacks"),
         (lambda: reshard(x, "n/c d -> n d"), e.NotationError, "unknown mesh axis 'c'"),
-    ):
-        with pytest.raises(kind, match=words):
-            call()
-
-
-@in_jax
-def test_arguments_of_another_kind_or_in_another_place() -> None:
-    """Errors of ours, whose hints lead out, instead of those of what happens to fail first."""
-    x, move = on("auto", "a", "b"), "n/a d/b -> n d/b"
-    e, specs, here, reshard = errors, xj.specs, mesh(), xj.reshard
-    from_spec = specs.from_partition_spec
-    wrong = [
-        (lambda: reshard(x, move, xs.Mesh(a=2, b=4)), e.MeshError, "lacks devices\n.* jax.sharding.Mesh"),
+        (lambda: reshard(x, move, AXES), e.MeshError, "lacks devices\n.* jax.sharding.Mesh"),
         (lambda: reshard(x, move, "a=2,b=4"), e.MeshError, "'a=2,b=4' is not a mesh"),
         (lambda: specs.to_named_sharding("n/a d", xs.Mesh(a=2)), e.MeshError, "lacks devices"),
         (lambda: specs.to_named_sharding("n/q d", here), e.NotationError, "unknown mesh axis 'q'"),
+        (lambda: specs.to_named_sharding("n/a d | sum(b)", here), e.MeshError, "Explicit axes only"),
         (lambda: xj.positions("n/a d", "a", shape=(4, 2), dim=0), e.MeshError, "'a' is not a mesh"),
         (lambda: reshard(x, P("a"), here), e.NotationError, "place of a layout\n.*from_partition_spec"),
         (lambda: reshard(x, (P("a"), P())), e.NotationError, "in place of a layout"),
@@ -280,13 +261,16 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
         (lambda: from_spec(x.sharding, 2), e.NotationError, "not a PartitionSpec\n.*its .spec"),
         (lambda: from_spec(("a", None), 2), e.NotationError, "a tuple is not a PartitionSpec"),
         (lambda: from_spec(P("a"), 2, ["n"]), e.ShapeError, "1 names for 2 dims"),
+        (lambda: from_spec(P("a", "b"), 1), e.ShapeError, "has 2 dims, the array has 1"),
+        (lambda: from_spec(P(P.UNCONSTRAINED), 1), e.PlanError, "names no axes"),
+        (lambda: specs.to_partition_spec("n/zigzag(a) d"), e.PlanError, "order 'zigzag"),
+        (lambda: specs.to_partition_spec("n | mean(a)"), e.PlanError, "only have the reduction sum"),
+        (lambda: specs.to_partition_spec("n/a:halo(1,1)"), e.PlanError, "cannot have overlaps"),
     ]
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):
             call()
-    gather = jax.pmap(
-        lambda _: xj.ops.all_gather([1.0, 2.0], 0, "a", grad="sum"), "a", devices=jax.devices()[:2]
-    )
+    gather = jax.vmap(lambda _: xj.ops.all_gather([1.0, 2.0], 0, "a", grad="sum"), axis_name="a")
     assert gather(np.ones(2)).tolist() == [[1, 2, 1, 2]] * 2  # a list is an array to JAX
 
 
@@ -298,35 +282,19 @@ def test_specs_and_back(text) -> None:
     assert xj.specs.from_partition_spec(xj.specs.to_partition_spec(layout), 2) == layout
 
 
+@in_jax
 def test_specs() -> None:
     # Nested and grouped cuts are one to JAX.
     assert xj.specs.to_partition_spec("n/a/b d") == P(("a", "b"), None)
     assert xj.specs.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
     assert str(xj.specs.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
-    for text, reason in [
-        ("n/zigzag(a) d", "order 'zigzag"),
-        ("n | mean(a)", "only have the reduction sum"),
-        ("n/a:halo(1,1)", "cannot have overlaps"),
-    ]:
-        with pytest.raises(errors.PlanError, match=reason):
-            xj.specs.to_partition_spec(text)
-    with pytest.raises(errors.ShapeError, match="has 2 dims, the array has 1"):
-        xj.specs.from_partition_spec(P("a", "b"), 1)
-    with pytest.raises(errors.PlanError, match="names no axes"):
-        xj.specs.from_partition_spec(P(P.UNCONSTRAINED), 1)
-
-
-@in_jax
-def test_named_shardings() -> None:
-    sharding = xj.specs.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
-    assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
-    with pytest.raises(errors.MeshError, match="Explicit axes only"):
-        xj.specs.to_named_sharding("n/a d | sum(b)", mesh("auto"))
+    sharding = xj.specs.to_named_sharding("n/a d | sum(b)", mesh("Explicit"))
+    assert sharding == NamedSharding(mesh("Explicit"), P("a", None, unreduced={"b"}))
 
 
 @in_jax
 def test_what_a_calibration_times_makes_all_of_the_result() -> None:
     """XLA makes no more than is read: with one element read, a gather would leave out its copy."""
-    plan = xs.plan("n d/b -> n d", xs.Mesh(a=2, b=4), X.shape)
+    plan = xs.plan("n d/b -> n d", AXES, X.shape)
     [y] = Timer(plan).program()
     assert np.array_equal(y, np.ones((1, 1, *plan.target.local_shape(0))))

@@ -1,30 +1,28 @@
 """Moves where JAX has changed the mesh around them (vmap, axis types, manual axes), and moves of keys."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, auto_axes, use_abstract_mesh
+from jax.sharding import NamedSharding, auto_axes, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AUTO, EXPLICIT = "Auto", "Explicit"
 X = np.arange(4 * 8 * 4, dtype=np.float32).reshape(4, 8, 4)
 W = X[0] % 5 - 2
 
 
-def mesh(kind: AxisType, sizes=(2, 2), names=("dp", "cp")) -> jax.sharding.Mesh:
-    return jax.make_mesh(sizes, names, (kind,) * 2, devices=jax.devices()[:4])
+def mesh(kind: str) -> jax.sharding.Mesh:
+    return device_mesh(xs.Mesh(dp=2, cp=2), kind)
 
 
-def on(kind: AxisType, *spec, x=X) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+def on(kind: str, *spec, x=X) -> jax.Array:
+    return placed(x, mesh(kind), *spec)
 
 
 def weighted(x):
@@ -92,8 +90,8 @@ def test_the_context_has_other_types_of_axes() -> None:
     with jax.set_mesh(mesh(AUTO)):
         moved = xj.reshard(x, move)
         assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(on(AUTO, "dp").sharding, 3)
-    words = r"the array is on .*\(dp=2, cp=2\), the context has .*a=2, b=2"
-    with jax.set_mesh(mesh(EXPLICIT, names=("a", "b"))), pytest.raises(xs.errors.MeshError, match=words):
+    words, other = r"the array is on .*\(dp=2, cp=2\), the context has .*a=2, b=2", xs.Mesh(a=2, b=2)
+    with jax.set_mesh(device_mesh(other, EXPLICIT)), pytest.raises(xs.errors.MeshError, match=words):
         xj.reshard(x, move)
 
 
@@ -137,13 +135,12 @@ def test_blocks_that_are_cut_over_explicit_axes_besides(expression, before, afte
         assert loss == wanted[0] and np.array_equal(gradient, wanted[1])
         cut = partial(xj.redistribute, layouts="b s/cp c -> b/cp s c")
         cut = jax.shard_map(cut, in_specs=P(None, "cp"), out_specs=P("cp"), axis_names={"cp"})
-        with pytest.raises(
-            xs.errors.ShapeError, match=r"dim 'b' .* also sharded over the Explicit axis 'dp'"
-        ):
+        words = r"dim 'b' .* also sharded over the Explicit axis 'dp'"
+        with pytest.raises(xs.errors.ShapeError, match=words):
             jax.eval_shape(cut, on(EXPLICIT, "dp", "cp"))
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @in_jax
 def test_keys_travel(kind) -> None:
     words = np.arange(16, dtype=np.uint32).reshape(8, 2)

@@ -1,31 +1,29 @@
 """`reshard` of whole pytrees: one program, donated memory, progress in the log, and errors."""
 
-from __future__ import annotations
-
-import logging
 import warnings
+from unittest import TestCase
 
 import chex
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.testing.stacked import received_bytes
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 
 X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
 
 
-def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2)
+def mesh(kind: str = "Auto") -> jax.sharding.Mesh:
+    return device_mesh(xs.Mesh(a=2, b=4), kind)
 
 
-def on(*spec, x=X, kind: AxisType = AxisType.Auto) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+def on(*spec, x=X, kind: str = "Auto") -> jax.Array:
+    return placed(x, mesh(kind), *spec)
 
 
 def model() -> dict[str, object]:
@@ -111,35 +109,26 @@ def test_gradients_through_a_tree() -> None:
 
 @in_jax
 def test_progress_is_logged() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("xshard")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        pair = [on("a", x=X[:8]), on("b", x=X[:8])]  # of a shape that no other test has
+    pair = [on("a", x=X[:8]), on("b", x=X[:8])]  # of a shape that no other test has
+    with TestCase().assertLogs("xshard", "INFO") as logs:
         for _ in range(2):
             xj.reshard(pair, ["n/a d -> n d/b", "n/b d -> n/b d"])
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    assert said[0].startswith("array 1 of 2: n/a d -> n d/b, float32[8, 8]: ")
+    first, *rest = [record.getMessage() for record in logs.records]
+    assert first.startswith("array 1 of 2: n/a d -> n d/b, float32[8, 8]: ")
     second = "array 2 of 2: n/b d -> n/b d, float32[8, 8]: 0 steps, 0 B received by the busiest device"
-    assert said[1] == second
-    assert said[2:] == ["tracing one program for 2 arrays"]  # and nothing the second time
+    assert rest == [second, "tracing one program for 2 arrays"]  # and nothing the second time
 
 
 @in_jax
 def test_wrong_trees() -> None:
-    with pytest.raises(xs.XshardError, match="do not fit the arrays"):
-        xj.reshard({"p": on("a")}, {"q": "n/a d -> n d"})
-    with pytest.raises(xs.errors.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
-        xj.reshard([on("a"), on("a")], ["n/a d -> n d", "n/b d -> n d"])
-    other = jax.make_mesh((8,), ("c",), (AxisType.Auto,))
-    elsewhere = jax.device_put(X, NamedSharding(other, P("c")))
-    with pytest.raises(xs.errors.MeshError, match="on several meshes"):
-        xj.reshard([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"])
+    elsewhere = placed(X, device_mesh(xs.Mesh(c=8)), "c")
+    for tree, layouts, words in (
+        ({"p": on("a")}, {"q": "n/a d -> n d"}, "do not fit the arrays"),
+        ([on("a")] * 2, ["n/a d -> n d", "n/b d -> n d"], "not sharded as 'n/b d' says in 'n/b d -> n d'"),
+        ([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"], "on several meshes"),
+    ):
+        with pytest.raises(xs.XshardError, match=words):
+            xj.reshard(tree, layouts)
     with pytest.raises(xs.XshardError, match="a traced array cannot be donated in 'n/a d -> n d'"):
         jax.jit(lambda x: xj.reshard(x, "n/a d -> n d", mesh(), donate=True))(on("a"))
     kept = on("a")
@@ -159,8 +148,7 @@ def test_wide_numbers_are_not_narrowed_in_silence() -> None:
 
 @in_jax
 def test_a_traced_array_of_an_explicit_mesh_is_sharded_as_its_type_says() -> None:
-    explicit = mesh(AxisType.Explicit)
-    x = on("a", kind=AxisType.Explicit)
+    explicit, x = mesh("Explicit"), on("a", kind="Explicit")
     with jax.set_mesh(explicit):
         for given in (None, explicit, explicit.abstract_mesh):
             moved = jax.jit(lambda x, m=given: xj.reshard(x, "n/a d -> n d/b", m))(x)

@@ -1,17 +1,14 @@
 """`shard_map`: blocks of any layout, exact gradients, trees by rules, orders remembered, errors by name."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 from xshard import reference
 
 AXES = xs.Mesh(a=2, b=2)
@@ -32,8 +29,8 @@ LAYOUTS = {
 }
 
 
-def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 2), ("a", "b"), (kind,) * 2)
+def mesh(kind: str = "Auto") -> jax.sharding.Mesh:
+    return device_mesh(AXES, kind)
 
 
 def whole(*shape: int, seed: int = 0) -> np.ndarray:
@@ -57,16 +54,15 @@ def test_blocks_of_any_layout_and_their_adjoint(check_vma) -> None:
         results, pull, blocks = jax.vjp(f, *arrays, has_aux=True)
         return results, blocks, pull(cotangents)
 
-    placed = [xj.place(x, text, mesh()) for x, text in zip(arrays, texts, strict=True)]
-    results, blocks, gradients = jax.jit(with_gradients)(*placed)
-    for text, x, stored, y, found, g, ct in zip(
-        texts, arrays, placed, results, blocks, gradients, cotangents, strict=True
-    ):
+    stored = [xj.place(x, text, mesh()) for x, text in zip(arrays, texts, strict=True)]
+    results, blocks, gradients = jax.jit(with_gradients)(*stored)
+    columns = texts, arrays, stored, results, blocks, gradients, cotangents
+    for text, x, before, y, found, g, ct in zip(*columns, strict=True):
         expected = reference.scatter(x, text, AXES)
         given = [mine[tuple(map(slice, block.shape))] for mine, block in zip(found, expected, strict=True)]
         assert np.array_equal(reference.gather(given, text, AXES, x.shape), x), text
         assert "mean" in text or all(map(np.array_equal, given, expected)), text
-        assert np.array_equal(y, 2 * np.asarray(stored)), text
+        assert np.array_equal(y, 2 * np.asarray(before)), text
         assert np.array_equal(g, 2 * ct), text  # A doubles, so its adjoint does
 
 
@@ -84,10 +80,10 @@ def test_gradients_of_what_layouts_leave_to_types() -> None:
         return lambda *args: (f(*args)[0] * np.arange(8)).sum() + f(*args)[1].sum()
 
     expected = jax.grad(loss(lambda x, w, v: ((x @ w) ** 2 @ v, (x @ w) ** 2)), (0, 1, 2))(x, w, v)
-    for kind in (AxisType.Auto, AxisType.Explicit):
+    for kind in ("Auto", "Explicit"):
         f = xj.shard_map(layer, layouts, mesh(kind))
-        placed = [xj.place(y, text, mesh(kind)) for y, text in ((x, "n/a c"), (w, "c f/b"), (v, "f"))]
-        found = jax.jit(jax.grad(loss(f), (0, 1, 2)))(*placed)
+        given = [xj.place(y, text, mesh(kind)) for y, text in ((x, "n/a c"), (w, "c f/b"), (v, "f"))]
+        found = jax.jit(jax.grad(loss(f), (0, 1, 2)))(*given)
         assert all(map(np.array_equal, found, expected)), kind
 
 
@@ -112,9 +108,8 @@ def test_jit_vmap_and_donation() -> None:
     jax.jit(xj.shard_map(lambda x: x + 1, "... d/a -> ... d/a", mesh()), donate_argnums=0)(given)
     assert given.is_deleted()
     tree = {"kept": xj.place(x, "... d/a", mesh()), "gone": [xj.place(x, "... d/a", mesh())]}
-    step = xj.shard_map(
-        lambda kept, gone: [y + kept for y in gone], "... d/a, ... d/a -> ... d/a", mesh(), donate_argnums=1
-    )
+    add = lambda kept, gone: [y + kept for y in gone]  # noqa: E731
+    step = xj.shard_map(add, "... d/a, ... d/a -> ... d/a", mesh(), donate_argnums=1)
     assert np.array_equal(step(tree["kept"], tree["gone"])[0], 2 * x)
     assert tree["gone"][0].is_deleted() and not tree["kept"].is_deleted()
 
@@ -125,17 +120,13 @@ def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> 
     stored = xj.place(x, "s/zigzag(a)", mesh())
     assert stored.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
-    def plus_positions(x):
-        return x + xj.positions("s/zigzag(a)", shape=(8,), dim="s")
-
+    plus_positions = lambda x: x + xj.positions("s/zigzag(a)", shape=(8,), dim="s")  # noqa: E731
     f = xj.shard_map(plus_positions, "s/zigzag(a) -> s/zigzag(a)", mesh())
     y = f(f(stored))
     assert np.array_equal(xj.reshard(y, "s/zigzag(a) -> s"), 3 * x)
-    plain = xj.shard_map(lambda x: x, "s/a -> s/a", mesh())
-    with pytest.raises(
-        xs.errors.ShapeError, match=r"argument 'x': the rows .* stored as 's/zigzag\(a\)' in 's/a'"
-    ):
-        plain(y)
+    words = r"argument 'x': the rows .* stored as 's/zigzag\(a\)' in 's/a'"
+    with pytest.raises(xs.errors.ShapeError, match=words):
+        xj.shard_map(lambda x: x, "s/a -> s/a", mesh())(y)
     moving = xj.shard_map(lambda x: 1 * x, (["s/zigzag(a) -> s/a"], "s/a -> s/cyclic(b)"), mesh())
     assert np.array_equal(xj.reshard(moving(y), "s/cyclic(b) -> s"), 3 * x)
     with pytest.raises(xs.errors.ShapeError, match="uneven blocks in the order of 's/zigzag"):
@@ -146,12 +137,12 @@ def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> 
 def test_arrays_that_are_cut_otherwise_are_moved() -> None:
     x, on = whole(4, 8), mesh()
     f = xj.shard_map(lambda x: x + 1, "n/a d/zigzag(b) -> n/a d/zigzag(b)", on)
-    y = f(jax.device_put(x, NamedSharding(on, P(None, ("b", "a")))))
+    y = f(placed(x, on, None, ("b", "a")))
     assert np.array_equal(y, x + 1) and y.sharding.spec == P("a", "b")
     g = xj.shard_map(lambda x: x + 1, "n d/zigzag(b) -> n d/zigzag(b)", on)
     assert np.array_equal(g(y), x + 2)  # of another cut, in the same order
     with pytest.raises(xs.errors.MeshError, match="argument 'x': the array is not on the mesh"):
-        f(jax.device_put(x, NamedSharding(jax.make_mesh((3,), ("a",)), P())))
+        f(placed(x, device_mesh(xs.Mesh(a=3))))
 
 
 @in_jax
@@ -169,9 +160,8 @@ def test_trees_by_rules_and_what_is_no_array() -> None:
 
     f = xj.shard_map(forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": rules}), mesh())
     x = whole(6, 4, seed=2)
-    with pytest.raises(
-        xs.errors.ShapeError, match=r"result 'model.layers.0.w': the block has 4 rows of dim 'o', not 2"
-    ):
+    words = "result 'model.layers.0.w': the block has 4 rows of dim 'o', not 2"
+    with pytest.raises(xs.errors.ShapeError, match=words):
         f(model, x)  # `i o/b -> i o` is said of what the function has whole
     back = xs.Rules({"**.w": "...", "**": "... | copy(a)"})
     f = xj.shard_map(forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": back}), mesh())
@@ -209,13 +199,9 @@ def test_keys_are_cut_too() -> None:
 
 
 X = whole(4, 2)
+UNKNOWN = r"argument 'x': unknown mesh axis 'q' in\n    'n/q d'\n +\^"
 WRONG = [
-    (
-        "n/q d -> n d",
-        (X,),
-        xs.errors.NotationError,
-        r"argument 'x': unknown mesh axis 'q' in\n    'n/q d'\n +\^",
-    ),
+    ("n/q d -> n d", (X,), xs.errors.NotationError, UNKNOWN),
     ("n/a d", (X,), xs.errors.NotationError, "layouts of a function read"),
     ("n/a d, n/a -> n/a d", (X,), xs.XshardError, "1 arguments by position, layouts for 2"),
     ("n/a -> n/a d", (X,), xs.errors.ShapeError, "argument 'x': 'n/a' has 1 dims, the array has 2"),

@@ -1,7 +1,5 @@
 """Types of releases of JAX after 0.10: unreduced values may be reduced by max or min."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 
@@ -33,12 +31,11 @@ A = frozenset("a")
 NONE = frozenset[str]()
 
 
-def test_how_addends_add_up() -> None:
+def test_how_addends_add_up_and_the_cuts_of_a_spec_with_tags() -> None:
     assert unreduced_kind(Later(unreduced=A, unreduced_kind=Kind.max)) == "max"
-    assert unreduced_kind(Later(unreduced=A, unreduced_kind=Kind.sum)) == "sum"
-    assert unreduced_kind(Later()) == "sum"
-    assert unreduced_kind(P("a", unreduced={"b"})) == "sum"
-    assert unreduced_kind(None) == "sum"
+    for a_sum in (Later(unreduced=A, unreduced_kind=Kind.sum), Later(), P("a", unreduced={"b"}), None):
+        assert unreduced_kind(a_sum) == "sum"
+    assert cuts_of(P("a", None, ("b", "c"), unreduced={"d"}, reduced={"e"})) == ("a", None, ("b", "c"))
 
 
 def test_a_type_keeps_its_kind_as_long_as_something_is_unreduced() -> None:
@@ -53,10 +50,6 @@ def test_a_type_of_this_release_changes_its_axes() -> None:
     found = manual_type(jnp.zeros(2))
     changed = changed_type(found, varying=A, unreduced=NONE, reduced=NONE)
     assert (changed.varying, changed.unreduced, changed.reduced) == (A, NONE, NONE)
-
-
-def test_the_cuts_of_a_spec_with_tags() -> None:
-    assert cuts_of(P("a", None, ("b", "c"), unreduced={"d"}, reduced={"e"})) == ("a", None, ("b", "c"))
 
 
 def test_what_is_unreduced_by_max_is_no_sum(monkeypatch) -> None:
