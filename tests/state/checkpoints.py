@@ -1,45 +1,60 @@
-"""Small checkpoints for tests, written by two processes of which this one plays both."""
+"""Small checkpoints for tests, written by several processes of which this one plays all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard import Layout, Mesh, Sharding
-from xshard.state.files import Checkpoint
+from xshard import Layout, Mesh, Sharding, reference
+from xshard.state import Names
+from xshard.state.files import open_checkpoint
 from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, abort, begin, commit, plan_save, write
 
-MESH = Mesh(p=2)
+Arrays = Mapping[str, NDArray[Any]]
+CUTS, WHOLE = {"w": "o/p i"}, {"**": "..."}
+ONE, TWO = Mesh(one=1), Mesh(p=2)
 
 
-def arrays(seed: int = 0, rows: int = 4) -> dict[str, NDArray[Any]]:
+def arrays(seed: int = 0) -> dict[str, NDArray[Any]]:
     """One that both processes write a half of, and one that one of them writes."""
     numbers = np.random.default_rng(seed)
-    return {"w": numbers.normal(size=(rows, 6)).astype(np.float32), "b": numbers.integers(0, 9, 6)}
+    return {"w": numbers.normal(size=(4, 6)).astype(np.float32), "b": numbers.integers(0, 9, 6)}
 
 
-def save(folder: Path, these: Mapping[str, NDArray[Any]], **options: Any) -> None:
-    cuts = {
-        name: Sharding(Layout.parse("o/p i" if x.ndim == 2 else "o"), MESH, x.shape)
-        for name, x in these.items()
+def sources(
+    these: Arrays, cuts: Mapping[str, str], mesh: Mesh, dtype: str | None = None
+) -> dict[str, Source]:
+    """Arrays of a program with a process for every device. cuts: layouts by name; others are whole."""
+    found = {}
+    for name, x in these.items():
+        at = Sharding(Layout.parse(cuts.get(name, "...")), mesh, x.shape)
+        found[name] = Source(at, dtype or x.dtype.name, range(mesh.n_devices))
+    return found
+
+
+def save(
+    folder: Path,
+    these: Arrays,
+    cuts: Mapping[str, str] = CUTS,
+    mesh: Mesh = TWO,
+    names: Names | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> None:
+    """As the processes of all devices do, one after the other."""
+    saving = plan_save(sources(these, cuts, mesh, dtype), names, **options)
+    blocks = {
+        name: reference.scatter(x, saving.sources[name].sharding.layout, mesh) for name, x in these.items()
     }
-    sources = {name: Source(at, these[name].dtype.name, (0, 1)) for name, at in cuts.items()}
-
-    def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        half = these[name].shape[0] // 2
-        return these[name][device * half : (device + 1) * half] if these[name].ndim == 2 else these[name]
-
-    saving = plan_save(sources, **options)
-    token = begin(saving, folder)
+    token, sums = begin(saving, folder), dict[str, list[Any]]()
     try:
-        sums: dict[str, Any] = {}
-        for process in (0, 1):
-            for name, boxes in write(saving, folder, token, process, block_of).items():
+        for process in range(mesh.n_devices):
+            for name, boxes in write(saving, folder, token, process, lambda n, d, _: blocks[n][d]).items():
                 sums.setdefault(name, []).extend(boxes)
         commit(saving, folder, token, sums)
     except BaseException:
@@ -47,7 +62,20 @@ def save(folder: Path, these: Mapping[str, NDArray[Any]], **options: Any) -> Non
         raise
 
 
-def load(checkpoint: Checkpoint) -> dict[str, NDArray[Any]]:
-    """All arrays, whole."""
-    loads = plan_load(checkpoint, {"**": "..."}, Mesh(one=1))
-    return {name: read_block(checkpoint, each, 0) for name, each in loads.items()}
+def load(
+    folder: Path, rules: Mapping[str, str] = WHOLE, mesh: Mesh = ONE, names: Names | None = None
+) -> dict[str, list[NDArray[Any]]]:
+    """The blocks of all devices."""
+    with open_checkpoint(folder) as checkpoint:
+        loads, devices = plan_load(checkpoint, rules, mesh, names), range(mesh.n_devices)
+        return {name: [read_block(checkpoint, each, d) for d in devices] for name, each in loads.items()}
+
+
+class Runs:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.path,)

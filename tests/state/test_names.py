@@ -108,18 +108,11 @@ def test_a_cast_is_part_of_the_mapping_and_has_no_inverse() -> None:
 @pytest.mark.parametrize(
     ("names", "shapes", "reason"),
     [
-        (Names(rename("a", "b")), {"a": (2,), "c": (2,)}, r"no relation for 1 names: c"),
         (Names(rename("a", "b"), rename("x.*", "y.*")), {"a": (2,)}, r"'x.\* -> y.\*' fits no name"),
         (Names(rename("a", "c"), rename("b", "c")), {"a": (2,), "b": (2,)}, "c would have two origins"),
         (Names(concat(["*.q", "*.k"], "*.qk")), {"l.q": (2,)}, "there is no l.k"),
         (Names(concat(["q", "q"], "qq")), {"q": (2,)}, "there is no q any more"),
-        (Names(stack("e.*", "e")), {"e.0": (2,), "e.2": (2,)}, "there is no e.1"),
         (Names(concat(["q", "k"], "qk")), {"q": (2, 3), "k": (2, 4)}, "cannot be joined along dim 0"),
-        (
-            Names(concat(["q", "k"], "qk", rows=(2, 1))),
-            {"q": (4,), "k": (3,)},
-            "is not a whole number of groups",
-        ),
         (Names(rename("w", "v", "o i -> i o")), {"w": (4,)}, "an order of 2 dims"),
     ],
 )

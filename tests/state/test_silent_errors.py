@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from xshard import Layout, Mesh, Sharding, XshardError, load_profile, reference
+from tests.state.checkpoints import load, save
+from xshard import Layout, Mesh, Sharding, XshardError, load_profile
 from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack
 from xshard.state.files import open_checkpoint
 from xshard.state.files.checkpoint import diff_checkpoints
 from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
-from xshard.state.files.saving import Source, begin, commit, plan_save, write
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 ROWS = HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD
@@ -30,37 +30,11 @@ SHAPES = {
     "mlp.down": (16, 24),
 }
 Arrays = dict[str, NDArray[Any]]
-TP = Mesh(tp=4)
 
 
 def model(seed: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Arrays:
     numbers = np.random.default_rng(seed)
     return {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def saved(
-    folder: Path, arrays: Arrays, cut: str = "...", mesh: Mesh = TP, names: Names | None = None
-) -> None:
-    """By all devices of the mesh in turn, each in a process of its own."""
-    layouts = {name: Sharding(Layout.parse(cut), mesh, x.shape) for name, x in arrays.items()}
-    blocks = {name: reference.scatter(x, cut, mesh) for name, x in arrays.items()}
-    processes = range(mesh.n_devices)
-    saving = plan_save({name: Source(at, "float32", processes) for name, at in layouts.items()}, names)
-    token, sums = begin(saving, folder), dict[str, list[Any]]()
-    for process in processes:
-        for name, boxes in write(saving, folder, token, process, lambda n, d, _: blocks[n][d]).items():
-            sums.setdefault(name, []).extend(boxes)
-    commit(saving, folder, token, sums)
-
-
-def loaded(
-    folder: Path, rules: dict[str, str], mesh: Mesh, names: Names | None = None
-) -> dict[str, list[NDArray[Any]]]:
-    """The blocks of all devices."""
-    with open_checkpoint(folder) as checkpoint:
-        loads = plan_load(checkpoint, rules, mesh, names)
-        devices = range(mesh.n_devices)
-        return {name: [read_block(checkpoint, x, d) for d in devices] for name, x in loads.items()}
 
 
 def refused(error: type[Exception], message: str, work: Any, *arguments: Any) -> None:
@@ -69,34 +43,39 @@ def refused(error: type[Exception], message: str, work: Any, *arguments: Any) ->
     assert str(raised.value) == message
 
 
+def refused_shape(
+    folder: Path, name: str, stored: tuple[int, ...], shape: tuple[int, ...], names: Names | None = None
+) -> None:
+    with open_checkpoint(folder) as checkpoint:
+        made, here = stored_as(checkpoint, names)[name], Sharding(Layout.parse("o i"), Mesh(tp=1), shape)
+        message = f"shape {stored} in the checkpoint, {shape} here\n  names= maps arrays"
+        refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
+
+
 def test_a_fused_weight_that_is_never_updated(tmp_path: Path) -> None:
     """The trainer has q, k and v, the server qkv; by name nothing reaches it (torchtitan#3867)."""
-    saved(tmp_path, model())
-    here = Sharding(Layout.parse("o i"), Mesh(tp=1), (sum(ROWS), 16))
+    save(tmp_path, model())
     message = (
         "rule 'attn.qkv' fits no array\n  the arrays are: attn.q, attn.k, attn.v, mlp.gate, mlp.up, mlp.down"
     )
-    refused(XshardError, message, loaded, tmp_path, {"attn.qkv": "o/tp i", "**": "..."}, Mesh(tp=2))
+    refused(XshardError, message, load, tmp_path, {"attn.qkv": "o/tp i", "**": "..."}, Mesh(tp=2))
     only_two = Names(concat(QKV[:2], "attn.qkv"), rename("**", "**"))
-    with open_checkpoint(tmp_path) as checkpoint:
-        made = stored_as(checkpoint, only_two)["attn.qkv"]
-        message = "shape (48, 16) in the checkpoint, (64, 16) here\n  names= maps arrays"
-        refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
-    found = loaded(tmp_path, {"attn.qkv": "o i", "**": "..."}, Mesh(tp=1), FUSED)
+    refused_shape(tmp_path, "attn.qkv", (48, 16), (64, 16), only_two)
+    found = load(tmp_path, {"attn.qkv": "o i", "**": "..."}, Mesh(tp=1), FUSED)
     np.testing.assert_array_equal(found["attn.qkv"][0], np.concatenate([model()[name] for name in QKV]))
 
 
 def test_gate_and_up_swapped(tmp_path: Path) -> None:
     """No shape shows it (sglang#32430): the file has its own mapping, and `diff` names it."""
-    saved(tmp_path / "right", model(), names=FUSED)
+    save(tmp_path / "right", model(), names=FUSED)
     swapped = Names(
         concat(QKV, "attn.qkv", rows=ROWS), concat(["mlp.up", "mlp.gate"], "mlp.gate_up"), rename("**", "**")
     )
-    saved(tmp_path / "swapped", model(), names=swapped)
+    save(tmp_path / "swapped", model(), names=swapped)
     for kind in ("right", "swapped"):
         names = open_checkpoint(tmp_path / kind).names
         assert names is not None
-        found = loaded(tmp_path / kind, {"**": "..."}, Mesh(tp=1), names.inverse)
+        found = load(tmp_path / kind, {"**": "..."}, Mesh(tp=1), names.inverse)
         assert found.keys() == SHAPES.keys()
         for name, x in model().items():
             np.testing.assert_array_equal(found[name][0], x, err_msg=f"{kind}: {name}")
@@ -107,18 +86,18 @@ def test_gate_and_up_swapped(tmp_path: Path) -> None:
 def test_experts_that_are_never_synced(tmp_path: Path) -> None:
     """Which no relation, no rule, or no number stands for (ATOM#2028)."""
     experts = {f"experts.{i}.w": (4, 6) for i in range(4)}
-    saved(tmp_path, model(0, experts | {"norm": (6,)}))
+    save(tmp_path, model(0, experts | {"norm": (6,)}))
     four = "experts.0.w, experts.1.w, experts.2.w, experts.3.w"
     message = f"no rule for 4 of 5 arrays: {four}\n  the rules are for: 'norm'; "
     message += "'**' is for all others, '...' for whole arrays"
-    refused(XshardError, message, loaded, tmp_path, {"norm": "n"}, Mesh(tp=2))
+    refused(XshardError, message, load, tmp_path, {"norm": "n"}, Mesh(tp=2))
     message = f"no relation for 4 names: {four}\n  rename('**', '**') keeps all others as they are"
     refused(XshardError, message, Names(rename("norm", "norm")).resolve, experts | {"norm": (6,)})
     stacked = Names(stack("experts.*.w", "experts.w"), rename("**", "**"))
     del experts["experts.2.w"]
     message = "experts.*.w -> experts.w: there is no experts.2.w\n  did you mean 'experts.3.w'? "
     refused(XshardError, message, stacked.resolve, experts)
-    found = loaded(tmp_path, {"experts.w": "e/ep o i", "norm": "n"}, Mesh(ep=2), stacked)
+    found = load(tmp_path, {"experts.w": "e/ep o i", "norm": "n"}, Mesh(ep=2), stacked)
     whole = model(0, {f"experts.{i}.w": (4, 6) for i in range(4)} | {"norm": (6,)})
     for device in range(2):
         expected = np.stack([whole[f"experts.{2 * device + i}.w"] for i in range(2)])
@@ -130,24 +109,20 @@ def test_a_checkpoint_cut_for_another_degree(tp: int, tmp_path: Path) -> None:
     """Files have whole arrays, whoever wrote them; a fused one is cut part by part (sglang#36438)."""
     qkv = np.concatenate([model()[name] for name in QKV])
     block = "o/block(tp," + ",".join(map(str, ROWS)) + ") i"
-    saved(tmp_path, {"qkv": qkv}, block, Mesh(tp=4))
+    save(tmp_path, {"qkv": qkv}, {"qkv": block}, Mesh(tp=4))
     assert str(open_checkpoint(tmp_path).layouts["qkv"]) == block
-    found = loaded(tmp_path, {"qkv": block}, Mesh(tp=tp))["qkv"]
+    found = load(tmp_path, {"qkv": block}, Mesh(tp=tp))["qkv"]
     for device, x in enumerate(found):
         parts = [np.split(model()[name], tp)[device] for name in QKV]
         np.testing.assert_array_equal(x, np.concatenate(parts))
-    parts = loaded(tmp_path, {"*": "o/tp i"}, Mesh(tp=tp), Names(split("qkv", ["q", "k", "v"], rows=ROWS)))
+    parts = load(tmp_path, {"*": "o/tp i"}, Mesh(tp=tp), Names(split("qkv", ["q", "k", "v"], rows=ROWS)))
     for name in "qkv":
         np.testing.assert_array_equal(np.concatenate(parts[name]), model()[f"attn.{name}"])
 
 
 def test_a_file_of_one_rank_is_not_the_whole(tmp_path: Path) -> None:
-    saved(tmp_path, {"w": model()["mlp.gate"][:12]})
-    here = Sharding(Layout.parse("o/tp i"), Mesh(tp=2), (24, 16))
-    with open_checkpoint(tmp_path) as checkpoint:
-        made = stored_as(checkpoint, None)["w"]
-        message = "shape (12, 16) in the checkpoint, (24, 16) here\n  names= maps arrays"
-        refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
+    save(tmp_path, {"w": model()["mlp.gate"][:12]})
+    refused_shape(tmp_path, "w", (12, 16), (24, 16))
 
 
 def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
@@ -159,13 +134,9 @@ def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
     refused(ShapeError, message, Names(concat(QKV, "qkv", rows=(q, k, v - 1))).resolve, parts)
     message = f"qkv -> attn.q, attn.k, attn.v: {wrong} [32, 16, 24] rows\n{hint}"
     refused(ShapeError, message, Names(split("qkv", QKV, rows=(q, k, v + 8))).resolve, {"qkv": (64, 16)})
-    saved(tmp_path, {"qkv": model(0, {"qkv": (64, 16)})["qkv"]})
+    save(tmp_path, {"qkv": model(0, {"qkv": (64, 16)})["qkv"]})
     exchanged = Names(split("qkv", QKV, rows=(k, q, v)))  # adds up, but not to what is there
-    with open_checkpoint(tmp_path) as checkpoint:
-        made = stored_as(checkpoint, exchanged)["attn.q"]
-        here = Sharding(Layout.parse("o i"), Mesh(tp=1), SHAPES["attn.q"])
-        message = "shape (16, 16) in the checkpoint, (32, 16) here\n  names= maps arrays"
-        refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
+    refused_shape(tmp_path, "attn.q", (16, 16), SHAPES["attn.q"], exchanged)
     fused = FUSED.resolve(SHAPES)["attn.qkv"]
     times = np.zeros(fused.shape, int)
     for piece in fused.pieces:
@@ -176,10 +147,10 @@ def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
 def test_all_of_it_copied_at_every_sync(tmp_path: Path) -> None:
     """A device reads the rows of its own block, and no other byte (torchtitan#4706)."""
     mesh, rules = Mesh(tp=4), {"mlp.{gate,up}": "o/tp i", "mlp.down": "o i/tp", "attn.*": "o/tp i"}
-    saved(tmp_path, model())
+    save(tmp_path, model())
     with open_checkpoint(tmp_path) as checkpoint:
-        for name, load in plan_load(checkpoint, rules, mesh).items():
+        for name, plan in plan_load(checkpoint, rules, mesh).items():
             for device in range(4):
                 before = checkpoint.bytes_read
-                block = read_block(checkpoint, load, device)
+                block = read_block(checkpoint, plan, device)
                 assert checkpoint.bytes_read - before == block.nbytes == model()[name].nbytes // 4

@@ -6,8 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import xshard as xs
 from tests.two_meshes import run_tree
@@ -78,22 +76,19 @@ def received(plan: TreePlan, arrays: dict[str, np.ndarray]) -> int:
     for name, array in arrays.items():
         tagged[name] = (start + np.arange(array.size)).reshape(array.shape)
         start += array.size
+    there = FUSED.apply(tagged)
+
+    def elements(whole: dict[str, np.ndarray], shardings: dict[str, xs.Sharding], device: int) -> set[int]:
+        blocks = (xs.reference.scatter(whole[n], at.layout, at.mesh)[device] for n, at in shardings.items())
+        return {number for block in blocks for number in block.ravel().tolist()}
+
+    sources = {name: source.sharding for name, source in plan.sources.items()}
+    targets = {array.name: array.sharding for array in plan.arrays}
     lacking = []
     for d, device in enumerate(plan.dst_devices):
-        held: set[int] = set()
-        if device in plan.src_devices:
-            for name, source in plan.sources.items():
-                block = xs.reference.scatter(tagged[name], source.sharding.layout, plan.src_mesh)
-                held |= set(block[plan.src_devices.index(device)].ravel().tolist())
-        there = FUSED.apply(tagged)
-        needed = {
-            number
-            for array in plan.arrays
-            for number in xs.reference.scatter(there[array.name], array.sharding.layout, plan.dst_mesh)[d]
-            .ravel()
-            .tolist()
-        }
-        lacking.append(4 * len(needed - held))
+        is_here = device in plan.src_devices
+        held = elements(tagged, sources, plan.src_devices.index(device)) if is_here else set()
+        lacking.append(4 * len(elements(there, targets, d) - held))
     return max(lacking)
 
 
@@ -108,32 +103,6 @@ def test_back_to_parts_of_their_own() -> None:
     assert plan.bytes_received == plan.bytes_lower_bound
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_any_layouts(data: st.DataObject) -> None:
-    """Three arrays side by side and back, under layouts of all orders, on meshes of up to eight devices."""
-    cuts = ("", "/a", "/b", "/a/b", "/(b,a)", "/zigzag(a)", "/cyclic(b)", "/balanced(a,b)")
-    rows = data.draw(st.lists(st.integers(1, 3), min_size=3, max_size=3))
-    groups = data.draw(st.integers(1, 3))
-    shapes = {name: (n * groups, 3) for name, n in zip("qkv", rows, strict=True)}
-    names = Names(concat("qkv", "qkv", rows=rows))
-    layouts = [f"o{data.draw(st.sampled_from(cuts))} i" for _ in range(2)]
-    sizes = data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=4))
-    meshes = [Mesh(a=sizes[0], b=sizes[1]), Mesh(a=sizes[2], b=sizes[3])]
-    first = data.draw(st.integers(0, 9))
-    ends = {"src_mesh": meshes[0], "dst_mesh": meshes[1]}
-    ends |= {"dst_devices": range(first, first + meshes[1].n_devices)}
-    arrays = whole(shapes)
-    fused = names.apply(arrays)
-    there = plan_transfer(shapes, ({"*": layouts[0]}, {"*": layouts[1]}), names=names, **ends)
-    check_arrives(there, arrays, fused)
-    shapes = {"qkv": fused["qkv"].shape}
-    back = plan_transfer(shapes, ({"*": layouts[0]}, {"*": layouts[1]}), names=names.inverse, **ends)
-    check_arrives(back, fused, arrays)
-    for plan in (there, back):
-        assert plan.bytes_received >= plan.bytes_lower_bound
-
-
 def test_replicas_share_the_sending_of_all_arrays() -> None:
     """300 arrays that four devices hold, for one: each sends a quarter, where one alone would send all."""
     shapes = {f"b{i}": (32,) for i in range(300)}
@@ -141,8 +110,7 @@ def test_replicas_share_the_sending_of_all_arrays() -> None:
     plan = plan_transfer(shapes, {"**": "n"}, **ends)
     sent: Counter[int] = Counter()
     for array in plan.arrays:
-        for (giver, _), n in array.traffic.items():
-            sent[giver] += n
+        sent.update({giver: n for (giver, _), n in array.traffic.items()})  # there is one taker
     assert sent == dict.fromkeys(range(4), 300 * 32 * 4 // 4)
 
 
@@ -153,11 +121,8 @@ def test_a_row_travels_once_to_a_node() -> None:
     shapes = {"w": (64, 16), "gate": (32, 16), "up": (32, 16)}
     names = Names(concat(["gate", "up"], "gate_up"), rename("**", "**"))
     plan = plan_transfer(shapes, ({"**": "o/dp i"}, {"**": "o i"}), names=names, **ends)
-    across: Counter[int] = Counter()
-    for array in plan.arrays:
-        for (giver, taker), n in array.traffic.items():
-            across[taker] += n if giver < 4 else 0
-    assert sum(across.values()) == 4 * sum(map(np.prod, shapes.values()))
+    across = [n for array in plan.arrays for (giver, _), n in array.traffic.items() if giver < 4]
+    assert sum(across) == 4 * sum(map(np.prod, shapes.values()))
     assert plan.bytes_received == plan.bytes_lower_bound
     arrays = whole(shapes)
     check_arrives(plan, arrays, names.apply(arrays))

@@ -191,6 +191,12 @@ def derivatives(move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | fl
     return [move(x), first, second, torch.func.grad(loss)(x), *torch.func.jvp(move, (x,), (x,)), *mapped]
 
 
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Whether both have one dtype, one shape and the same bits, of dtypes too that torch cannot compare."""
+    raw = [x.contiguous().view(-1).view(torch.uint8) for x in (found, expected)]
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and torch.equal(*raw)
+
+
 def still_connected() -> bool:
     """Whether the world answers: nothing that was sent before is left half done."""
     total = torch.ones(1)
