@@ -6,7 +6,7 @@ import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -18,51 +18,37 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import on_ranks
+from tests.torch_bridge.helpers import on_ranks, same_bits
 from xshard import Mesh
-from xshard.state import Names, concat, files, rename
+from xshard.state import files
 
 MESH = Mesh(dp=2, tp=2)
 FSDP = {"{q,k,v}": "o/(dp,tp) i", "f8": "o/dp i/tp", "flags": "n/tp", "norm": "n"}
 SERVED = {"{q,k,f8}": "o/tp i", "v": "o i/zigzag(tp)", "flags": "n", "norm": "n/(dp,tp)"}
-FUSED = Names(concat(["q", "k", "v"], "qkv", rows=(8, 4, 4)), rename("**", "**"))
 SLOW = replace(xs.load_profile("gloo"), disk=xs.Link(1e-4, 1.0))  # a byte per second: what is read is shared
 LAYERS = {"0.weight": "o/tp i", "0.bias": "o/tp", "2.weight": "o i/tp", "2.bias": "o -> o | sum(tp)"}
 
 
 def whole() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shapes = {"q": (8, 16), "k": (4, 16), "v": (4, 16)}
-    made = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    return {
-        **made,
-        "f8": torch.randn(8, 4).to(torch.float8_e4m3fn),
-        "flags": torch.rand(8) > 0.5,
-        "norm": torch.rand(6),
-    }
+    made = {name: torch.randn(n, 16).bfloat16() for name, n in (("q", 8), ("k", 4), ("v", 4))}
+    made |= {"f8": torch.randn(8, 4).to(torch.float8_e4m3fn), "flags": torch.rand(8) > 0.5}
+    return made | {"norm": torch.rand(6)}
 
 
 def cut(layouts: dict[str, str]) -> dict[str, Tensor]:
-    """This rank's blocks of the whole arrays, by their positions."""
-    found = {}
-    for name, text in xs.Rules(layouts).match(list(tree := whole())).items():
-        x, layout = tree[name], xs.Layout(text)
-        for d in range(x.ndim):
-            rows = torch.from_numpy(layout.positions(MESH, x.shape, d, dist.get_rank()))
-            x = (
-                x.view(torch.uint8).index_select(d, rows).view(x.dtype)
-                if x.itemsize == 1
-                else x.index_select(d, rows)
-            )
-        found[name] = x.contiguous()
+    """This rank's blocks of the whole arrays."""
+    tree, found = whole(), {}
+    for name, layout in xs.Rules(layouts).match(list(tree)).items():
+        raw = tree[name].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tree[name].itemsize])
+        block = xs.reference.scatter(raw.numpy(), layout, MESH)[dist.get_rank()]
+        found[name] = torch.from_numpy(block.copy()).view(tree[name].dtype)
     return found
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert found[name].dtype == x.dtype and found[name].shape == x.shape, name
-        assert torch.equal(found[name].view(torch.uint8), x.view(torch.uint8)), name
+    assert [name for name, x in expected.items() if not same_bits(found[name], x)] == []
 
 
 def model(device: str) -> nn.Module:
@@ -74,13 +60,11 @@ def model(device: str) -> nn.Module:
 
 
 def _from_training_to_serving(folder: str) -> None:
-    xt.save(cut(FSDP), f"{folder}/plain", FSDP, MESH, shard_bytes=100)
-    check_equal(xt.load(f"{folder}/plain", SERVED, MESH, verify=True), cut(SERVED))
+    xt.save(cut(FSDP), folder, FSDP, MESH, shard_bytes=100)
+    check_equal(xt.load(folder, SERVED, MESH, verify=True), cut(SERVED))
     blocks = {name: torch.zeros_like(x) for name, x in cut(SERVED).items()}  # of different sizes, as norm's
-    check_equal(xt.load(f"{folder}/plain", SERVED, MESH, like=blocks), cut(SERVED))
-    xt.save(cut(FSDP), f"{folder}/fused", FSDP, MESH, names=FUSED)
-    check_equal(xt.load(f"{folder}/fused", SERVED, MESH, names=FUSED.inverse), cut(SERVED))
-    with files.open_checkpoint(f"{folder}/plain") as opened:
+    check_equal(xt.load(folder, SERVED, MESH, like=blocks), cut(SERVED))
+    with files.open_checkpoint(folder) as opened:
         check_equal(xt.load(opened, SERVED, MESH, profile=SLOW), cut(SERVED))
         total = torch.tensor(opened.bytes_read)
     dist.all_reduce(total)
@@ -94,9 +78,8 @@ def _trees_and_dtensors(folder: str) -> None:
     optimizer = torch.optim.AdamW([weight], lr=0.5)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    tree = {"x": x, "optimizer": optimizer.state_dict(), "epoch": 3, "name": "a"}
     rules = {"**.{exp_avg,exp_avg_sq}": "o/tp i", "**": "..."}
-    xt.save(tree, folder, rules, MESH)
+    xt.save({"x": x, "optimizer": optimizer.state_dict(), "epoch": 3, "name": "a"}, folder, rules, MESH)
     zeros = {"x": torch.zeros_like(x), "optimizer": optimizer.state_dict(), "epoch": 0, "name": ""}
     averages = optimizer.state[weight]["exp_avg"].clone()
     for state in optimizer.state[weight].values():
@@ -127,45 +110,42 @@ def _models(folder: str) -> None:
 
 def _errors(folder: str) -> None:
     """On all ranks, with the same old checkpoint after it."""
-    rank = dist.get_rank()
-    xt.save({"a": torch.ones(2)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+    rank, two, rules, mesh = dist.get_rank(), {"a": torch.ones(2)}, {"a": "n/tp"}, Mesh(tp=4)
+    xt.save(two, folder, rules, mesh)
     for wrong, why in (
-        (lambda: xt.save({"a": torch.ones(2)}, folder, {"a": "n | sum(tp)"}, Mesh(tp=4)), "a: 'n | sum"),
-        (
-            lambda: xt.save({"a": torch.ones(2)}, folder, {"b": "n"}, Mesh(tp=4)),
-            "no rule for 1 of 1 tensors: a",
-        ),
-        (lambda: xt.save({"a": object()}, folder, None, Mesh(tp=4)), "leaf 'a' is <"),
+        (lambda: xt.save(two, folder, {"a": "n | sum(tp)"}, mesh), "a: 'n | sum"),
+        (lambda: xt.save(two, folder, {"b": "n"}, mesh), "no rule for 1 of 1 tensors: a"),
+        (lambda: xt.save({"a": object()}, folder, None, mesh), "leaf 'a' is <"),
         (lambda: xt.save({"a": torch.eye(2).to_sparse()}, folder), "leaf 'a': a tensor of torch.sparse_coo"),
         (lambda: xt.save({"a": torch.ones(2, device="meta")}, folder), "leaf 'a': it is on the meta"),
-        (lambda: xt.load(folder, {"a": "n"}, Mesh(tp=4), dtype="int8"), "a: float32 in the checkpoint, int8"),
-        (lambda: xt.load(folder, {"b": "n"}, Mesh(tp=4)), "no rule for 1 of 1 arrays: a"),
+        (lambda: xt.load(folder, {"a": "n"}, mesh, dtype="int8"), "a: float32 in the checkpoint, int8"),
+        (lambda: xt.load(folder, {"b": "n"}, mesh), "no rule for 1 of 1 arrays: a"),
         (lambda: xt.load(folder, like={"b": torch.ones(2)}), "b is in the tree alone"),
-        (lambda: xt.load(folder, like={"a": torch.ones(2)}), "shape \\(2,\\), not \\(8,\\)"),
+        (lambda: xt.load(folder, like=two), "shape \\(2,\\), not \\(8,\\)"),
         (lambda: xt.load(f"{folder}/none"), "none: No such file"),
     ):
         with pytest.raises(xs.XshardError, match=why.replace("|", "\\|")):
             wrong()
     with pytest.raises(xt.errors.DesyncError, match=r"(?s)disagree.*leaf 'a' Sharding\('n/tp', .*\(12,\)\)"):
-        xt.save({"a": torch.ones(2 + rank)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+        xt.save({"a": torch.ones(2 + rank)}, folder, rules, mesh)
     with pytest.raises(xt.errors.DesyncError, match=r"(?s)files, leaf 'seed'.* rank 3: .*leaf 'seed' 3"):
-        xt.save({"a": torch.ones(2), "seed": rank}, folder, {"a": "n/tp"}, Mesh(tp=4))
-    if rank == 2:  # whose part of the writing fails
-
-        def full(*call: Any) -> int:
-            raise OSError(28, "No space left on device")
-
-        os.pwrite = full
-    with pytest.raises(xt.errors.DesyncError, match=r"(?s)rank 2: .*FileError: .*No space left on device"):
-        xt.save({"a": torch.zeros(2)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+        xt.save({"a": torch.ones(2), "seed": rank}, folder, rules, mesh)
+    full = {"side_effect": OSError(28, "No space left on device")} if rank == 2 else {"wraps": os.pwrite}
+    message = r"(?s)rank 2: .*FileError: .*No space left on device"  # of one part of the writing
+    with mock.patch.object(os, "pwrite", **full), pytest.raises(xt.errors.DesyncError, match=message):
+        xt.save({"a": torch.zeros(2)}, folder, rules, mesh)
     assert torch.equal(xt.load(folder)["a"], torch.ones(8))
     dist.barrier()
     assert not list(Path(folder).glob(".saving-*"))
 
 
-@pytest.mark.parametrize("check", [_from_training_to_serving, _trees_and_dtensors, _models, _errors])
-def test_on_four_ranks(check: Any, tmp_path: Path) -> None:
-    on_ranks(4, check, str(tmp_path))
+def test_on_four_ranks(tmp_path: Path) -> None:
+    on_ranks(4, _everything, tmp_path)
+
+
+def _everything(folder: Path) -> None:
+    for check in (_from_training_to_serving, _trees_and_dtensors, _models, _errors):
+        check(str(folder / check.__name__))
 
 
 def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None:

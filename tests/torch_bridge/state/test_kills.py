@@ -1,4 +1,4 @@
-"""Ranks of a trainer or a server that are killed while a version is published, between two lines of code.
+"""Ranks that are killed between two lines of code, while a version is published or `xt.save` writes.
 
 Nothing is half-visible and nothing is lost: who is left goes on, and the next version arrives.
 """
@@ -14,25 +14,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import mkdtemp
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import PRELOADED
 from torch_bridge.live import endpoint
-from torch_bridge.state import transfer
-from xshard import Mesh
+from torch_bridge.state import files, leaves, transfer
+from xshard import Mesh, XshardError
+from xshard.state.files import open_checkpoint, saving, verify
 
 assert PRELOADED  # the server of forks has torch_bridge already
 
-ROOMS = str(Path(endpoint.__file__).parent), str(Path(transfer.__file__).parent)
+# The files whose lines are counted.
+LIVE = str(Path(endpoint.__file__).parent), str(Path(transfer.__file__).parent)
+FILES = tuple(str(module.__file__) for module in (files, leaves, saving))
 # How often their lines run is a matter of time.
 WAITING = {"recv", "_offered", "guarded", "check", "_beat", "store_call"}
 TAKEN = "plan"  # what a server calls before it answers
@@ -110,7 +117,7 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def killed_before(
-    line: int | str | None, rooms: str | tuple[str, ...] = ROOMS, is_due: Callable[[], bool] = lambda: True
+    line: int | str | None, rooms: tuple[str, ...], is_due: Callable[[], bool] = lambda: True
 ) -> Iterator[list[str]]:
     """The lines of the rooms that run, and the end of this process before one of them, or after the last."""
     lines: list[str] = []
@@ -140,49 +147,60 @@ def killed_before(
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    endpoint.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=2)
-    end = kind(store=dist.TCPStore("127.0.0.1", port), **BOTH)
-    while (order := pipe.recv()) is not None:
-        error, done = "", False
-        end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
-        # Before its first rank has taken a version, nothing says that there is a server.
-        is_due = end.has_taken if kind is Server and isinstance(order.line, str) else lambda: True
-        with killed_before(order.line, is_due=is_due) as lines:
-            try:
-                done = end.act(order)
-            except xt.live.LostVersionError as raised:
-                error = str(raised)
-        pipe.send(Said(error, done, end.has(), len(lines)))
-    os._exit(0)  # the others may be gone
+class Ranks:
+    """Two processes, a world of their own, and pipes to them."""
 
-
-class Program:
-    """Two ranks. When one is killed the other is too, as torchrun does."""
-
-    def __init__(self, kind: Callable[..., Any], folder: Path, port: int) -> None:
-        context, folder = multiprocessing.get_context("forkserver"), folder / str(len(list(folder.iterdir())))
-        folder.mkdir()
+    def __init__(self, folder: Path, work: Callable[..., None], *args: Any) -> None:
+        context, self.folder = multiprocessing.get_context("forkserver"), Path(mkdtemp(dir=folder))
         pipes = [context.Pipe() for _ in range(2)]
         self.pipes = [pipe for pipe, _ in pipes]
         self.processes = [
-            context.Process(target=_rank, args=(kind, rank, folder, port, pipe), daemon=True)
+            context.Process(target=_rank, args=(rank, self.folder, work, pipe, *args), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process, (_, pipe) in zip(self.processes, pipes, strict=True):
             process.start()
             pipe.close()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def _rank(rank: int, folder: Path, work: Callable[..., None], pipe: Connection, *args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=2)
+    work(pipe, folder, *args)
+    os._exit(0)  # the others may be gone
+
+
+def _act(pipe: Connection, _: Path, kind: Callable[..., Any], port: int, name: str) -> None:
+    """Do what is ordered, as one end of a stream."""
+    endpoint.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
+    end = kind(store=dist.TCPStore("127.0.0.1", port), name=name, **BOTH)
+    while (order := pipe.recv()) is not None:
+        error, done = "", False
+        end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
+        # Before its first rank has taken a version, nothing says that there is a server.
+        is_due = end.has_taken if kind is Server and isinstance(order.line, str) else lambda: True
+        with killed_before(order.line, LIVE, is_due) as lines:
+            try:
+                done = end.act(order)
+            except xt.live.LostVersionError as raised:
+                error = str(raised)
+        pipe.send(Said(error, done, end.has(), len(lines)))
+
+
+class Program(Ranks):
+    """Two ranks. When one is killed the other is too, as torchrun does."""
+
+    def __init__(self, folder: Path, *end: Any) -> None:
+        super().__init__(folder, _act, *end)
         threading.Thread(target=self._end_together, daemon=True).start()
 
     def _end_together(self) -> None:
         wait([process.sentinel for process in self.processes])
         self.kill()
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
 
     def order(self, order: Order, killed: int | None = None) -> None:
         """Tell both ranks; only one is killed at the line."""
@@ -206,23 +224,29 @@ class Program:
 
 
 def test_who_is_left_goes_on(tmp_path: Path) -> None:
+    """Of two streams at once: the trainers of one are killed, and the servers of the other."""
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    programs: list[Program] = []
 
-    def start(kind: Callable[..., Any]) -> Program:
-        programs.append(Program(kind, tmp_path, meeting.port))
-        return programs[-1]
+    def kills(kill: Callable[..., None]) -> None:
+        programs: list[Program] = []
 
-    try:
-        _kill(start, random.Random(0))
-    finally:
-        for program in programs:
-            program.kill()
+        def start(kind: Callable[..., Any]) -> Program:
+            programs.append(Program(tmp_path, kind, meeting.port, kill.__name__))
+            return programs[-1]
+
+        try:
+            kill(start, random.Random(0))
+        finally:
+            for program in programs:
+                program.kill()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(kills, (_kill_trainers, _kill_servers)))
 
 
-def _kill(start: Callable[..., Program], rng: random.Random) -> None:
+def _kill_trainers(start: Callable[..., Program], rng: random.Random) -> None:
     trainer, server = start(Trainer), start(Server)
-    sent, received = arrives(trainer, server, number := 1)
+    sent, _ = arrives(trainer, server, number := 1)
     has, lost = number, []
     for line in (OFFERED, AMID, *itertools.repeat(None, TRAINERS)):
         number, killed = number + 1, rng.randrange(2)
@@ -236,7 +260,12 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
         has = found[-1][0].number
         lost += [said[0].error for said in found if said[0].error]
     assert "did not arrive whole; version 1 stays" in lost[0] and "of the trainer has stopped" in lost[0]
-    arrives(trainer, server, number := number + 1)
+    arrives(trainer, server, number + 1)
+
+
+def _kill_servers(start: Callable[..., Program], rng: random.Random) -> None:
+    trainer, server = start(Trainer), start(Server)
+    _, received = arrives(trainer, server, number := 1)
     server.kill()
     for line, rank in (*itertools.product((TAKEN, OFFERED), (0, 1)), *[(None, None)] * SERVERS):
         number, killed = number + 1, rng.randrange(2) if rank is None else rank
@@ -273,3 +302,41 @@ def arrives(trainer: Program, server: Program, number: int) -> tuple[list[Said],
             assert received[0].number == number
             return sent, received
         brief_s *= 2
+
+
+def _saved(pipe: Connection, folder: Path, killed: int | None = None, line: int | None = None) -> None:
+    """Of two versions that a half each is in a rank, the second."""
+    c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)  # of a rank that waits for a dead one
+    old, new = ({f"w{i}": torch.full((2, 3), version) for i in range(2)} for version in (1.0, 2.0))
+    xt.save(old, folder / "saved", {"**": "o/dp i"}, Mesh(dp=2), shard_bytes=30)
+    error = ""
+    with killed_before(line if dist.get_rank() == killed else None, FILES) as lines:
+        try:
+            xt.save(new, folder / "saved", {"**": "o/dp i"}, Mesh(dp=2), shard_bytes=30)
+        except XshardError as raised:
+            error = type(raised).__name__
+    pipe.send((error, lines))
+
+
+def said_of(ranks: Ranks, killed: int | None = None) -> list[tuple[str, list[str]]]:
+    """The error and the lines of each rank that is left."""
+    for process in ranks.processes:
+        process.join()
+    codes = [process.exitcode for process in ranks.processes]
+    assert codes == [-signal.SIGKILL if rank == killed else 0 for rank in range(2)]
+    return [pipe.recv() for rank, pipe in enumerate(ranks.pipes) if rank != killed]
+
+
+def test_of_two_that_save_one_is_killed(tmp_path: Path) -> None:
+    """The old checkpoint is whole, or the new one; the other rank has an error, or all of it."""
+    rng = random.Random(1)
+    lines = [ran for _, ran in said_of(Ranks(tmp_path, _saved))]
+    decisive = [(0, i) for i, function in enumerate(lines[0]) if function == "commit"]
+    kills = [*rng.sample(decisive, 2), *((rank, rng.randrange(len(lines[rank]))) for rank in range(2))]
+    worlds = [Ranks(tmp_path, _saved, *kill) for kill in kills]
+    for world, (killed, _) in zip(worlds, kills, strict=True):
+        ((error, _),) = said_of(world, killed)
+        with open_checkpoint(world.folder / "saved") as checkpoint:
+            assert verify(checkpoint) == 4
+            (version,) = {float(x) for name in checkpoint for x in checkpoint.read(name).ravel()}
+        assert version == 2 or error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_bridge as xt
 import xshard as xs
 from tests.state.test_transfer import FUSED, FUSED_RULES, SHAPES, whole
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, on_ranks, same_bits, still_connected
 from xshard import Mesh
 from xshard.state import Names, rename
 
@@ -36,7 +37,7 @@ def test_trees_on_four_ranks() -> None:
 
 
 def _everything() -> None:
-    for check in (_fused, _stored_types, _optimizer, _dtensors, _apart, _one_message, _donated, _refused):
+    for check in (_fused, _cast, _dtensors, _apart, _one_message, _donated, _refused):
         check()
     assert still_connected()
 
@@ -58,59 +59,20 @@ def _fused() -> None:
         shapes = {name: x.shape for name, x in FUSED.apply(arrays).items()}
         back = FUSED_RULES[::-1], {"names": FUSED.inverse, "shapes": shapes}
         again = xt.transfer(found, back[0], src_mesh=mesh, dst_mesh=HERE, **back[1])
-        assert all(torch.equal(again[name], x) for name, x in blocks.items())
         assert again.keys() == blocks.keys()
+        assert all(torch.equal(again[name], x) for name, x in blocks.items())
 
 
-def _stored_types() -> None:
-    """What torch can only store, booleans and complex numbers, in one bucket; casts on the way."""
-    kinds = (torch.float8_e4m3fn, torch.bool, torch.complex128, torch.int8, torch.float8_e5m2, torch.float64)
+def _cast() -> None:
+    """To what torch can only store."""
     x, rank, ranks = np.arange(56).reshape(8, 7) % 2, dist.get_rank(), (2, 0)
-    blocks = {str(kind): cut(x, "o/cyclic(dp) i", HERE, rank, kind) for kind in kinds}
-    mesh = server(ranks)
-    found = xt.transfer(blocks, {"**": "o/cyclic(dp) i -> i o/zigzag(tp)"}, src_mesh=HERE, dst_mesh=mesh)
-    # Names have stars for whole parts: "torch" and the dtype.
-    names = Names(rename("torch.float64", "small", dtype="float8_e4m3fn"), rename("torch.*", "torch.*"))
-    rules = ({"**": "o/cyclic(dp) i"}, {"**": "o/zigzag(tp) i"})
-    cast = xt.transfer(blocks, rules, src_mesh=HERE, dst_mesh=mesh, names=names)
-    if found is not None and cast is not None:
-        at = ranks.index(rank)
-        for kind in kinds:
-            expected = cut(x.T, "i o/zigzag(tp)", Mesh(tp=2), at, kind)
-            assert _same_bits(found[str(kind)], expected), kind
-        small = cut(x, "o/zigzag(tp) i", Mesh(tp=2), at, torch.float8_e4m3fn)
-        assert _same_bits(cast["small"], small)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    raw = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
-
-
-def _optimizer() -> None:
-    """AdamW's moments, its steps and its settings arrive as `load_state_dict` takes them."""
-    rank, ranks = dist.get_rank(), (1, 2)
-    weights = whole({"w": (8, 4), "b": (3,)})
-
-    def trained(layouts: dict[str, str], mesh: Mesh, device: int) -> torch.optim.AdamW:
-        params = [cut(weights[n], layouts[n], mesh, device, torch.float32) for n in ("w", "b")]
-        optimizer = torch.optim.AdamW(params, lr=0.25)
-        for _ in range(2):
-            for x in params:
-                x.grad = x / 7
-            optimizer.step()
-        return optimizer
-
-    state = trained({"w": "o/dp i", "b": "o"}, HERE, rank).state_dict()
-    rules = {"state.0.exp_avg*": "o/dp i -> o i/tp", "**": "..."}
-    found = xt.transfer(state, rules, src_mesh=HERE, dst_mesh=server(ranks))
+    names = Names(rename("w", "small", dtype="float8_e4m3fn"))
+    rules = {"w": "o/cyclic(dp) i"}, {"small": "o/zigzag(tp) i"}
+    blocks = {"w": cut(x, rules[0]["w"], HERE, rank, torch.float64)}
+    found = xt.transfer(blocks, rules, server(ranks), src_mesh=HERE, names=names)
     if found is not None:
-        own = trained({"w": "o i/tp", "b": "o"}, Mesh(tp=2), ranks.index(rank))
-        expected = own.state_dict()
-        assert found["param_groups"] == expected["param_groups"]
-        for i, moments in expected["state"].items():
-            assert all(torch.equal(found["state"][i][name], x) for name, x in moments.items())
-        own.load_state_dict(found)
+        expected = cut(x, rules[1]["small"], Mesh(tp=2), ranks.index(rank), torch.float8_e4m3fn)
+        assert same_bits(found["small"], expected)
 
 
 def _dtensors() -> None:
@@ -118,12 +80,8 @@ def _dtensors() -> None:
     rank, ranks = dist.get_rank(), (3, 0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.arange(35.0).view(7, 5)
-    tree = {
-        "layers": [
-            {"w": xt_dtensor(x, mesh, [Shard(0), Shard(1)])},
-            {"w": xt_dtensor(x, mesh, [Replicate()] * 2)},
-        ]
-    }
+    placed = [Shard(0), Shard(1)], [Replicate(), Replicate()]
+    tree = {"layers": [{"w": distribute_tensor(x, mesh, each, src_data_rank=None)} for each in placed]}
     found = xt.transfer(tree, {"**": "o i/tp"}, dst_mesh=server(ranks))
     if found is not None:
         expected = cut(x.numpy(), "o i/tp", Mesh(tp=2), ranks.index(rank), torch.float32)
@@ -138,21 +96,12 @@ def _dtensors() -> None:
     assert "leaf 'layers.0.w': the DTensor is placed as 'o/dp i/tp' in\n    'o/tp i -> o i'" in wrong[1]
 
 
-def xt_dtensor(x: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
-    whole_ = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
-    return whole_.redistribute(mesh, placements)
-
-
 def _apart() -> None:
     """Ranks that are not in the source know nothing of the tree before."""
     rank, source = dist.get_rank(), DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",))
     x = np.arange(12).reshape(6, 2)
-    tree = None
-    if rank < 2:
-        tree = {
-            "a": [cut(x, "o/dp i", Mesh(dp=2), 1 - rank, torch.int64), 5, None, "text"],
-            7: torch.tensor(True),
-        }
+    block = [cut(x, "o/dp i", Mesh(dp=2), 1 - rank, torch.int64)] if rank < 2 else []
+    tree = {"a": [*block, 5, None, "text"], 7: torch.tensor(True)} if rank < 2 else None
     rules = {"a.0": "o/dp i -> o/tp i", "**": "..."}
     found = xt.transfer(tree, rules, src_mesh=source, dst_mesh=server((2, 3)))
     assert (found is None) == (rank < 2)
@@ -169,8 +118,7 @@ def _one_message() -> None:
     rules = {"**": "o/dp i -> o i/tp"}
     plan = xt.transfer(blocks, rules, **options, dry_run=True)
     assert len(plan.buckets) == 3 and plan.bytes_received == plan.bytes_lower_bound
-    sent: list[int] = []
-    begin = dist.batch_isend_irecv
+    sent, seen, begin = list[int](), list[tuple[int, int]](), dist.batch_isend_irecv
 
     def counting(work: list[dist.P2POp]) -> list[dist.Work]:
         sends = [each.op is dist.isend for each in work]
@@ -178,12 +126,8 @@ def _one_message() -> None:
         sent.extend(each.tensor.nbytes for each in work if each.op is dist.isend)
         return begin(work)
 
-    seen: list[tuple[int, int]] = []
-    dist.batch_isend_irecv = counting
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
         xt.transfer(blocks, rules, **options, progress=lambda *figures: seen.append(figures))
-    finally:
-        dist.batch_isend_irecv = begin
     total = torch.tensor([len(sent), sum(sent)])
     dist.all_reduce(total)
     assert total.tolist() == [plan.messages, plan.bytes_moved]
@@ -192,21 +136,19 @@ def _one_message() -> None:
 
 def _donated() -> None:
     """What has gone is given back with its bucket, but for the memory that others share."""
-    n, size = 8, 64 * 256
+    n, size = 8, 64 * 256  # bytes of a rank's block: a quarter of 4 * size
     blocks = {f"w{i}": torch.full((size // 256 // 4, 256), float(i)) for i in range(n)}
-    view = torch.zeros(4, 8)
-    tree = {**blocks, "view": view[:2]}
-    held: list[int] = []
+    view, held = torch.zeros(4, 8), list[int]()
 
     def account(done: int, total: int) -> None:
         held.append(sum(x.untyped_storage().nbytes() for x in blocks.values()))
 
     rules = {"view": "a b", "**": "o/dp i -> o i/tp"}
     options = {"dst_mesh": server((0, 1)), "bucket_bytes": 2 * size}
+    tree = {**blocks, "view": view[:2]}
     found = xt.transfer(tree, rules, src_mesh=HERE, **options, donate=True, progress=account)
-    each = size  # bytes of a rank's block: a quarter of 4 * size
     assert held[-1] == 0 and held == sorted(held, reverse=True) and len(held) > 3
-    assert held[0] >= (n - 2) * each
+    assert held[0] >= (n - 2) * size
     assert view.untyped_storage().nbytes() == 128  # of a view the rest is another's
     if found is not None:
         assert all((found[f"w{i}"] == i).all() for i in range(n))
@@ -214,28 +156,20 @@ def _donated() -> None:
 
 def _refused() -> None:
     """Before anything is sent, on all ranks alike."""
-    rank = dist.get_rank()
-    tree = {"w": torch.ones(2, 4)}
-    options = {"src_mesh": HERE, "dst_mesh": server((0, 1))}
-
-    def refused(tree: Any, rules: Any, **more: Any) -> tuple[str, str]:
-        return error_of(lambda: xt.transfer(tree, rules, **options | more))
-
-    rules = {"w": "o/dp i -> o i/tp"}
-    missing = refused(None if rank == 2 else tree, rules)
-    assert missing[0] == "MeshError" and "ranks [2] of the source bring no tree" in missing[1]
-    assert "no rank brings a tree" in refused(None, rules)[1]
-    cast = refused({"w": tree["w"].half() if rank == 1 else tree["w"]}, rules)
-    assert cast[0] == "DesyncError" and "disagree about a redistribution: leaf w\n" in cast[1]
-    other = refused({"v": tree["w"]} if rank == 1 else tree, {"*": "o/dp i -> o i/tp"})
-    assert other[0] == "DesyncError" and "leaf w, leaf v" in other[1]
-    uneven = refused({"w": torch.ones(3 if rank == 3 else 2, 4)}, rules, shapes={"w": (8, 4)})
-    assert (
-        uneven[0] == "DesyncError"
-        and "leaf 'w': the block of rank 3 has shape (3, 4), not (2, 4)" in uneven[1]
-    )
-    assert "unknown mesh axis 'cp' in\n    'o/dp i -> o i/cp'" in refused(tree, {"w": "o/dp i -> o i/cp"})[1]
-    assert "no rule for 1 of 1 names: w" in refused(tree, {"v": "o"})[1]
-    twice = refused({"a.b": tree["w"], "a": {"b": tree["w"]}}, {"**": "o/dp i"})
-    assert "two leaves are called 'a.b'" in twice[1]
-    assert "leaf 'o' is <" in refused({"w": tree["w"], "o": object()}, rules)[1]
+    rank, w = dist.get_rank(), torch.ones(2, 4)
+    tree, rules, options = {"w": w}, {"w": "o/dp i -> o i/tp"}, {"src_mesh": HERE, "dst_mesh": server((0, 1))}
+    uneven, sizes = {"w": torch.ones(3 if rank == 3 else 2, 4)}, {"shapes": {"w": (8, 4)}}
+    half, other = {"w": w.half() if rank == 1 else w}, "unknown mesh axis 'cp' in\n    'o/dp i -> o i/cp'"
+    for given, asked, more, kind, words in (
+        (None if rank == 2 else tree, rules, {}, "MeshError", "ranks [2] of the source bring no tree"),
+        (None, rules, {}, "MeshError", "no rank brings a tree"),
+        (half, rules, {}, "DesyncError", "disagree about a redistribution: leaf w\n"),
+        ({"v": w} if rank == 1 else tree, {"*": rules["w"]}, {}, "DesyncError", "leaf w, leaf v"),
+        (uneven, rules, sizes, "DesyncError", "'w': the block of rank 3 has shape (3, 4), not (2, 4)"),
+        (tree, {"w": "o/dp i -> o i/cp"}, {}, "NotationError", other),
+        (tree, {"v": "o"}, {}, "XshardError", "no rule for 1 of 1 names: w"),
+        ({"a.b": w, "a": {"b": w}}, {"**": "o/dp i"}, {}, "XshardError", "two leaves are called 'a.b'"),
+        ({"w": w, "o": object()}, rules, {}, "XshardError", "leaf 'o' is <"),
+    ):
+        raised = error_of(partial(xt.transfer, given, asked, **options | more))
+        assert raised[0] == kind and words in raised[1], raised
