@@ -5,20 +5,20 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
+import jax_bridge as xj
 from tests.jax_bridge.helpers import device_mesh, host, joined
 from xshard import Layout, Mesh, Sharding
 from xshard.state.files import FileError, open_checkpoint, saving, verify
 
 MESH = Mesh(a=2, b=2, c=2)
-TREE = {
-    "w": np.arange(16 * 12, dtype=np.float32).reshape(16, 12),
-    "z": np.arange(32, dtype=np.int32),
-    "b": np.arange(5, dtype=np.float32),
-}
+TREE = {"w": np.arange(192, dtype=np.float32).reshape(16, 12), "z": np.arange(32, dtype=np.int32)}
+TREE |= {"b": np.arange(5, dtype=np.float32)}
 SAVED = {"w": "o/(a,b) i/c", "z": "s/zigzag(b)", "b": "n"}
 LOADED = {"w": "o/c i/a", "z": "s/(c,a)", "b": "n"}
 
@@ -30,15 +30,11 @@ def ask() -> Iterator[Callable[..., list[Any]]]:
 
 
 def save_here(folder: Path, _timeout_s: float) -> None:
-    import jax_bridge as xj
-
     xj.save(TREE, folder, SAVED, device_mesh(MESH))
 
 
 def load_here(folder: Path, _timeout_s: float) -> tuple[int, bool]:
     """The bytes that this process read, and whether its blocks are those of the whole arrays."""
-    import jax_bridge as xj
-
     checkpoint = open_checkpoint(folder)
     blocks = [
         (TREE[name][shard.index], shard.data)
@@ -48,39 +44,16 @@ def load_here(folder: Path, _timeout_s: float) -> tuple[int, bool]:
     return checkpoint.bytes_read, len(blocks) == 12 and all(np.array_equal(*pair) for pair in blocks)
 
 
-def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> str:
-    """What this process says where the disk of one fails."""
-    import jax
-
-    import jax_bridge as xj
-
-    module: Any = saving if function == "_reserve" else os
-    original = getattr(module, function)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if jax.process_index() == process:
-        setattr(module, function, full)
-    try:
+def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> tuple[str, str]:
+    """What this process says where the disk of one fails, and where the first looks into no folder."""
+    index, module = jax.process_index(), saving if function == "_reserve" else os
+    full = {"side_effect": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
+    how = full if index == process else {"wraps": getattr(module, function)}
+    with mock.patch.object(module, function, **how), pytest.raises(FileError) as failed:
         xj.save({name: x + 1 for name, x in TREE.items()}, folder, SAVED, device_mesh(MESH))
-    except FileError as error:
-        return str(error)
-    finally:
-        setattr(module, function, original)
-    return ""
-
-
-def load_what_one_lacks(folder: Path, _timeout_s: float) -> str:
-    import jax
-
-    import jax_bridge as xj
-
-    try:
-        xj.load(folder if jax.process_index() else folder / "none", LOADED, device_mesh(MESH))
-    except FileError as error:
-        return str(error)
-    return ""
+    with pytest.raises(FileError) as lacked:
+        xj.load(folder if index else folder / "none", LOADED, device_mesh(MESH))
+    return str(failed.value), str(lacked.value)
 
 
 def test_both_save_and_load(ask: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -106,10 +79,9 @@ def test_both_fail_where_one_does(
 ) -> None:
     ask(save_here, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    said = ask(fail_here, tmp_path, process, function)
+    said, (one, other) = zip(*ask(fail_here, tmp_path, process, function), strict=True)
     assert "No space left on device" in said[process] and said[process].startswith(str(tmp_path))
     assert said[1 - process].startswith(f"process {process} failed: {tmp_path}")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    one, other = ask(load_what_one_lacks, tmp_path)
     assert one == f"{tmp_path}/none: No such file or directory"
     assert other == f"process 0 failed: {one}"
