@@ -71,39 +71,32 @@ def test_bytes_that_cross_nodes(before: str, step: Step, crossing: int) -> None:
     assert traffic.step_flow(step, sharding, 8).nodes.sum() == crossing
 
 
-@pytest.mark.parametrize(
-    ("move", "bound"),
-    [
-        ("n/node/gpu -> n", 2 * 32),
-        ("n/node/gpu -> n/gpu/node", 2 * 16),
-        ("n/gpu -> n", 0),
-        ("n/gpu -> n/gpu/node", 0),
-        ("n/node -> n", 2 * 32),
-        ("n/node/gpu -> n/gpu", 2 * 32),
-    ],
-)
-def test_bytes_that_must_cross_nodes(move: str, bound: int) -> None:
-    src, dst = parse_expression(move)
-    case = cases.Case("made up", xs.Mesh(node=2, gpu=8), (64,), "float32", src, dst)
-    assert bounds.node_elements(case, 8).sum() == bound
+NODES, SQUARE = xs.Mesh(node=2, gpu=8), xs.Mesh(a=2, b=2)
 
 
 @pytest.mark.parametrize(
-    ("move", "bound"),
+    ("mesh", "move", "bound"),
     [
-        ("n | sum(a,b) -> n", 8 * (3 + 3)),
-        ("n | sum(a) -> n", 8 * (1 + 3)),
-        ("n | sum(a,b) -> n/a/b", 8 * 3),
-        ("n | sum(a,b) -> n/a | sum(b)", 2 * 8 * 1),
-        ("n/a | sum(b) -> n/a/b", 8 * 1),
-        ("n/a | sum(b) -> n/b/a", 8 * 1 + 4),  # half of the elements end where no addend of them was
-        ("n/a -> n", 4 * 4),
+        (NODES, "n/node/gpu -> n", 2 * 32),
+        (NODES, "n/node/gpu -> n/gpu/node", 2 * 16),
+        (NODES, "n/gpu -> n", 0),
+        (NODES, "n/gpu -> n/gpu/node", 0),
+        (NODES, "n/node -> n", 2 * 32),
+        (NODES, "n/node/gpu -> n/gpu", 2 * 32),
+        (SQUARE, "n | sum(a,b) -> n", 8 * (3 + 3)),
+        (SQUARE, "n | sum(a) -> n", 8 * (1 + 3)),
+        (SQUARE, "n | sum(a,b) -> n/a/b", 8 * 3),
+        (SQUARE, "n | sum(a,b) -> n/a | sum(b)", 2 * 8 * 1),
+        (SQUARE, "n/a | sum(b) -> n/a/b", 8 * 1),
+        (SQUARE, "n/a | sum(b) -> n/b/a", 8 * 1 + 4),  # half of the elements end where no addend of them was
+        (SQUARE, "n/a -> n", 4 * 4),
     ],
 )
-def test_bytes_that_partial_sums_must_move(move: str, bound: int) -> None:
-    src, dst = parse_expression(move)
-    case = cases.Case("made up", xs.Mesh(a=2, b=2), (8,), "float32", src, dst)
-    assert bounds.total_elements(case) == bound
+def test_bytes_that_must_cross_nodes_or_move(mesh: xs.Mesh, move: str, bound: int) -> None:
+    """64 rows on two nodes; 8 rows, also as partial sums, on four devices."""
+    case = cases.Case("made up", mesh, (64 if mesh == NODES else 8,), "float32", *parse_expression(move))
+    found = bounds.node_elements(case, 8).sum() if mesh == NODES else bounds.total_elements(case)
+    assert found == bound
 
 
 def test_wrong_values_are_seen() -> None:
@@ -136,13 +129,15 @@ def test_a_plan_slower_than_a_peer_by_a_hundredth_is_named() -> None:
     assert not worst.holds and row["case"] in worst.failing[0]
 
 
-def test_replica_groups_of_hlo_are_read_in_all_spellings() -> None:
-    groups = gspmd._groups
-    assert groups("replica_groups={{0,1},{2,3}}, dims").tolist() == [[0, 1], [2, 3]]
-    assert groups("replica_groups=[2,2]<=[2,2]T(1,0), dims").tolist() == [[0, 2], [1, 3]]
-    assert groups("replica_groups=mesh['a'=2,'b'=2] {'a'}").tolist() == [[0, 2], [1, 3]]
-    assert groups("replica_groups=mesh['a'=4] {'a':(2)2}").tolist() == [[0, 1], [2, 3]]
-    assert groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}").tolist() == [
-        [0, 1],
-        [2, 3],
-    ]
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, dims", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), dims", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+    ],
+)
+def test_replica_groups_of_hlo_are_read_in_all_spellings(text: str, groups: list[list[int]]) -> None:
+    assert gspmd._groups(text).tolist() == groups
