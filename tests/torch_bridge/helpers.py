@@ -193,7 +193,8 @@ def derivatives(move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | fl
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     """Whether both have one dtype, one shape and the same bits, of dtypes too that torch cannot compare."""
-    raw = [x.contiguous().view(-1).view(torch.uint8) for x in (found, expected)]
+    own = [x.clone(memory_format=torch.contiguous_format) for x in (found, expected)]
+    raw = [x.view(-1).view(torch.uint8) for x in own]
     return (found.dtype, found.shape) == (expected.dtype, expected.shape) and torch.equal(*raw)
 
 

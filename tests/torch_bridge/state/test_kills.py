@@ -178,6 +178,7 @@ def _act(pipe: Connection, _: Path, kind: Callable[..., Any], port: int, name: s
     """Do what is ordered, as one end of a stream."""
     endpoint.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
     end = kind(store=dist.TCPStore("127.0.0.1", port), name=name, **BOTH)
+    pipe.send("ready")
     while (order := pipe.recv()) is not None:
         error, done = "", False
         end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
@@ -196,6 +197,7 @@ class Program(Ranks):
 
     def __init__(self, folder: Path, *end: Any) -> None:
         super().__init__(folder, _act, *end)
+        self.is_ready = False
         threading.Thread(target=self._end_together, daemon=True).start()
 
     def _end_together(self) -> None:
@@ -203,7 +205,8 @@ class Program(Ranks):
         self.kill()
 
     def order(self, order: Order, killed: int | None = None) -> None:
-        """Tell both ranks; only one is killed at the line."""
+        """Tell both ranks, when they are there; only one is killed at the line."""
+        self.is_ready = self.is_ready or all(pipe.recv() == "ready" for pipe in self.pipes)
         for rank, pipe in enumerate(self.pipes):
             pipe.send(order if killed in (None, rank) else order._replace(line=None))
 
@@ -244,13 +247,21 @@ def test_who_is_left_goes_on(tmp_path: Path) -> None:
         list(pool.map(kills, (_kill_trainers, _kill_servers)))
 
 
+def ahead(start: Callable[..., Program], kind: Callable[..., Any]) -> Iterator[Program]:
+    """Programs, each of which starts while the one before is at work."""
+    following = start(kind)
+    while True:
+        one, following = following, start(kind)
+        yield one
+
+
 def _kill_trainers(start: Callable[..., Program], rng: random.Random) -> None:
     trainer, server = start(Trainer), start(Server)
     sent, _ = arrives(trainer, server, number := 1)
-    has, lost = number, []
+    has, lost, trainers = number, list[str](), ahead(start, Trainer)
     for line in (OFFERED, AMID, *itertools.repeat(None, TRAINERS)):
         number, killed = number + 1, rng.randrange(2)
-        doomed = start(Trainer)
+        doomed = next(trainers)
         doomed.order(Order(number, line or rng.randrange(sent[killed].lines), wait_s=600.0), killed)
         found = receiving(doomed, server)
         assert doomed.said() is None
@@ -267,15 +278,16 @@ def _kill_servers(start: Callable[..., Program], rng: random.Random) -> None:
     trainer, server = start(Trainer), start(Server)
     _, received = arrives(trainer, server, number := 1)
     server.kill()
+    servers = ahead(start, Server)
     for line, rank in (*itertools.product((TAKEN, OFFERED), (0, 1)), *[(None, None)] * SERVERS):
         number, killed = number + 1, rng.randrange(2) if rank is None else rank
-        doomed = start(Server)
+        doomed = next(servers)
         doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)
         trainer.order(Order(number, wait_s=600.0 if line else 0.0))
         said = trainer.said()
         assert doomed.said() is None and said is not None
         assert not line or "of the server has stopped" in said[0].error
-    arrives(trainer, start(Server), number + 1)
+    arrives(trainer, next(servers), number + 1)
 
 
 def receiving(trainer: Program, server: Program) -> list[list[Said]]:
