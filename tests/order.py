@@ -42,7 +42,7 @@ LONGEST = (
     "jax_bridge/test_vmap.py",
     "plans/test_transfer.py",
     "plans/test_public_cases.py",
-    "compat/test_jax_worked.py",
+    "compat/test_jax_compat.py",
 )
 PLACES = {ROOT / name: place for place, name in enumerate(LONGEST)}
 

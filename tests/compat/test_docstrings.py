@@ -1,4 +1,4 @@
-"""The examples of the drop-ins run, torch's in a clean process, since they fork ranks."""
+"""The examples of the drop-ins and of torch_interop run, torch's in a clean process, since they fork ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import jax_bridge.compat
 import torch_bridge.compat
 from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.test_docstrings import INTEROP
 from tests.torch_bridge.helpers import failed_examples
 
 SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
@@ -21,30 +22,26 @@ def test_examples_of_torch() -> None:
     assert failed_examples([f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "spmd_types")]) == {}
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("module", [*INTEROP, *(f"jax_bridge.compat.{system}" for system in SYSTEMS)])
 @in_jax
-def test_examples_of_jax(system) -> None:
-    tried = doctest.testmod(importlib.import_module(f"jax_bridge.compat.{system}"))
+def test_examples_of_jax(module) -> None:
+    tried = doctest.testmod(importlib.import_module(module))
     assert tried.attempted and not tried.failed
 
 
 def test_both_frameworks_have_the_functions() -> None:
     """Except functions of managers, which hold process groups, and modules."""
-    torch_only = {
-        "convert_to_domain_parallel", "get_domain_parallel_manager", "initialize_domain_parallel",
-        "sync_domain_gradients",
-    }  # fmt: skip
+    managers = {"get_domain_parallel_manager", "initialize_domain_parallel", "sync_domain_gradients"}
     ours, theirs = map(functions, (torch_bridge.compat, jax_bridge.compat))
-    assert ours - theirs == torch_only
+    assert ours - theirs == {"convert_to_domain_parallel", *managers}
     assert theirs - ours == {"halo_exchange", "trim"}
 
 
 def functions(compat: ModuleType) -> set[str]:
     """The public functions of all systems."""
-    systems = [getattr(compat, system) for system in SYSTEMS]
+    found = [(name, member) for name in SYSTEMS for member in inspect.getmembers(getattr(compat, name))]
     return {
         name
-        for system in systems
-        for name, value in vars(system).items()
-        if inspect.isfunction(value) and value.__module__ == system.__name__ and not name.startswith("_")
+        for system, (name, value) in found
+        if inspect.isfunction(value) and value.__module__.endswith(f".{system}") and name[0] != "_"
     }

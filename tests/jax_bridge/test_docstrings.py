@@ -1,4 +1,4 @@
-"""The examples in docstrings run; of the drop-ins in tests/compat, of torch_interop in tests/interop."""
+"""The examples in docstrings run; of the drop-ins and of torch_interop in tests/compat."""
 
 import doctest
 import importlib
