@@ -1,4 +1,4 @@
-"""The examples of the drop-ins and of torch_interop run, torch's in a clean process, since they fork ranks."""
+"""The examples of the drop-ins and of torch_interop run, torch's in a clean process: they fork ranks."""
 
 from __future__ import annotations
 
