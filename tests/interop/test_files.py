@@ -1,4 +1,4 @@
-"""Files of torch read by JAX, and back: bit by bit, under names of either, from DCP too."""
+"""States of torch read by JAX from files or ranks, and back: bit by bit, under names of either, from DCP."""
 
 from __future__ import annotations
 
@@ -11,47 +11,36 @@ import torch.distributed.checkpoint as dcp
 
 import jax_bridge as xj
 import torch_bridge as xt
+from jax_bridge.torch_interop import to_jax
+from tests.interop import chain
 from tests.interop.helpers import jax_mesh
 from tests.jax_bridge.helpers import in_jax
+from tests.torch_bridge.helpers import on_ranks
+from xshard import Mesh
+from xshard.state.files import open_checkpoint
 from xshard.state.llama import named
 
 HEADS = "4,2,8"  # 4 of queries, 2 of keys and values, each of 8
 
 
-def llama() -> dict[str, torch.Tensor]:
-    """The state of a small one, with what Adam keeps of it, in several dtypes."""
-    torch.manual_seed(0)
-    layer = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
-    layer |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32)}
-    layer |= {"mlp.down_proj": (32, 64), "input_layernorm": (32,), "post_attention_layernorm": (32,)}
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (48, 32), "model.norm.weight": (32,), "lm_head.weight": (48, 32)}
-    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (
-            found[name].dtype == x.dtype and found[name].shape == x.shape and bits(found[name]) == bits(x)
-        ), name
+    assert [name for name, x in expected.items() if not chain.same(found[name], x)] == []
 
 
 @in_jax
 def test_torch_to_jax_and_back(tmp_path: Path) -> None:
     """Fused on the way to the files, as flax has them in JAX, and of the names of torch again."""
-    mesh, state = jax_mesh(dp=2, tp=2), llama()
-    fused, flax = named(f"llama-to-fused:{HEADS}"), named("llama-to-flax")
-    xt.save(state, tmp_path / "torch", names=fused)
+    torch.manual_seed(0)
+    state = {name: torch.randn(shape).bfloat16() for name, shape in chain.SHAPES.items()}
+    mesh, flax = jax_mesh(dp=2, tp=2), named("llama-to-flax")
+    xt.save(state, tmp_path / "torch", names=named(f"llama-to-fused:{HEADS}"))
     back = named(f"fused-to-llama:{HEADS}")
     plain = xj.load(tmp_path / "torch", {"**.weight": "..."}, mesh, names=back)
-    assert {name: np.asarray(x).tobytes() for name, x in plain.items()} == {
-        n: bits(x) for n, x in state.items()
-    }
+    same(
+        {name: torch.tensor(np.asarray(x).view("i2")).view(torch.bfloat16) for name, x in plain.items()},
+        state,
+    )
 
     xt.save(state, tmp_path / "plain")
     tree = xj.load(tmp_path / "plain", {"**.kernel": "i/dp o/tp", "**": "..."}, mesh, names=flax)
@@ -63,17 +52,9 @@ def test_torch_to_jax_and_back(tmp_path: Path) -> None:
 
 @in_jax
 def test_every_dtype_and_dcp(tmp_path: Path) -> None:
-    mesh = jax_mesh(dp=2, tp=2)
-    bytes_ = torch.arange(64, dtype=torch.uint8)
-    dtypes = [
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int32,
-    ]
-    state = {str(dtype): bytes_.clone().view(dtype).reshape(4, -1) for dtype in dtypes}
+    mesh, bytes_ = jax_mesh(dp=2, tp=2), torch.arange(64, dtype=torch.uint8)
+    names = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
+    state = {name: bytes_.clone().view(getattr(torch, name)).reshape(4, -1) for name in names}
     state["turned"] = torch.arange(12.0).reshape(3, 4).T
     xt.save(state, tmp_path / "files")
     dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -81,3 +62,33 @@ def test_every_dtype_and_dcp(tmp_path: Path) -> None:
         tree = xj.load(tmp_path / kind, {"**": "o/dp i"}, mesh)
         xj.save(tree, tmp_path / f"{kind} of jax")
         same(xt.load(tmp_path / f"{kind} of jax"), state)
+
+
+def test_a_state_goes_all_the_way_bit_by_bit(tmp_path: Path) -> None:
+    """FSDP2 on four ranks, a tensor-parallel server on two others, JAX, files, torch again."""
+    on_ranks(6, chain.to_server, tmp_path)
+    through_jax(folder=tmp_path)
+    on_ranks(4, chain.from_files, tmp_path)
+
+
+@in_jax
+def through_jax(folder: Path) -> None:
+    """The server's blocks, in their memory -> arrays of 8 devices -> files."""
+    two, eight = jax_mesh(tp=2), jax_mesh(dp=2, tp=4)
+    first, second = (torch.load(folder / f"server{rank}.pt") for rank in range(2))
+    for kind, blocks in first.items():
+        tensors = {name: [x, second[kind][name]] for name, x in blocks.items() if isinstance(x, torch.Tensor)}
+        rules = chain.SERVED if kind == "whole" else chain.FUSED_THERE
+        arrays = to_jax(tensors, rules, two, torch_mesh=Mesh(tp=2))
+        there = {"**.step": "..."} if kind == "whole" else {}
+        arrays = xj.transfer(arrays, there | {"**": "... i/(dp,tp)"}, eight)
+        assert all(x.sharding.device_set == set(eight.devices.flat) for x in arrays.values())
+        small = {"float8_e4m3fn", "float8_e5m2"} if kind in ("whole", "weights") else set()
+        assert {x.dtype.name for x in arrays.values()} == {"bfloat16", "float32"} | small
+        numbers = {name: x for name, x in blocks.items() if not isinstance(x, torch.Tensor)}
+        xj.save({**arrays, **numbers}, folder / kind)
+    fused, whole = (set(open_checkpoint(folder / kind)) for kind in ("weights", "whole"))
+    assert {
+        f"model.layers.1.{name}" for name in ("self_attn.qkv_proj.weight", "mlp.down_proj.small")
+    } <= fused
+    assert "model.layers.1.self_attn.q_proj.weight" in whole

@@ -51,11 +51,8 @@ def test_complex_gradients_are_torchs_conjugates() -> None:
 def sharded(mesh: jax.sharding.Mesh):
     """x @ w, the contraction over tp, on every device its blocks."""
 
-    def local(x, w):
-        return jax.lax.psum(x @ w, "tp")
-
-    specs = P("dp", "tp"), P("tp", None)
-    whole = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("dp", None))
+    options = {"in_specs": (P("dp", "tp"), P("tp", None)), "out_specs": P("dp", None)}
+    whole = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "tp"), mesh=mesh, **options)
     return from_jax(whole, ("n/dp i/tp", "i/tp o"), "n/dp o", mesh)
 
 
@@ -123,21 +120,19 @@ def test_without_gradients_nothing_is_kept() -> None:
 @in_jax
 def test_writes_between_forward_and_backward_are_noticed(written) -> None:
     """JAX's pullback may keep torch's own memory."""
-    f = from_jax(lambda x: jnp.sin(x) * x, "n", "n", jax_mesh(a=1))
-    g = from_jax(jnp.exp, "n", "n", jax_mesh(a=1))
     x = leaf(64, dtype=torch.float32)
-    y = (f if written == "input" else g)(x)
-    expected = x.sin() + x * x.cos() if written == "input" else x.exp()
+    at_input = written == "input"
+    y = from_jax((lambda x: jnp.sin(x) * x) if at_input else jnp.exp, "n", "n", jax_mesh(a=1))(x)
+    expected = x.sin() + x * x.cos() if at_input else x.exp()
     with torch.no_grad():
-        (x if written == "input" else y).mul_(2)
+        (x if at_input else y).mul_(2)
     said = None
     try:
         y.sum().backward()
     except RuntimeError as error:
         said = str(error)
-    # Unless JAX has kept no memory of it.
-    assert torch.allclose(x.grad, expected) if said is None else "by an inplace operation" in said
-    assert said or written == "output"
+    # JAX may have kept no memory of its output.
+    assert "by an inplace operation" in said if at_input or said else torch.allclose(x.grad, expected)
 
 
 @in_jax
@@ -161,39 +156,17 @@ def test_trees_numbers_keys_and_whole_number_outputs() -> None:
     out = f({"w": w, "unused": unused}, x, 2.0, jax.random.key(0))
     assert torch.allclose(out["y"], x @ w * 2)
     best, same = out["best"]
-    assert (
-        best.dtype == torch.int32 and not best.requires_grad and torch.equal(best.long(), out["y"].argmax(1))
-    )
+    assert best.dtype == torch.int32 and not best.requires_grad
+    assert torch.equal(best.long(), out["y"].argmax(1))
     assert torch.equal(same, unused) and same.data_ptr() != unused.data_ptr()
     out["y"].sum().backward()
     assert torch.allclose(w.grad, 2 * x.detach().sum(0)[:, None].expand(4, 2))
 
 
 @in_jax
-def test_a_module_around_it_trains() -> None:
-    """Gradients reach parameters of torch before, in and after the JAX function."""
-    f = layer(jax_mesh(a=1))
-    torch.manual_seed(0)
-    inner = torch.nn.Parameter(torch.randn(5, 5) / 2)
-    before, after = torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)
-    parameters = [inner, *before.parameters(), *after.parameters()]
-    x, target = torch.randn(16, 3), torch.randn(16, 1)
-    with_jax, with_torch = (
-        torch.autograd.grad(((after(middle(before(x), inner)) - target) ** 2).mean(), parameters)
-        for middle in (f, lambda x, w: torch.tanh(x @ w))
-    )
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(with_jax, with_torch, strict=True))
-
-
-@in_jax
 def test_it_is_traced_once() -> None:
     traces = []
-
-    def fn(x):
-        traces.append(x)
-        return x * 2
-
-    f = from_jax(fn, "n", "n", jax_mesh(a=1))
+    f = from_jax(lambda x: traces.append(x) or x * 2, "n", "n", jax_mesh(a=1))
     x = leaf(3, dtype=torch.float32)
     f(x).sum().backward()
     first = len(traces)
@@ -214,11 +187,8 @@ def test_torch_compile_calls_it_between_its_graphs() -> None:
 
 @in_jax
 def test_errors_of_the_function_keep_their_kind_and_message() -> None:
-    def unhappy(x):
-        raise KeyError("JAX is unhappy")
-
     for fn, kind, message in (
-        (unhappy, KeyError, "JAX is unhappy"),
+        (lambda x: {}["JAX is unhappy"], KeyError, "JAX is unhappy"),
         (lambda x: x @ jnp.zeros((7, 1)), TypeError, "dot_general requires contracting dimensions"),
     ):
         with pytest.raises(kind, match=message):

@@ -33,7 +33,6 @@ AGAIN = {
         "test_without_gradients_nothing_is_kept",
         "test_what_is_returned_as_it_came_is_another_tensor",
         "test_trees_numbers_keys_and_whole_number_outputs",
-        "test_a_module_around_it_trains",
         "test_torch_compile_calls_it_between_its_graphs",
     ),
     "test_from_torch": (

@@ -65,22 +65,16 @@ def test_leaves_without_a_rule_and_rules_without_a_leaf_are_listed() -> None:
 
 @in_jax
 def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
-    tree = {
-        "first": torch.zeros(4, 4).T,
-        "second": torch.zeros(3),
-        "third": torch.zeros(3, dtype=torch.int64),
-    }
-    for rules, kind in (
-        ({"second": "d/xx", "**": "..."}, xs.errors.NotationError),
-        ({"**": "..."}, xs.errors.DtypeError),
+    tree = {"first": torch.zeros(4, 4).T, "second": torch.zeros(3), "third": torch.zeros(3).long()}
+    for rules, kind, name in (
+        ({"second": "d/xx", "**": "..."}, xs.errors.NotationError, "second"),
+        ({"**": "..."}, xs.errors.DtypeError, "third"),
     ):
-        with logged() as lines, pytest.raises(kind) as caught:
+        with logged() as lines, pytest.raises(kind, match=f"^leaf '{name}': "):
             to_jax(tree, rules, jax_mesh(tp=1))
         assert not lines  # the first would be copied
-        assert str(caught.value).startswith(f"leaf '{'second' if 'second' in rules else 'third'}': ")
-    arrays = {"a": jax.numpy.zeros(3)}
     with pytest.raises(xs.errors.MeshError, match="leaf 'a': the array is not on a mesh"):
-        to_torch(arrays, {"**": "..."})
+        to_torch({"a": jax.numpy.zeros(3)}, {"**": "..."})
 
 
 @in_jax
