@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,15 +108,19 @@ def test_a_process_that_is_killed_says_how_and_what_it_said_last(process: Proces
     assert not process.is_alive
 
 
-def test_a_child_that_keeps_the_pipe_open_ends_with_its_parent(process: Process, tmp_path: Path) -> None:
-    message = error_of(process, "dies_while_its_child_lives", str(tmp_path / "child"))
-    assert message == "asked_functions.dies_while_its_child_lives ended its process with status 3"
-    assert has_ended(tmp_path / "child")
-
-
-def test_a_function_that_hangs_is_ended_with_all_that_it_has_forked(process: Process, tmp_path: Path) -> None:
-    message = error_of(process, "hangs", str(tmp_path / "child"), timeout_s=2.0)
-    assert message == "asked_functions.hangs did not finish: it stood still for 2 s\n  waiting for ever"
+@pytest.mark.parametrize(
+    ("name", "timeout_s", "why"),
+    [
+        ("dies_while_its_child_lives", 60.0, "ended its process with status 3"),
+        ("hangs", 2.0, "did not finish: it stood still for 2 s\n  waiting for ever"),
+    ],
+)
+def test_all_that_a_function_has_forked_ends_with_it(
+    process: Process, tmp_path: Path, name: str, timeout_s: float, why: str
+) -> None:
+    """A child keeps the pipe open."""
+    message = error_of(process, name, str(tmp_path / "child"), timeout_s=timeout_s)
+    assert message == f"asked_functions.{name} {why}"
     assert has_ended(tmp_path / "child")
 
 
@@ -130,63 +135,32 @@ def test_one_process_per_package_and_environment() -> None:
     running("none", {"A": "1"}).end()
 
 
-class Clock:
-    """Time and processor time as a test has them."""
-
-    def __init__(self) -> None:
-        self.now_s, self.spent_s = 0.0, 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(processes, "time", made)
+@pytest.mark.parametrize(
+    ("grace_s", "measured", "phases"),
+    [
+        (0, True, [(300, 0.05, None)]),
+        (5, True, [(30, 0.5, None), (15, 0.001, None), (1, 0.001, "it stood still for 10 s")]),
+        (0, True, [(10, 2.0, None), (1, 2.0, "it took more than 20 s of processor time")]),
+        (0, True, [(8, 1.0, None), (1, -7.0, None), (9, 0.0, None)]),
+        (0, False, [(10, 0.0, None), (1, 0.0, "it took more than 10 s")]),
+    ],
+    ids=["slow", "stands still", "computes for ever", "a process has ended", "no processor time"],
+)
+def test_a_slow_machine_is_no_hang(
+    grace_s: int, measured: bool, phases: list[tuple[int, float, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phases: seconds, the share of one of two cores, and why the watch then says that it is over."""
+    now_s, spent_s = [0.0], [0.0]
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(processes, "_CORES", 2)
-    return made
-
-
-def why(clock: Clock, watched: Watch, seconds: int, share: float) -> str | None:
-    """The answer of a watch when so many seconds have gone by, with a share of one core."""
-    for _ in range(seconds):
-        clock.now_s += 1
-        clock.spent_s += share
-        if found := watched.why_over():
-            return found
-    return None
-
-
-def test_a_slow_machine_is_no_hang(clock: Clock) -> None:
-    """As where forty others want the two cores."""
-    assert why(clock, Watch(lambda: clock.spent_s, 10), 300, 0.05) is None
-
-
-def test_who_stands_still_hangs(clock: Clock) -> None:
-    watched = Watch(lambda: clock.spent_s, 10, grace_s=5)
-    assert why(clock, watched, 30, 0.5) is None
-    assert why(clock, watched, 15, 0.001) is None
-    assert why(clock, watched, 1, 0.001) == "it stood still for 10 s"
-
-
-def test_who_computes_for_ever_hangs_too(clock: Clock) -> None:
-    watched = Watch(lambda: clock.spent_s, 10)
-    assert why(clock, watched, 10, 2.0) is None  # all cores, all the time
-    assert why(clock, watched, 1, 2.0) == "it took more than 20 s of processor time"
-
-
-def test_a_process_that_has_ended_is_progress(clock: Clock) -> None:
-    watched = Watch(lambda: clock.spent_s, 10)
-    assert why(clock, watched, 8, 1.0) is None
-    clock.spent_s = 1.0
-    assert why(clock, watched, 10, 0.0) is None
-
-
-def test_without_processor_time_the_clock_counts(clock: Clock) -> None:
-    watched = Watch(lambda: None, 10)
-    assert why(clock, watched, 10, 0.0) is None
-    assert why(clock, watched, 1, 0.0) == "it took more than 10 s"
+    watched = Watch(lambda: spent_s[0] if measured else None, 10, grace_s)
+    for seconds, share, expected in phases:
+        for _ in range(seconds):
+            now_s[0] += 1
+            spent_s[0] += share
+            if why := watched.why_over():
+                break
+        assert why == expected
 
 
 def test_processor_time_counts_children_that_run_and_that_have_ended() -> None:
