@@ -24,9 +24,8 @@ from xshard.cli.explore import server, views
 from xshard.runtimes.processes import running
 
 CHROMIUM = shutil.which("chromium") and shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    not CHROMIUM, reason="no browser is here: apt-get install chromium chromium-driver"
-)
+MISSING = "no browser is here: apt-get install chromium chromium-driver"
+needs_browser = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
 
 
 @pytest.mark.parametrize("example", views.EXAMPLES, ids=lambda example: str(example[0]))
@@ -40,24 +39,19 @@ def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, st
     assert f'"{expression}"' in found["torch"] and f'"{expression}"' in found["jax"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        (
-            {"expression": "b s/cq -> b s", "lengths": "2,64"},
-            "unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^",
-        ),
-        ({"lengths": "b=2,s=64"}, "no length for c in 'b=2,s=64'"),
-        ({"lengths": "2,sixty,32"}, "a length is a whole number >= 0"),
-        ({"mesh": "dp=2000"}, "2000 devices, the page shows up to 1024 in 'dp=2000'"),
-        ({"lengths": "b=2,s=99999999,c=32"}, "the page shows 12 dims up to 1048576"),
-        ({"expression": "b" * 401}, "is unknown, or longer than 400 letters"),
-        ({"path": "/"}, "field 'path' is unknown"),
-        ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is not shipped"),
-        ({"memory_limit": "1"}, "PlanError"),
-        ({"dtype": "float31"}, "DtypeError"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "reason"), [
+    ({"expression": "b s/cq -> b s", "lengths": "2,64"},
+        "unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^"),
+    ({"lengths": "b=2,s=64"}, "no length for c in 'b=2,s=64'"),
+    ({"lengths": "2,sixty,32"}, "a length is a whole number >= 0"),
+    ({"mesh": "dp=2000"}, "2000 devices, the page shows up to 1024 in 'dp=2000'"),
+    ({"lengths": "b=2,s=99999999,c=32"}, "the page shows 12 dims up to 1048576"),
+    ({"expression": "b" * 401}, "is unknown, or longer than 400 letters"),
+    ({"path": "/"}, "field 'path' is unknown"),
+    ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is not shipped"),
+    ({"memory_limit": "1"}, "PlanError"),
+    ({"dtype": "float31"}, "DtypeError"),
+])  # fmt: skip
 def test_what_is_wrong_is_said(fields: dict[str, str], reason: str) -> None:
     found = views.view(fields, 5.0)
     assert list(found) == ["error"] and reason in found["error"]
@@ -104,9 +98,8 @@ def test_only_the_loopback_is_answered(url: str) -> None:
     assert [get(url, host)[0] for host in ("elsewhere.example", "127.0.0.1.elsewhere.example")] == [400, 400]
     assert get(url + "view", "elsewhere.example")[0] == 400
     assert get(url + "nowhere")[0] == 404
-    with pytest.raises(
-        (http.client.HTTPException, ConnectionError, urllib.error.URLError)
-    ):  # the connection is closed
+    closed = http.client.HTTPException, ConnectionError, urllib.error.URLError
+    with pytest.raises(closed):
         get(url + "view?expression=" + "b" * 1_000_000)
 
 

@@ -5,7 +5,9 @@ Such a program gets its arguments, its environment and its output as if it were 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import runpy
@@ -17,6 +19,13 @@ from typing import Any
 
 TIMEOUT_S = 1800.0  # an example takes up to a minute: this ends what hangs
 FORK = multiprocessing.get_context("fork")
+
+
+def printed(path: str, _timeout_s: float = 0.0) -> str:
+    """The output of a script of the documents, run in this process as `python path` would."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(path, run_name="__main__")
+    return out.getvalue()
 
 
 class Forked:
@@ -62,11 +71,11 @@ def script(path: str, options: list[str], environment: Mapping[str, str]) -> tup
     """`python path *options` in this process, which does nothing else: its exit status, output and errors."""
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     start: Any = subprocess.Popen
-    subprocess.Popen = (
-        lambda command, *args, **more: (  # type: ignore[assignment, misc]
-            Forked(command) if command[:2] == [sys.executable, "-m"] else start(command, *args, **more)
-        )
-    )
+
+    def popen(command: list[str], *args: Any, **more: Any) -> Any:
+        return Forked(command) if command[:2] == [sys.executable, "-m"] else start(command, *args, **more)
+
+    subprocess.Popen = popen  # type: ignore[assignment, misc]
     os.environ.update(environment)
     sys.path.insert(0, os.path.dirname(path))
     sys.argv, status = [path, *options], 0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import typer
 
-from tests.documents.running import printed
+from tests.documents.forking import printed
 from xshard.cli.app import app
 from xshard.runtimes.processes import Process
 
@@ -76,7 +76,7 @@ def process(n_devices):
 
 
 def printed_there(n_devices, path):
-    return process(n_devices).ask("tests.documents.running.printed", path, timeout_s=TIMEOUT_S)
+    return process(n_devices).ask("tests.documents.forking.printed", path, timeout_s=TIMEOUT_S)
 
 
 WITH_PYTHON = [document for document in DOCUMENTS if python_blocks(document)]

@@ -35,31 +35,21 @@ def steps():
     return [rows[kept, False] / rows[kept, True] for kept in ("copies", "gathered")]
 
 
+def both(name, statement):
+    """The mean of a ratio, and its worst case."""
+    return claim(name, f"{statement}: geometric mean"), claim(name, f"{statement}: worst")
+
+
 BOUND = "received bytes of the busiest device over the lower bound, planned for bandwidth: worst case"
 # The rows of docs/benchmarks.md in their order: what the file says for the mean, and for the worst case.
 MEASURED = [
-    (
-        claim("torch_redistribute", "run time, DTensor / ours: geometric mean"),
-        claim("torch_redistribute", "run time, DTensor / ours: worst"),
-    ),
+    both("torch_redistribute", "run time, DTensor / ours"),
     (claim("torch_redistribute", "DTensor's host time / ours, forward: geometric mean"), None),
-    (
-        claim("torch_redistribute", "run time, by hand / ours: geometric mean"),
-        claim("torch_redistribute", "run time, by hand / ours: worst"),
-    ),
-    (
-        1 / claim("jax_reshard", "received bytes / XLA's: geometric mean"),
-        1 / claim("jax_reshard", "received bytes / XLA's: worst"),
-    ),
-    (
-        claim("jax_reshard", "XLA's run time / ours: geometric mean"),
-        claim("jax_reshard", "XLA's run time / ours: worst"),
-    ),
+    both("torch_redistribute", "run time, by hand / ours"),
+    [1 / ratio for ratio in both("jax_reshard", "received bytes / XLA's")],
+    both("jax_reshard", "XLA's run time / ours"),
     (claim("einsum", "forward+backward: XLA's received bytes / ours, geometric mean"), None),
-    (
-        claim("einsum", "XLA's run time / ours: geometric mean"),
-        claim("einsum", "XLA's run time / ours: worst"),
-    ),
+    both("einsum", "XLA's run time / ours"),
     (claim("nodes", "DTensor / ours: geometric mean"), None),
     (claim("nodes", "JAX: XLA / ours: geometric mean"), None),
     (math.prod(transfers()) ** 0.5, min(transfers())),
@@ -70,13 +60,9 @@ MEASURED = [
 
 
 def rows(document, columns):
-    text = (ROOT / document).read_text()
-    lines = re.findall(r"^\| (.+) \|$", text, re.M)
-    return [
-        cells
-        for line in lines
-        if len(cells := re.split(r" ?(?<!\\)\| ?", line)) == columns and "---" not in line
-    ]
+    lines = re.findall(r"^\| (.+) \|$", (ROOT / document).read_text(), re.M)
+    cells = [re.split(r" ?(?<!\\)\| ?", line) for line in lines if "---" not in line]
+    return [row for row in cells if len(row) == columns]
 
 
 def test_the_benchmarks_page_shows_what_was_recorded():
