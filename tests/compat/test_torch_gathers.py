@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,22 +27,20 @@ def _run(names: list[str]) -> Found:
     """The result and the gradient of every example on this rank; tangents and second derivatives."""
     rank, found = dist.get_rank(), {}
     for name in names:
-        worked, system = WORKED[name], getattr(compat, SYSTEM_OF[name])
+        worked = WORKED[name]
+        call = partial(worked.torch, getattr(compat, SYSTEM_OF[name]))
         x = torch.from_numpy(worked.blocks[rank].copy()).requires_grad_()
         cotangent = torch.from_numpy(worked.cotangents[rank].copy())
-        y = worked.torch(system, x)
+        y = call(x)
         (gradient,) = torch.autograd.grad(y, x, cotangent)
         assert np.array_equal(x.detach(), worked.blocks[rank]), f"{name}: the input was written to"
         assert np.array_equal(cotangent, worked.cotangents[rank]), f"{name}: the gradient was written to"
         found[name] = y.detach().numpy(), gradient.numpy()
         direction = 3 * x.detach() + 1
-        moved = worked.torch(system, direction)
-        _, tangent = torch.func.jvp(
-            lambda x, call=worked.torch, s=system: call(s, x), (x.detach(),), (direction,)
-        )
-        assert torch.equal(tangent, moved), name
+        moved = call(direction)
+        assert torch.equal(torch.func.jvp(call, (x.detach(),), (direction,))[1], moved), name
         # The gradient of y**2 is the pullback of 2 y, whose own pullback is the call.
-        y = worked.torch(system, x)
+        y = call(x)
         (first,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad((first * direction).sum(), x, retain_graph=True)
         assert torch.equal(second, torch.autograd.grad(y, x, 2 * moved)[0]), name
