@@ -350,7 +350,10 @@ def test_selfcheck_refuses_runtimes_and_dtypes():
     for arguments, message in (
         ((*MOVE, "--runtime", "tpu"), "no runtime 'tpu'"),
         ((*PRODUCT, "--runtime", "jax-pmap"), "jax-pmap cannot run on Mesh(cp=2, x=2)"),
-        ((*PRODUCT, "--dtype", "int32"), "no gradients of a contraction in int32"),
+        (
+            ("n/a, n -> n", "--mesh", "a=2", "--sizes", "n=2", "--dtype", "int32"),
+            "no gradients of a contraction in int32",
+        ),
     ):
         assert message in xshard("selfcheck", *arguments, code=2).stderr
 
