@@ -52,19 +52,19 @@ def test_the_demo_shows_equal_losses_and_both_gradients() -> None:
     assert "received 96 B (1.00x the bound of 96 B)" in done.stdout and DIFFERENCE in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "parts"),
-    [
-        ("train_parity", ("--steps", "2", "--any-accuracy"), ()),
-        ("jax_layer_in_torch", ("--steps", "2", "--any-accuracy"), ()),
-        ("mixed_parallel", ("--steps", "2"), ()),
-        ("long_context", ("--quick",), ("1.75", "1.00")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_all_runtimes_agree(name: str, options: tuple[str, ...], parts: tuple[str, ...]) -> None:
-    text = printed(name, *options)
-    assert all(part in text for part in (DIFFERENCE, *parts))
+RUNS = {
+    "train_parity": ("--steps", "2", "--any-accuracy"),
+    "jax_layer_in_torch": ("--steps", "2", "--any-accuracy"),
+    "mixed_parallel": ("--steps", "2"),
+    "long_context": ("--quick",),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_runtimes_agree(name: str) -> None:
+    text = printed(name, *RUNS[name])
+    assert DIFFERENCE in text
+    assert name != "long_context" or ("1.75" in text and "1.00" in text)
 
 
 def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def serving(module: ModuleType, version: int, apart: float) -> int:
 
 # A script, what of its runs to judge, the exit status, and what is said how often.
 JUDGED = (
-    ("train_parity", parity, (0.500001, 0.95), 0, "2.0e-06", 2),
+    ("train_parity", parity, (0.500001, 0.95), 0, "2.0e-06", 3),
     *(("train_parity", parity, (x, 0.95), 1, "The losses differ by", 1) for x in (0.5001, 0.4999, math.nan)),
     *(("train_parity", parity, (0.5, x), 1, "it must exceed 90%", 3) for x in (0.9, 0.1, math.nan)),
     ("domain_parallel", domain, (0.50001, 0.0), 1, "losses differ", 1),
