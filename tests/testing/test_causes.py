@@ -1,6 +1,9 @@
-"""Causes of plain arithmetic, made by hand; and that they stay silent where they should."""
+"""Every cause, made by hand of right blocks; and that they stay silent where they should."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,142 +17,172 @@ from xshard.testing.diagnosis.evidence import Case
 from xshard.testing.diagnosis.orders import stored_rows
 
 MESH = xs.Mesh(a=2, b=2)
+Blocks = Sequence[np.ndarray]
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def case(got, x: np.ndarray, layout: str, mesh: xs.Mesh = MESH, **more) -> Case:
-    """The case of blocks `got(blocks)` in place of the blocks of `x`."""
-    want = tuple(reference.scatter(x, layout, mesh))
-    sharding = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
-    return Case(tuple(got(want)), want, sharding, 1e-6, **more)
+def case(got: Callable[[np.ndarray, Blocks], Any], x: np.ndarray, layout: str, **more: Any) -> Case:
+    """What `got` makes of an array and its blocks, in place of these: blocks, or a whole array."""
+    want = tuple(reference.scatter(x, layout, MESH))
+    made = got(x, want)
+    made = reference.scatter(made, layout, MESH) if isinstance(made, np.ndarray) else made
+    return Case(tuple(made), want, xs.Sharding(xs.Layout.parse(layout), MESH, x.shape), 1e-6, **more)
 
 
-def cause(*args, **more) -> Cause | None:
+def cause(*args: Any, **more: Any) -> Cause | None:
     return likely_cause(case(*args, **more))
 
 
-def test_a_mean_in_place_of_a_sum() -> None:
-    found = cause(lambda blocks: [b / 4 for b in blocks], values(8, 3), "n/a d")
-    assert found.name == "averaged"
-    assert "4 times too small, and 4 is the size of (a,b)" in found.text
+def times(*factors: float) -> Callable[[np.ndarray, Blocks], Blocks]:
+    """A factor for each device along a."""
+    return lambda _, blocks: [factors[d // 2] * block for d, block in enumerate(blocks)]
 
 
-def test_a_factor_of_two_axes_of_one_size_names_both() -> None:
-    found = cause(lambda blocks: [2 * b for b in blocks], values(8, 3), "n/a d")
-    assert "2 is the size of a or of b" in found.text
+def plus(*rows: int) -> Callable[[np.ndarray, Blocks], np.ndarray]:
+    """The array with 1 added to some rows."""
+    return lambda x, _: x + np.isin(np.arange(len(x)), rows)[:, None]
 
 
-@pytest.mark.parametrize(("factor", "name"), [(-1.0, "scaled"), (0.7, "scaled"), (3.0, "summed")])
-def test_other_factors(factor: float, name: str) -> None:
-    assert cause(lambda blocks: [factor * b for b in blocks], values(8, 3), "n/a d").name == name
+def opposite(share: float) -> Callable[[np.ndarray, Blocks], Blocks]:
+    """A share of every block, and noise that cancels out along b."""
+    return lambda _, blocks: [
+        share * block + (-1) ** d * values(*block.shape, seed=1) for d, block in enumerate(blocks)
+    ]
 
 
-def test_blocks_on_other_devices() -> None:
-    found = cause(lambda b: [b[0], b[2], b[1], b[3]], values(4, 4), "n/a d/b")
-    assert found.name == "exchanged"
-    assert "a=0,b=1 has the block of a=1,b=0; a=1,b=0 has the block of a=0,b=1" in found.text
+def stored(layout: str) -> Callable[[np.ndarray, Blocks], Blocks]:
+    return lambda x, _: reference.scatter(x, layout, MESH)
+
+
+def with_ends(rows: Callable[[np.ndarray], list[int]]) -> Callable[[np.ndarray, Blocks], Blocks]:
+    """Blocks with a halo of 1 that has other rows of a halo of 2."""
+
+    def got(x: np.ndarray, _: Blocks) -> Blocks:
+        wider = reference.scatter(x, "h/a:halo(2,2,periodic) d", MESH)
+        return [block[[rows(block)[0], *range(2, len(block) - 2), rows(block)[1]]] for block in wider]
+
+    return got
+
+
+class Row(NamedTuple):
+    """The name of a cause, words of its sentence, and the blocks that show it."""
+
+    cause: str
+    words: str
+    got: Callable[[np.ndarray, Blocks], Any]
+    layout: str = "n/a d"
+    shape: tuple[int, ...] = (8, 3)
+
+
+# fmt: off
+ROWS = {
+    "zeros": Row("zero", "all zeros", times(0, 0)),
+    "zeros but on the first": Row("only first", "the first device along b has the value",
+        lambda _, blocks: [block * (d % 2 == 0) for d, block in enumerate(blocks)]),
+    "addends": Row("not summed", "a sum over b is missing", opposite(0.5)),
+    "norms of parts": Row("not summed", "norms of parts", times(0.6, 0.8), "()", ()),
+    "no mean": Row("not averaged", "a mean over b is missing", opposite(1)),
+    "a mean for a sum": Row("averaged", "4 times too small, and 4 is the size of (a,b)", times(1 / 4, 1 / 4)),
+    "two axes of one size": Row("summed", "2 is the size of a or of b", times(2, 2)),
+    "another whole factor": Row("summed", "counted 3 times", times(3, 3)),
+    "a negative factor": Row("scaled", "-1 times", times(-1, -1)),
+    "a factor": Row("scaled", "0.7 times", times(0.7, 0.7)),
+    "means over 2 and 4 of 6 rows, and their mean": Row("own factors",
+        "means over each one's own count along a", times(3 / 2, 3 / 4)),
+    "means over 2 and 4 of 6 rows": Row("own factors", "means over each one's own count along a",
+        times(3, 3 / 2)),
+    "clipped by a part": Row("own factors", "divided by the norm of each one's own part along a",
+        times(1 / 0.6, 1 / 0.8)),
+    "factors of their own": Row("own factors", "weights or statistics of their own", times(2, 3)),
+    "part of the first": Row("stale", "the block of the first device", lambda _, blocks: blocks[:1] * 4),
+    "in reverse": Row("moved rows", "reverse order", lambda x, _: x[::-1]),
+    "head and tail swapped": Row("moved rows", "head and tail swapped",
+        lambda _, blocks: [np.roll(block, 2, 0) for block in blocks], "s/zigzag(a) d"),
+    "reversed axis order": Row("moved rows", "'n/(b,a)'", stored("n/(b,a) d"), "n/(a,b) d", (16, 3)),
+    "two rows exchanged": Row("moved rows", "in another order", lambda x, _: x[[1, 0, *range(2, 8)]]),
+    "off by one": Row("moved rows", "off by 1", lambda x, _: np.concatenate([7 + x[:1], x[:-1]])),
+    "blocks on other devices": Row("exchanged",
+        "a=0,b=1 has the block of a=1,b=0; a=1,b=0 has the block of a=0,b=1",
+        lambda _, blocks: [blocks[d] for d in (0, 2, 1, 3)], "n/a d/b", (4, 4)),
+    "transposed": Row("transposed", "'n' and 'd'", lambda x, _: x.T, "n d", (4, 4)),
+    "a halo of zeros": Row("halo rows", "nothing was exchanged",
+        lambda _, blocks: [np.pad(block[1:-1], ((1, 1), (0, 0))) for block in blocks],
+        "h/a:halo(1,1,periodic) d"),
+    "a halo off by one": Row("halo rows", "off by 1", with_ends(lambda block: [0, -1]),
+        "h/a:halo(1,1,periodic) d"),
+    "halos that changed places": Row("halo rows", "have changed places", with_ends(lambda block: [-2, 1]),
+        "h/a:halo(1,1,periodic) d"),
+    "the ends of the array": Row("seam", "within 1 row of the ends of 'n'", plus(0), shape=(16, 3)),
+    "the ends of blocks": Row("seam", "along 'n', at the end of blocks", plus(7), shape=(16, 3)),
+    "seams of two dims": Row("seam", "within 2 rows of the seams between blocks along 'h' or 'w'",
+        lambda x, _: x + np.logical_or.outer(abs(np.arange(16) - 7.5) < 1, abs(np.arange(16) - 7.5) < 2),
+        "h/a w/b", (16, 16)),
+    "where a zigzag's blocks end": Row("seam",
+        "within 1 row of the seams between blocks along 's', at the beginning of blocks", plus(4, 12),
+        "s/zigzag(a) d", (16, 3)),
+    "rounded": Row("rounded", "rounding, as of bfloat16",
+        lambda _, blocks: [block + 0.02 * values(*block.shape, seed=1) for block in blocks]),
+    "local positions": Row("first only right", "right where a=0", plus(4, 5, 6, 7)),
+    "one of four addends": Row("one addend", "one of 4 addends: what the other devices along (a,b)",
+        lambda _, blocks: [x / 4 + 3**0.5 / 4 * values(8, 4, seed=1 + d) for d, x in enumerate(blocks)],
+        "n/(a,b) d", (32, 4)),
+}
+# fmt: on
+OTHERWISE = {"counted argument", "other axes", "positions"}  # see below
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_causes(name: str) -> None:
+    row = ROWS[name]
+    found = cause(row.got, values(*row.shape), row.layout)
+    assert found is not None and (found.name, row.words in found.text) == (row.cause, True), found
+
+
+def test_every_cause_has_a_row() -> None:
+    assert {row.cause for row in ROWS.values()} == set(CAUSES) - OTHERWISE
 
 
 def test_an_argument_left_out() -> None:
     bias = values(3, seed=1)
-    found = cause(lambda blocks: [b - bias for b in blocks], values(8, 3), "n/a d", arguments={"bias": bias})
+    found = cause(lambda x, _: x - bias, values(8, 3), "n/a d", arguments={"bias": bias})
     assert found == Cause("counted argument", "bias is left out")
 
 
 def test_a_sum_over_other_axes() -> None:
     addends = values(2, 2, 8, 3)  # [a, b, rows, columns]: rows are cut over b, and should be summed over a
     found = cause(
-        lambda _: [addends[a].sum(0) for a in (0, 1) for _ in (0, 1)], addends.sum(0).reshape(16, 3), "n/b d"
+        lambda *_: [addends[a].sum(0) for a in (0, 1) for _ in (0, 1)], addends.sum(0).reshape(16, 3), "n/b d"
     )
     assert found == Cause(
         "other axes", "summed over b in place of a: that adds what belongs to different devices"
     )
 
 
-@pytest.mark.parametrize(
-    ("factors", "words"),
-    [
-        ((3 / 2, 3 / 4), "means over each one's own count along a"),  # of 2 and 4 of 6 rows, and their mean
-        ((3.0, 3 / 2), "means over each one's own count along a"),
-        ((1 / 0.6, 1 / 0.8), "divided by the norm of each one's own part along a"),
-        ((2.0, 3.0), "weights or statistics of their own"),
-    ],
-)
-def test_a_factor_of_each_device(factors: tuple[float, float], words: str) -> None:
-    each = [factors[d // 2] for d in range(4)]
-    found = cause(lambda blocks: [f * b for f, b in zip(each, blocks, strict=True)], values(8, 3), "n/a d")
-    assert found.name == "own factors" and words in found.text
-
-
 def test_of_one_number_a_factor_says_nothing() -> None:
-    assert cause(lambda blocks: [1.1 * b for b in blocks], values(), "()") is None
-
-
-def test_rows_in_reverse() -> None:
-    x = values(8, 3)
-    found = cause(lambda _: reference.scatter(x[::-1], "n/a d", MESH), x, "n/a d")
-    assert "reverse order" in found.text
-
-
-def test_errors_at_the_ends_of_the_array_alone() -> None:
-    x = values(16, 3)
-    y = x.copy()
-    y[0] += 1
-    found = cause(lambda _: reference.scatter(y, "n/a d", MESH), x, "n/a d")
-    assert found.name == "seam"
-    assert "within 1 row of the ends of 'n'" in found.text
-
-
-def test_seams_of_two_dims() -> None:
-    x = values(16, 16)
-    y = x.copy()
-    y[7:9] += 1
-    y[:, 6:10] += 1
-    found = cause(lambda _: reference.scatter(y, "h/a w/b", MESH), x, "h/a w/b")
-    assert "within 2 rows of the seams between blocks along 'h' or 'w'" in found.text
-
-
-def test_seams_of_a_zigzag_are_where_its_blocks_end() -> None:
-    x = values(16, 3)
-    y = x.copy()
-    y[[4, 12]] += 1
-    found = cause(lambda _: reference.scatter(y, "s/zigzag(a) d", MESH), x, "s/zigzag(a) d")
-    assert "within 1 row of the seams between blocks along 's', at the beginning of blocks" in found.text
-
-
-def test_halo_rows_that_changed_places() -> None:
-    def swapped(blocks):
-        for block in blocks:
-            again = block.copy()
-            again[[0, -1]] = block[[-1, 0]]
-            yield again
-
-    found = cause(swapped, values(8, 3), "h/a:halo(1,1,periodic) d")
-    assert "have changed places" in found.text
+    assert cause(times(1.1, 1.1), values(), "()") is None
 
 
 def test_positions_of_another_order_under_causal_attention() -> None:
     """A row attends to all before it: right are those before the first wrong position."""
-    x = values(16, 3)
-    y = x.copy()
-    y[2:] += 1  # contiguous positions would be right in rows 10 and 11 too
-    found = cause(lambda _: reference.scatter(y, "s/zigzag(a,b) d", MESH), x, "s/zigzag(a,b) d")
+    later = plus(*range(2, 16))  # contiguous positions would be right in rows 10 and 11 too
+    found = cause(later, values(16, 3), "s/zigzag(a,b) d")
     assert found.name == "positions"
     assert "right in rows 0-1 of 's' alone" in found.text
     assert "are the index in the block or those of 's/(a,b)' in place of 's/zigzag(a,b)'" in found.text
 
 
 def test_noise_has_no_cause() -> None:
-    noise = [values(4, 3, seed=i) for i in range(1, 5)]
-    x = values(8, 3)
-    assert cause(lambda b: [x + y for x, y in zip(b, noise, strict=True)], x, "n/a d") is None
+    found = cause(
+        lambda _, blocks: [x + values(4, 3, seed=1 + d) for d, x in enumerate(blocks)], values(8, 3), "n/a d"
+    )
+    assert found is None
 
 
 def test_right_blocks_have_none() -> None:
-    found = case(lambda b: b, values(8, 4), "n/a d/b")
+    found = case(lambda _, blocks: blocks, values(8, 4), "n/a d/b")
     assert not found.wrong_devices
     assert [name for name, find in CAUSES.items() if name not in ("scaled", "rounded") and find(found)] == []
 
@@ -160,7 +193,7 @@ def test_every_pair_of_orders_is_told_apart(meant: str, other: str) -> None:
     texts = [f"s/{order}(a,b)" if order != "block" else "s/(a,b)" for order in (meant, other)]
     x = values(16, 2)
     dims = [xs.Layout.parse(text).dims[0] for text in texts]
-    found = case(lambda _: reference.scatter(x, f"{texts[1]} d", MESH), x, f"{texts[0]} d")
+    found = case(stored(f"{texts[1]} d"), x, f"{texts[0]} d")
     if (stored_rows(dims[0], 16, MESH) == stored_rows(dims[1], 16, MESH)).all():
         assert not found.wrong_devices
     else:

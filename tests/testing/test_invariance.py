@@ -10,36 +10,24 @@ import pytest
 import torch
 
 import torch_bridge as xt
-from tests.testing.programs import (
-    IN_JAX,
-    MISTAKES,
-    PROGRAMS,
-    Jax,
-    Mistake,
-    Program,
-    Torch,
-    all_of,
-    normal,
-    sharded,
-    together,
-    wide,
-)  # fmt: skip
+from tests.testing.programs import MISTAKES, PROGRAMS, Jax, Mistake, Torch, normal, sharded, wide
 from xshard import Mesh
-from xshard.testing import EquivalenceError, Mismatch, assert_mesh_invariant
+from xshard.testing import EquivalenceError, Mismatch, assert_equivalent, assert_mesh_invariant
 from xshard.testing.mismatch import DIFFERENCES
 from xshard.testing.runs import usual_meshes
 
-
-def alone(name: str) -> dict[str, Any]:
-    """The options for one mistake in torch."""
-    wrong, program = MISTAKES[name], PROGRAMS[MISTAKES[name].program]
-    layouts, function = (program.layouts, program.result), sharded(Torch, wrong.function)
-    return {"function": function, "args": program.args, "layouts": layouts, "mesh": wrong.mesh}
+RIGHT = {name: program.function for name, program in PROGRAMS.items()}
+LIBRARIES = {"torch": Torch, "jax": Jax}
 
 
-def many(library: Callable, functions: dict[str, Callable], programs: dict[str, Program]) -> dict[str, Any]:
-    """The options for many at once. programs: the arguments of each."""
-    return {"function": sharded(library, together(functions)), **all_of(programs)}
+def given(names: list[str]) -> dict[str, Any]:
+    """The arguments and layouts of programs or mistakes in one run."""
+    programs = {name: PROGRAMS[MISTAKES[name].program if name in MISTAKES else name] for name in names}
+    layouts = {name: list(program.layouts) for name, program in programs.items()}
+    return {
+        "args": [{name: list(program.args) for name, program in programs.items()}],
+        "layouts": ([layouts], {name: program.result for name, program in programs.items()}),
+    }
 
 
 def found(function: Callable, **options: Any) -> EquivalenceError:
@@ -48,50 +36,40 @@ def found(function: Callable, **options: Any) -> EquivalenceError:
     return raised.value
 
 
-def test_right_programs_are_not_accused() -> None:
-    right = {name: program.function for name, program in PROGRAMS.items()}
-    assert_mesh_invariant(**many(Torch, right, PROGRAMS), mesh="dp=2,tp=3; dp=3,tp=1")
-
-
-def test_right_programs_are_not_accused_in_jax() -> None:
-    programs = {name: PROGRAMS[name] for name in dict.fromkeys(MISTAKES[name].program for name in IN_JAX)}
-    right = {name: program.function for name, program in programs.items()}
-    assert_mesh_invariant(**many(Jax, right, programs), framework="jax", mesh="dp=2,tp=3")
+def error_of(names: list[str], framework: str = "torch", **options: Any) -> EquivalenceError:
+    """The error of these mistakes in one run."""
+    function = sharded(LIBRARIES[framework], {name: MISTAKES[name].function for name in names})
+    return found(function, **given(names), framework=framework, **options)
 
 
 def check(wrong: Mistake, first: Mismatch) -> None:
     kind, _, place = wrong.array.partition(" ")
     assert first.subject.kind == kind and first.subject.name.endswith(place), first
-    assert first.cause is not None and first.cause.name == wrong.cause and wrong.words in first.cause.text, (
-        first
-    )
+    assert first.cause is not None and first.cause.name == wrong.cause, first
+    assert wrong.words in first.cause.text, first
 
 
-# Outputs that nothing was moved for are wrong by themselves: one run shows all of them.
-SHOWN = {name: m for name, m in MISTAKES.items() if m.array == "output" and not m.first}
+def test_right_programs_are_not_accused() -> None:
+    options = {**given(list(RIGHT)), "mesh": "dp=2,tp=3"}
+    assert_mesh_invariant(sharded(Torch, RIGHT), **options)
+    assert_mesh_invariant(sharded(Jax, RIGHT), **options, framework="jax")
+    assert_equivalent(sharded(Torch, RIGHT), sharded(Jax, RIGHT), **options)
 
 
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in SHOWN])
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.first])
 def test_a_mistake_is_found_named_and_located(name: str) -> None:
-    error = found(**alone(name))
-    check(MISTAKES[name], error.mismatches[0])
-    assert MISTAKES[name].first in error.mismatches[0].first, error
+    mismatch = error_of([name], mesh=MISTAKES[name].mesh).mismatches[0]
+    check(MISTAKES[name], mismatch)
+    assert MISTAKES[name].first in mismatch.first
 
 
-def test_mistakes_that_blocks_show_are_named_in_one_run() -> None:
-    functions = {name: mistake.function for name, mistake in SHOWN.items()}
-    programs = {name: PROGRAMS[mistake.program] for name, mistake in SHOWN.items()}
-    error = found(**many(Torch, functions, programs), mesh="dp=1,tp=2")
-    for name, mistake in SHOWN.items():
-        check(mistake, next(m for m in error.mismatches if repr(name) in m.subject.name))
-
-
-def test_mistakes_in_jax() -> None:
-    functions = {name: MISTAKES[name].function for name in IN_JAX}
-    options = many(Jax, functions, {name: PROGRAMS[MISTAKES[name].program] for name in IN_JAX})
-    error = found(**options, framework="jax", mesh="dp=2,tp=3", check_vma=False)
-    assert error.mismatches[0].first.startswith("what 'b o | sum(tp) -> b o' (programs.py:")
-    for name in IN_JAX:
+@pytest.mark.parametrize("framework", LIBRARIES)
+def test_mistakes_that_blocks_show_are_named_in_one_run(framework: str) -> None:
+    names = [n for n, m in MISTAKES.items() if m.leaves_a_trace and not (m.first and framework == "torch")]
+    error = error_of(names, framework, mesh="dp=2,tp=3", check_vma=False)
+    where = error.mismatches[0].first
+    assert where.startswith("what 'b o | sum(tp) -> b o' (programs.py:"), where
+    for name in names:
         check(MISTAKES[name], next(m for m in error.mismatches if repr(name) in m.subject.name))
 
 
