@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,18 +17,24 @@ import xshard as xs
 from tests.testing.programs import normal
 from xshard.testing import EquivalenceError, FunctionError, StructureError, assert_equivalent
 
+OPTIONS: dict[str, Any] = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2"}
+LOCK = threading.Lock()
+
 
 def same(x):
     return x
 
 
-def test_the_names_in_messages_are_those_of_the_function() -> None:
-    with pytest.raises(xs.errors.ShapeError, match=r"x of shape \(3, 4\) does not fit its layout: "):
-        assert_equivalent(same, same, args=[normal(3, 4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+def message_of(kind: type[Exception], torch_fn=same, jax_fn=same, **options: Any) -> str:
+    with pytest.raises(kind) as raised:
+        assert_equivalent(torch_fn, jax_fn, **{**OPTIONS, **options})
+    return str(raised.value)
 
 
 # fmt: off
 REFUSED = {
+    "too few dims": ({"args": [normal(3, 4)], "layouts": (["n/tp"], "n/tp")}, xs.errors.ShapeError,
+        "x of shape (3, 4) does not fit its layout: "),
     "an axis that is not there": ({"layouts": (["n/dp d"], "n d")}, xs.errors.NotationError,
         "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in\n    'n/dp d'\n"),
     "an axis that is not there, of an output": ({"layouts": (["n/tp d"], "n/cq d")}, xs.errors.NotationError,
@@ -61,131 +69,92 @@ REFUSED = {
 def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, kind, message = REFUSED[name]
     monkeypatch.setattr("xshard.runtimes.processes.Process.ask", None)  # nobody is asked
-    options = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2", **changed}
-    with pytest.raises(kind) as raised:
-        assert_equivalent(same, same, **options)
-    assert str(raised.value).startswith(message), raised.value
+    assert message_of(kind, **changed).startswith(message)
 
 
 def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
-    with pytest.raises(
-        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment: a number of devices"
-    ):
-        assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
-
-
-def raised_by(torch_fn, jax_fn, kind, mesh: str = "tp=2", **options) -> str:
-    with pytest.raises(kind) as raised:
-        assert_equivalent(
-            torch_fn, jax_fn, args=[normal(8, 4)], layouts=(["n/tp d"], "n/tp d"), mesh=mesh, **options
-        )
-    return str(raised.value)
-
-
-def test_other_structures_are_told_from_both_sides() -> None:
-    message = raised_by(same, lambda x: {"y": x}, StructureError)
-    assert message.startswith("the JAX function returns output['y'], the reference returns output\n")
-    message = raised_by(lambda x: (x, x), same, StructureError, reference=same)
-    assert message.startswith(
-        "the torch function returns output[0], output[1], the reference returns output\n"
-    )
-
-
-def test_outputs_must_be_arrays() -> None:
-    assert "output of the torch function is a float, not a tensor" in raised_by(
-        lambda x: 1.0, same, StructureError
-    )
-
-
-def test_output_layouts_must_fit_the_outputs() -> None:
-    with pytest.raises(StructureError) as raised:
-        assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], {"y": "n/tp"}), mesh="tp=2")
-    assert str(raised.value).startswith("output: one array, but layouts {'y': ")
+    message = message_of(xs.errors.MeshError)
+    assert "XSHARD_HOST_DEVICES='many' in the environment: a number of devices" in message
 
 
 def test_layouts_must_fit_one_device_or_there_is_a_reference() -> None:
-    options = {"args": [normal(8)], "layouts": (["n/sizes(tp,3,5)"], "n/sizes(tp,3,5)"), "mesh": "tp=2"}
-    with pytest.raises(
-        StructureError, match="a layout does not fit one device: 2 sizes for 1 parts"
-    ) as raised:
-        assert_equivalent(same, same, **options)
-    assert str(raised.value).endswith("\n  pass reference=")
-    assert_equivalent(same, same, **options, reference=same)
+    options = {"args": [normal(8)], "layouts": (["n/sizes(tp,3,5)"], "n/sizes(tp,3,5)")}
+    message = message_of(StructureError, **options)
+    assert "a layout does not fit one device: 2 sizes for 1 parts" in message
+    assert message.endswith("\n  pass reference=")
+    assert_equivalent(same, same, **{**OPTIONS, **options}, reference=same)
 
 
-def test_an_output_of_another_rank_than_its_layout() -> None:
-    with pytest.raises(xs.errors.ShapeError, match=r"'n/tp' has 1 dims, the array has 2"):
-        assert_equivalent(same, same, args=[normal(8, 4)], layouts=(["n/tp d"], "n/tp"), mesh="tp=2")
+def is_second_of_two(mesh: xs.Mesh) -> bool:
+    return mesh.n_devices > 1 and dist.get_rank() == 1
 
 
-def test_a_rank_that_raises_says_where_and_keeps_its_message() -> None:
-    def unlucky(x, mesh):
-        if mesh.n_devices > 1 and dist.get_rank() == 1:
-            raise RuntimeError("no luck here")
-        return xt.redistribute(x, "n/tp d -> n d/tp", mesh)
-
-    message = raised_by(unlucky, same, FunctionError)
-    assert message.startswith("the torch function failed on tp=2: rank 1 of 2 failed\n")
-    assert "RuntimeError: no luck here\non device 1 of tp=2: tp=1" in message
+def unlucky(x, mesh):
+    if is_second_of_two(mesh):
+        raise RuntimeError("no luck here")
+    return xt.redistribute(x, "n/tp d -> n d/tp", mesh)
 
 
-def test_a_jax_function_that_raises_keeps_its_message() -> None:
-    def unlucky(x):
-        return jnp.ones(3) + jnp.ones(4)
-
-    message = raised_by(same, unlucky, FunctionError)
-    assert message.startswith("the JAX function failed on tp=1, where all devices run one program: TypeError")
-    assert "add got incompatible shapes for broadcasting: (3,), (4,)" in message
+def waits(x, mesh):
+    if is_second_of_two(mesh):
+        dist.barrier()
+        dist.barrier()
+    return x
 
 
-def test_errors_of_xshard_come_whole() -> None:
-    message = raised_by(lambda x, mesh: xt.redistribute(x, "n/cq d -> n d", mesh), same, FunctionError)
-    assert "unknown mesh axis 'cq' in\n    'n/cq d -> n d'" in message
+def dies(x):
+    os.write(2, b"my last words")
+    os._exit(3)
 
 
-def test_a_rank_that_hangs_is_ended() -> None:
-    def waits(x, mesh):
-        if mesh.n_devices > 1 and dist.get_rank() == 1:
-            dist.barrier()
-            dist.barrier()
+def locked(x):
+    with LOCK:
         return x
 
-    message = raised_by(waits, same, FunctionError, timeout_s=4.0)
-    assert message.startswith("the torch function failed on tp=2: ")
-    assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
-
-def test_a_process_that_dies_is_replaced() -> None:
-    import os
-
-    def dies(x):
-        os.write(2, b"my last words")
-        os._exit(3)
-
-    message = raised_by(same, dies, FunctionError)
-    assert message.startswith("jax_bridge.testing.worker.answers ended its process with status 3\n")
-    assert message.endswith("my last words")
-    assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
-
-
-def test_what_cannot_be_sent_is_named() -> None:
-    lock = threading.Lock()
-
-    def locked(x):
-        with lock:
-            return x
-
-    message = raised_by(locked, same, FunctionError)
-    assert message.startswith("locked cannot be sent to another process: cannot pickle '_thread.lock'")
-
-
-def test_blocks_of_another_shape_on_some_ranks_hang_nobody() -> None:
+def longer_on_one(x, mesh):
     """No rank sends a gradient where another cannot."""
+    y = xt.redistribute(xt.redistribute(x, "n/tp d -> n d/tp", mesh), "n d/tp -> n/tp d", mesh)
+    return y.repeat(2, 1) if is_second_of_two(mesh) else y
 
-    def longer_on_one(x, mesh):
-        y = xt.redistribute(xt.redistribute(x, "n/tp d -> n d/tp", mesh), "n d/tp -> n/tp d", mesh)
-        return y.repeat(2, 1) if mesh.n_devices > 1 and dist.get_rank() == 1 else y
 
-    message = raised_by(longer_on_one, same, EquivalenceError, timeout_s=20.0)
-    assert "device 1 (tp=1): shape (8, 4) in place of (4, 4)" in message
+# fmt: off
+RAISED = {
+    "another tree in JAX": ({"jax_fn": lambda x: {"y": x}}, StructureError,
+        "the JAX function returns output['y'], the reference returns output\n", ""),
+    "another tree in torch": ({"torch_fn": lambda x: (x, x), "reference": same}, StructureError,
+        "the torch function returns output[0], output[1], the reference returns output\n", ""),
+    "no array": ({"torch_fn": lambda x: 1.0}, StructureError, "",
+        "output of the torch function is a float, not a tensor"),
+    "layouts of another tree": ({"layouts": (["n/tp d"], {"y": "n/tp d"})}, StructureError,
+        "output: one array, but layouts {'y': ", ""),
+    "an output of more dims than its layout": ({"layouts": (["n/tp d"], "n/tp")}, xs.errors.ShapeError, "",
+        "'n/tp' has 1 dims, the array has 2"),
+    "a rank that raises": ({"torch_fn": unlucky}, FunctionError,
+        "the torch function failed on tp=2: rank 1 of 2 failed\n",
+        "RuntimeError: no luck here\non device 1 of tp=2: tp=1"),
+    "a JAX function that raises": ({"jax_fn": lambda x: jnp.ones(3) + jnp.ones(4)}, FunctionError,
+        "the JAX function failed on tp=1, where all devices run one program: TypeError",
+        "add got incompatible shapes for broadcasting: (3,), (4,)"),
+    "an error of xshard": ({"torch_fn": lambda x, mesh: xt.redistribute(x, "n/cq d -> n d", mesh)},
+        FunctionError, "", "unknown mesh axis 'cq' in\n    'n/cq d -> n d'"),
+    "what cannot be sent": ({"torch_fn": locked}, FunctionError,
+        "locked cannot be sent to another process: cannot pickle '_thread.lock'", ""),
+    "blocks of another shape on one rank": ({"torch_fn": longer_on_one, "timeout_s": 20.0}, EquivalenceError,
+        "", "device 1 (tp=1): shape (8, 4) in place of (4, 4)"),
+    "a rank that hangs": ({"torch_fn": waits, "timeout_s": 4.0}, FunctionError,
+        "the torch function failed on tp=2: ", ""),
+    "a process that dies": ({"jax_fn": dies}, FunctionError,
+        "jax_bridge.testing.worker.answers ended its process with status 3\n", "my last words"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_raises_says_where_and_keeps_its_message(name: str) -> None:
+    options, kind, start, words = RAISED[name]
+    message = message_of(kind, **options)
+    assert message.startswith(start) and words in message
+    if options.get("torch_fn") is waits or options.get("jax_fn") is dies:  # the process is replaced
+        assert_equivalent(same, same, **OPTIONS)
