@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,21 +46,18 @@ def is_linear(plan: xs.Plan) -> bool:
     return plan.src.is_linear and plan.dst.is_linear
 
 
-def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
-    """On a rank: the plans with wrong results, forward or backward, and bytes received by its node."""
-    from pathlib import Path
+def received() -> int:
+    """Bytes that this node has received over its link so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("eth0"))
 
+
+def moved(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
+    """On a rank: the plans with wrong results, forward or backward, and bytes received by its node."""
     import torch
     import torch.distributed as dist
 
     import torch_bridge as xt
-
-    def received() -> int:
-        dist.barrier()
-        line = next(
-            x for x in Path("/proc/self/net/dev").read_text().splitlines() if x.strip().startswith(link)
-        )
-        return int(line.partition(":")[2].split()[0])
 
     rank, wrong, ready = dist.get_rank(), [], []
     for number, plan in enumerate(plans):
@@ -75,27 +73,20 @@ def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
         if not right:
             wrong.append(f"{plan.src} -> {plan.dst} of {plan.shape} on {plan.mesh}")
         ready.append((x.detach(), plan))
+    dist.barrier()
     before = received()
     for x, plan in ready:  # again, when all groups have met
         xt.redistribute(x, plan, plan.mesh)
+    dist.barrier()
     return wrong, received() - before
 
 
-def resharded(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
+def resharded(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
     """In a process of JAX with the devices of its node: as `moved`, of global arrays, in one program."""
-    from pathlib import Path
-
     import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
+    from jax.experimental.multihost_utils import sync_global_devices
 
     import jax_bridge as xj
-
-    def received() -> int:
-        multihost_utils.sync_global_devices("counts")
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-        line = next(line for line in lines if line.strip().startswith(link))
-        return int(line.partition(":")[2].split()[0])
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(plans[0].mesh.sizes), plans[0].mesh.axes)
     wholes = [np.arange(np.prod(plan.shape), dtype="float32").reshape(plan.shape) % 257 for plan in plans]
@@ -111,14 +102,20 @@ def resharded(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
         for y, whole, plan in zip(results, wholes, plans, strict=True)
         if not all(np.array_equal(shard.data, whole[shard.index]) for shard in y.addressable_shards)
     ]
+    sync_global_devices("before")
     before = received()
     jax.block_until_ready(xj.reshard(arrays, list(plans)))
+    sync_global_devices("after")
     return wrong, received() - before
 
 
-def crossing(plans: Sequence[xs.Plan], ranks: int) -> np.ndarray:
-    """Bytes that the plans send into each node, as they say."""
-    return sum(plan_flow(plan, ranks).nodes * dtypes.itemsize(plan.dtype) for plan in plans)
+def compared(plans: Sequence[xs.Plan], found: Sequence[tuple[list[str], int]]) -> str:
+    """What each of two processes or devices of a node found, beside the bytes that plans say cross."""
+    said = sum(plan_flow(plan, 2).nodes * dtypes.itemsize(plan.dtype) for plan in plans)
+    counted = np.array([n for _, n in found])[:: len(found) // len(said)]
+    assert all(wrong == [] for wrong, _ in found), [wrong for wrong, _ in found]
+    assert (np.abs(counted / said - 1) < 0.05).all(), (said, counted)
+    return f"{len(plans)} random: {counted / said} of {said / 2**20} MiB"
 
 
 def random_plans(n_nodes: int, count: int) -> list[xs.Plan]:
@@ -155,20 +152,8 @@ def check(n_nodes: int, count: int) -> str:
     """Rows of the case table, then random redistributions. Raises AssertionError."""
     table, plans = rows_of_the_table(2 * n_nodes), random_plans(n_nodes, count)
     with nodes(n_nodes, ranks=2) as cluster:
-        assert all(wrong == [] for wrong, _ in cluster.run_torch(moved, table, "eth0")), n_nodes
-        found = cluster.run_torch(moved, plans, "eth0")
-    assert all(wrong == [] for wrong, _ in found), [wrong for wrong, _ in found]
-    said, counted = crossing(plans, 2), np.array([n for _, n in found[::2]])
-    assert (np.abs(counted / said - 1) < 0.05).all(), (said, counted)
-    return f"{len(table)} rows, {len(plans)} random: {counted / said} of {said / 2**20} MiB"
-
-
-@pytest.mark.parametrize("n_nodes", CLUSTERS)
-def test_values_and_what_crosses(n_nodes: int) -> None:
-    try:
-        check(n_nodes, 40)
-    except NoNodesError as error:
-        pytest.skip(str(error))
+        assert all(wrong == [] for wrong, _ in cluster.run_torch(moved, table)), n_nodes
+        return f"{len(table)} rows, {compared(plans, cluster.run_torch(moved, plans))}"
 
 
 def check_jax(count: int) -> str:
@@ -177,16 +162,13 @@ def check_jax(count: int) -> str:
     drawn = held_out_plans(mesh, SIZES, 2 * count, 7, "host:2")
     plans = [plan for plan in drawn if not plan.src.tags and not plan.dst.tags][:count]
     with nodes(2, ranks=2) as cluster:
-        found = cluster.run_jax(resharded, plans, "eth0")
-    said, counted = crossing(plans, 2), np.array([n for _, n in found])
-    assert all(wrong == [] for wrong, _ in found), found
-    assert (np.abs(counted / said - 1) < 0.05).all(), (said, counted)
-    return f"JAX, {len(plans)} random: {counted / said} of {said / 2**20} MiB"
+        return f"JAX, {compared(plans, cluster.run_jax(resharded, plans))}"
 
 
-def test_global_arrays() -> None:
+@pytest.mark.parametrize(("run", "sizes"), [*((check, (n, 40)) for n in CLUSTERS), (check_jax, (12,))])
+def test_values_and_what_crosses(run: Callable[..., str], sizes: tuple[int, ...]) -> None:
     try:
-        check_jax(12)
+        run(*sizes)
     except NoNodesError as error:
         pytest.skip(str(error))
 

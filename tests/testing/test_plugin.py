@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,38 +106,29 @@ def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, 
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest says of all tests with fixtures, which share one process of torch and one of JAX."""
+def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
+    """Together, since they share one process of torch and one of JAX."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S)
     example = next(block for block in blocks if "torch_ranks" in block)
-    folder = tmp_path_factory.mktemp("fixtures")
-    status, said = pytest_in(folder, {"test_fixtures.py": FIXTURES, "test_document.py": example})
+    status, said = pytest_in(tmp_path, {"test_fixtures.py": FIXTURES, "test_document.py": example})
     assert status == 0, said
-    return said
+    for name, n in (("test_fixtures", 5), ("test_document", 4)):
+        assert len(re.findall(rf"^{name}.py::\S+ PASSED", said, re.M)) == n, said
 
 
-def test_fixtures(said: str) -> None:
-    assert len(re.findall(r"^test_fixtures.py::\S+ PASSED", said, re.M)) == 5, said
-
-
-def test_the_example_of_the_document(said: str) -> None:
-    assert len(re.findall(r"^test_document.py::\S+ PASSED", said, re.M)) == 4, said
-
-
-def test_meshes_of_the_default_and_of_the_marker(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--strict-markers")
-    assert status == 0, said
-    for name in ("test_any[dp=2,tp=2]", "test_any[tp=4]", "test_own[cp=2]", "test_own[cp=4]"):
-        assert f"{name} PASSED" in said
-
-
-def test_meshes_of_the_option(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--xshard-meshes", "cp=3; cp=8")
-    assert status == 0, said
-    for name in ("test_any[cp=3]", "test_any[cp=8]", "test_own[cp=3]", "test_own[cp=8]"):
-        assert f"{name} PASSED" in said
-    assert "4 passed" in said
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--strict-markers"], "test_any[dp=2,tp=2] test_any[tp=4] test_own[cp=2] test_own[cp=4]"),
+        (["--xshard-meshes", "cp=3; cp=8"], "test_any[cp=3] test_any[cp=8] test_own[cp=3] test_own[cp=8]"),
+    ],
+)
+def test_meshes_of_the_default_the_marker_and_the_option(
+    options: list[str], names: str, tmp_path: Path
+) -> None:
+    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, *options)
+    assert status == 0 and "4 passed" in said, said
+    assert all(f"{name} PASSED" in said for name in names.split()), said
 
 
 @pytest.mark.parametrize(
@@ -148,22 +140,9 @@ def test_meshes_of_the_option(tmp_path: Path) -> None:
     ],
 )
 def test_meshes_that_cannot_be(given: str, message: str) -> None:
-    class Config:
-        def getoption(self, name: str) -> str:
-            assert name == "--xshard-meshes"
-            return given
-
-        def addinivalue_line(self, name: str, line: str) -> None:
-            assert name == "markers"
-
+    config = Mock(**{"getoption.side_effect": {"--xshard-meshes": given}.__getitem__})
     with pytest.raises(pytest.UsageError, match=re.escape(message)):
-        plugin.pytest_configure(Config())
-
-
-def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--xshard-meshes", ";")
-    assert status == pytest.ExitCode.USAGE_ERROR
-    assert '--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"' in said
+        plugin.pytest_configure(config)
 
 
 def test_the_plugin_is_declared_under_the_name_of_its_module() -> None:
