@@ -14,7 +14,7 @@ import numpy as np
 import xshard as xs
 from tests import oracle
 from tests.fuzz.chains import LENGTHS, PROFILES, random_layout, random_mesh
-from tests.fuzz.judge import Blocks
+from tests.fuzz.judge import Arrived, Blocks
 from xshard.contractions.ring import OVERLAPS
 from xshard.planner import plan_contraction
 
@@ -79,6 +79,11 @@ class Product:
     moves = 1
 
     @property
+    def plans(self) -> tuple[xs.Plan]:
+        """The last move, which says where the blocks of the result are."""
+        return (self.plan.result,)
+
+    @property
     def world(self) -> int:
         return self.chain.mesh.n_devices
 
@@ -86,14 +91,6 @@ class Product:
     def leaves(self) -> tuple[int, ...]:
         """The operands that get a gradient."""
         return self.chain.leaves or tuple(range(len(self.blocks))) if self.cotangents is not None else ()
-
-
-@dataclass(frozen=True)
-class Made:
-    """The blocks of the result, and of the gradient of every leaf."""
-
-    result: Blocks
-    gradients: Sequence[Blocks]
 
 
 def random_contraction(seed: object, devices: int | None = None, mesh: xs.Mesh | None = None) -> Contraction:
@@ -142,12 +139,12 @@ def planned(case: Contraction) -> Product:
     return Product(case, plan, given, drawn(result.dual) if has_gradients else None)
 
 
-def judge(product: Product, made: Made) -> None:
+def judge(product: Product, made: Arrived) -> None:
     """Raise AssertionError unless the result and all gradients are those of the whole arrays."""
     case, (*operands, result) = product.chain, product.chain.layouts
     arrays = [_whole(case, x, layout) for x, layout in zip(product.blocks, operands, strict=True)]
     names = [layout.names for layout in operands]
-    _check(case, made.result, result, _einsum(case, arrays, names, result.names), "the result")
+    _check(case, made.blocks[0], result, _einsum(case, arrays, names, result.names), "the result")
     assert len(made.gradients) == len(product.leaves)
     for i, gradient in zip(product.leaves, made.gradients, strict=True):
         assert product.cotangents is not None

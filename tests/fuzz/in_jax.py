@@ -15,7 +15,7 @@ import numpy as np
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.testing.stacked import DeviceProgram
-from tests.fuzz.contractions import Made, Product
+from tests.fuzz.contractions import Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.trees import Carried
 
@@ -38,13 +38,8 @@ def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
         inputs = list(zip(all_of("blocks"), all_of("inputs"), strict=True))
         program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode)
         results = iter(program.blocks(program()))
-    made = [[list(next(results)) for _ in way.outputs] for way in ways]
-    return [
-        Made(each[0], each[1:])
-        if isinstance(trip, Product)
-        else Arrived(each[: trip.moves], None if trip.cotangents is None else each[-1])
-        for trip, each in zip(trips, made, strict=True)
-    ]
+    made = ([list(next(results)) for _ in way.outputs] for way in ways)
+    return [Arrived(each[: trip.moves], each[trip.moves :]) for trip, each in zip(trips, made, strict=True)]
 
 
 def _carried(trip: Carried) -> dict[str, Blocks]:

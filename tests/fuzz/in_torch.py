@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
-from tests.fuzz.contractions import Made, Product
+from tests.fuzz.contractions import Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.runtimes import laid
 from tests.fuzz.trees import Carried
@@ -21,26 +21,24 @@ from torch_bridge.autodiff.blocks import array_of, tensor_of
 from torch_bridge.testing.launch import run_ranks
 from xshard.steps.base import Block
 
-Moved = tuple[list[Block], Block | None]  # a rank's blocks after every move, and the gradient of its first
+# A rank's blocks after every move, or of a result, and its gradients; None on a mesh that it is not of.
+Moved = tuple[list[Block | None], list[Block | None]]
 
 
 def run(n: int, trips: Sequence[Any], timeout_s: float) -> list[Any]:
     """All trips on `n` ranks."""
     with TemporaryDirectory() as folder:
         by_rank = run_ranks(n, _run_all, trips, folder, timeout_s=timeout_s)
-    ways: dict[type, Any] = {Product: _made, Carried: _there, Trip: _arrived}
-    together = (partial(ways[type(trip)], trip) for trip in trips)
-    return [join(each) for join, each in zip(together, zip(*by_rank, strict=True), strict=True)]
+    return [
+        (_there if isinstance(trip, Carried) else _arrived)(trip, ranks)
+        for trip, ranks in zip(trips, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 def _run_all(trips: Sequence[Any], folder: str) -> list[Any]:
     torch.use_deterministic_algorithms(True)  # memory that nobody writes to holds no number
     ways: dict[type, Any] = {Product: _contract, Carried: partial(_carry, folder), Trip: _travel}
     return [ways[type(trip)](trip) for trip in trips]
-
-
-def _travel(trip: Trip) -> Moved:
-    return _run(trip) if trip.chain.there is None else _cross(trip)
 
 
 def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
@@ -70,7 +68,7 @@ def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
     return found and {name: array_of(x.contiguous()) for name, x in found.items()}
 
 
-def _contract(product: Product) -> tuple[Block, list[Block]]:
+def _contract(product: Product) -> Moved:
     """A rank's block of the result, and of the gradient of every leaf."""
     case, rank = product.chain, dist.get_rank()
     blocks = [tensor_of(each[rank].copy()) for each in product.blocks]
@@ -82,57 +80,43 @@ def _contract(product: Product) -> tuple[Block, list[Block]]:
         options = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap, "save": case.save}
         y = xt.einsum(case.text, *blocks, mesh=case.mesh, **options)
     if product.cotangents is None or not product.leaves:
-        return array_of(y.detach()), []
+        return [array_of(y.detach())], []
     # torch's gradients are conjugated, where plans are linear.
     cotangent = tensor_of(product.cotangents[rank]).conj().resolve_conj()
     gradients = torch.autograd.grad(y, [blocks[i] for i in product.leaves], cotangent)
-    return array_of(y.detach()), [array_of(g.conj().resolve_conj().contiguous()) for g in gradients]
+    return [array_of(y.detach())], [array_of(g.conj().resolve_conj().contiguous()) for g in gradients]
 
 
-def _cross(trip: Trip) -> Moved:
-    """To another mesh; a rank without a block has none, before and after."""
-    chain, [plan], rank = trip.chain, trip.plans, dist.get_rank()
+def _travel(trip: Trip) -> Moved:
+    """Expressions on one mesh, which are planned here, or a plan to another one, where a rank without a block
+    has none. Dtypes without autograd go back by the backward plans."""
+    chain, rank, is_one = trip.chain, dist.get_rank(), trip.chain.there is None
 
     def own(blocks: Blocks, devices: Sequence[int]) -> torch.Tensor | None:
         return _laid(blocks[devices.index(rank)], chain.strides) if rank in devices else None
 
-    x, kind = own(trip.blocks, plan.src_devices), getattr(torch, plan.dtype)
+    x, kind = own(trip.blocks, trip.plans[0].src_devices), getattr(torch, chain.dtype)
     pulls = trip.cotangents is not None and (kind.is_floating_point or kind.is_complex)
-    leaf = None if x is None else x.clone().requires_grad_(pulls)
-    y = xt.redistribute(leaf, plan, requires_grad=pulls)
-    found = [array_of(y.detach().contiguous()).copy()] if rank in plan.dst_devices else [None]
+    leaf = here = None if x is None else x.requires_grad_(pulls)
+    found: list[Block | None] = []
+    for i, plan in enumerate(trip.plans):
+        if is_one:
+            options = {"shape": chain.shape_at(i), "profile": chain.profile}
+            here = xt.redistribute(here, chain.layouts[i : i + 2], chain.mesh, **options)
+        else:
+            here = xt.redistribute(here, plan, requires_grad=pulls)
+        has_block = rank in plan.dst_devices
+        found.append(array_of(here.detach().contiguous()).copy() if has_block else None)
     if trip.cotangents is None:
-        return found, None
-    cotangent = own(trip.cotangents, plan.dst_devices)
-    if not pulls:
-        gradient = xt.redistribute(cotangent, plan.backward)
-    else:
-        y.backward(torch.zeros_like(y) if cotangent is None else cotangent)
+        return found, []
+    gradient = own(trip.cotangents, trip.plans[-1].dst_devices)
+    if pulls:
+        here.backward(torch.zeros_like(here) if gradient is None else gradient)
         gradient = None if leaf is None else leaf.grad
-    return found, None if gradient is None else array_of(gradient.contiguous())
-
-
-def _run(trip: Trip) -> Moved:
-    """Expressions, which redistribute plans itself; dtypes without autograd go back by the backward plans."""
-    chain, rank = trip.chain, dist.get_rank()
-    first = _laid(trip.blocks[rank], chain.strides)
-    inexact = trip.cotangents is not None and (first.is_floating_point() or first.is_complex())
-    here = first.clone(memory_format=torch.preserve_format).requires_grad_(inexact)
-    leaf, found = here, []
-    for i in range(chain.moves):
-        ends = chain.layouts[i], chain.layouts[i + 1]
-        here = xt.redistribute(here, ends, chain.mesh, shape=chain.shape_at(i), profile=chain.profile)
-        found.append(array_of(here.detach().contiguous()).copy())
-    if trip.cotangents is None:
-        return found, None
-    cotangent = _laid(trip.cotangents[rank], chain.strides)
-    if inexact:
-        (gradient,) = torch.autograd.grad(here, leaf, cotangent)
     else:
-        gradient = cotangent
         for plan in reversed(trip.plans):
-            gradient = xt.redistribute(gradient, plan.backward, chain.mesh)
-    return found, array_of(gradient.detach().contiguous())
+            gradient = xt.redistribute(gradient, plan.backward, *([chain.mesh] if is_one else []))
+    return found, [None if gradient is None else array_of(gradient.contiguous())]
 
 
 def _laid(block: np.ndarray, strides: str) -> torch.Tensor:
@@ -141,17 +125,13 @@ def _laid(block: np.ndarray, strides: str) -> torch.Tensor:
     return tensor_of(laid(block, strides))
 
 
-def _arrived(trip: Trip, ranks: Sequence[Moved]) -> Arrived:
+def _arrived(trip: Trip | Product, ranks: Sequence[Moved]) -> Arrived:
     """The blocks of devices, of what ranks have."""
+    src = trip.plans[0].src_devices
     blocks = [[ranks[r][0][i] for r in plan.dst_devices] for i, plan in enumerate(trip.plans)]
-    gradient = [ranks[r][1] for r in trip.plans[0].src_devices]
-    return Arrived(blocks, None if trip.cotangents is None else gradient)
+    return Arrived(blocks, [list(each) for each in zip(*(ranks[r][1] for r in src), strict=True)])
 
 
 def _there(trip: Carried, ranks: Sequence[dict[str, Block]]) -> dict[str, Blocks]:
-    return {name: [ranks[r][name] for r in trip.chain.devices[1]] for name in ranks[trip.chain.devices[1][0]]}
-
-
-def _made(_: Product, ranks: Sequence[tuple[Block, list[Block]]]) -> Made:
-    results, gradients = zip(*ranks, strict=True)
-    return Made(list(results), [list(each) for each in zip(*gradients, strict=True)])
+    devices = trip.chain.devices[1]
+    return {name: [ranks[r][name] for r in devices] for name in ranks[devices[0]]}

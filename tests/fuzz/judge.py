@@ -47,10 +47,10 @@ class Trip:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The blocks after every move, and the gradient of the first ones."""
+    """The blocks after every move, or of a contraction's result, and the gradients that there are."""
 
     blocks: Sequence[Blocks]
-    gradient: Blocks | None
+    gradients: Sequence[Blocks] = ()
 
 
 def trip(chain: Chain) -> Trip | None:
@@ -100,10 +100,10 @@ def judge(trip: Trip, arrived: Arrived) -> None:
     for i, there in enumerate(arrived.blocks):
         _check_move(chain, i, here, list(there))
         here = list(there)
-    assert (arrived.gradient is None) == (trip.cotangents is None)
-    if trip.cotangents is None or arrived.gradient is None:
+    assert len(arrived.gradients) == (trip.cotangents is not None)
+    if trip.cotangents is None:
         return
-    first, gradient = chain.layouts[0], _wide(arrived.gradient)
+    first, gradient = chain.layouts[0], _wide(arrived.gradients[0])
     if not first.is_linear:
         _check_winners(trip, gradient)
         return

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import xshard as xs
-from tests.fuzz.contractions import Made, Product
+from tests.fuzz.contractions import Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.trees import Carried
 from tests.two_meshes import run_tree
@@ -62,12 +62,12 @@ def on_jax(trips: Sequence[Any], mode: str = "vma") -> list[Any]:
     return arrived
 
 
-def _contracted(trip: Product) -> Made:
+def _contracted(trip: Product) -> Arrived:
     result = xs.reference.run(trip.plan, *trip.blocks)
     if trip.cotangents is None:
-        return Made(result, ())
+        return Arrived([result])
     gradients = xs.reference.pullback(trip.plan, trip.blocks, trip.cotangents)
-    return Made(result, [gradients[i] for i in trip.leaves])
+    return Arrived([result], [gradients[i] for i in trip.leaves])
 
 
 def _carried(trip: Carried) -> dict[str, Blocks]:
@@ -117,8 +117,8 @@ def _moved(trip: Trip) -> Arrived:
         found.append(xs.reference.run(plan, here))
         here = found[-1]
     if trip.cotangents is None:
-        return Arrived(found, None)
+        return Arrived(found)
     gradient = trip.cotangents
     for plan, given in zip(reversed(trip.plans), [*found[-2::-1], trip.blocks], strict=True):
         gradient = xs.reference.pullback(plan, given, gradient)
-    return Arrived(found, gradient)
+    return Arrived(found, [gradient])

@@ -30,13 +30,8 @@ PROFILES = Path(xs.__file__).parent / "cost" / "profiles"
 LIMIT_S = 2.0  # of processor time for one text
 
 GEMM, SIZES = "b s/tp d, d f/tp -> b s f/tp", {"b": 4, "s": 8, "d": 8, "f": 16}
-PATTERNS = (
-    "**.{q,k,v}_proj.weight|lm_head.weight",
-    "layers.*.mlp.{up,gate}_proj.*",
-    "**",
-    "**.layers.*.experts.**.w*",
-    "{a,b{c,d}}.x|y",
-)
+PATTERNS = ("**.{q,k,v}_proj.weight|lm_head.weight", "layers.*.mlp.{up,gate}_proj.*", "**")
+PATTERNS += ("**.layers.*.experts.**.w*", "{a,b{c,d}}.x|y")
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "a.a.a.a.a.a.a.a.b")
 
 
@@ -53,14 +48,6 @@ class Reader:
     write: Callable[[Any], str] | None = str
 
 
-def _sides(both: tuple[xs.Layout, xs.Layout]) -> str:
-    return f"{both[0]} -> {both[1]}"
-
-
-def _signature(both: tuple[tuple[xs.Layout, ...], ...]) -> str:
-    return "->".join(",".join(map(str, side)) for side in both)
-
-
 def _rules(text: str) -> list[object]:
     pattern, _, layout = text.partition("=")
     rules = xs.Rules({pattern: layout})
@@ -75,9 +62,7 @@ def _relation(text: str) -> object:
 
 
 def _json_plans() -> Iterator[str]:
-    rows = CASES[::9]
-    for row in rows:
-        yield row.plan().to_json()
+    yield from (row.plan().to_json() for row in CASES[::9])
     options = {"src_mesh": xs.Mesh(a=4), "dst_mesh": xs.Mesh(b=2, c=2), "dst_devices": range(2, 6)}
     yield xs.plan("n/a d -> n/b d/c", **options, shape=(8, 4)).to_json()
 
@@ -95,11 +80,15 @@ def readers() -> dict[str, Reader]:
     two = xs.plan(GEMM, xs.Mesh(tp=4), sizes=SIZES)
     return {
         "layout": Reader(xs.Layout.parse, (*layouts, *numbered)),
-        "expression": Reader(parse_expression, expressions, _sides),
+        "expression": Reader(parse_expression, expressions, lambda both: " -> ".join(map(str, both))),
         "contraction": Reader(
             contraction, (GEMM, "a b/x, b/x c -> a c", "b h s/z -> s", "n, n ->"), lambda c: c.text
         ),
-        "signature": Reader(parse_signature, (f"{GEMM}, ()", "n d -> (), n/a"), _signature),
+        "signature": Reader(
+            parse_signature,
+            (f"{GEMM}, ()", "n d -> (), n/a"),
+            lambda both: "->".join(",".join(map(str, side)) for side in both),
+        ),
         "boundaries": Reader(
             parse_boundaries, ("edge,zero", "constant(1.5)", "pole(w,-1),none"), lambda b: f"{b[0]},{b[1]}"
         ),
@@ -125,19 +114,7 @@ def readers() -> dict[str, Reader]:
 
 
 EXTREMES = (
-    *(
-        "9" * 100_000,
-        "1" + "0" * 30,
-        "1000000000",
-        "-1",
-        "0",
-        "1e999",
-        "1e-400",
-        "nan",
-        "inf",
-        "1.5",
-        "9" * 19,
-    ),
+    *("9" * 100_000, "1" + "0" * 30, *"1000000000 -1 0 1e999 1e-400 nan inf 1.5".split(), "9" * 19),
     *("(" * 50_000, "fold(" * 20_000, "[" * 100_000, "{" * 100_000, '{"a":' * 20_000, "{a}" * 20_000),
     *("x" * 100_000, "n " * 50_000, "n/a" * 20_000, ",()" * 30_000, " ".join(f"n{i}" for i in range(20_000))),
     ",".join(f"a{i}=1" for i in range(1_000_000)),
@@ -146,20 +123,7 @@ EXTREMES = (
 )
 TOKENS = (
     *"()[]{},:=|/-> \n\"'.*0123456789eE+_",
-    *(
-        "->",
-        "...",
-        "**",
-        "sum(a)",
-        "halo(",
-        "window(k=",
-        "fold(",
-        "zigzag(",
-        "sizes(",
-        "intervals(",
-        "block(",
-        "a,",
-    ),
+    *"-> ... ** sum(a) halo( window(k= fold( zigzag( sizes( intervals( block( a,".split(),
 )
 
 
@@ -171,20 +135,11 @@ def mutated(rng: random.Random, corpus: tuple[str, ...]) -> str:
         end = min(len(text), at + rng.choice((0, 1, 1, 2, 5, 20)))
         other = rng.choice(corpus)
         start = rng.randrange(len(other) + 1)
-        new = rng.choice(
-            (
-                "",
-                rng.choice(TOKENS),
-                rng.choice(TOKENS) * rng.choice((1, 2, 9)),
-                other[start : start + rng.randrange(40)],
-                text[at:end] * 2,
-                rng.choice(EXTREMES)
-                if rng.random() < 0.02
-                else str(rng.randrange(10 ** rng.randrange(1, 12))),
-                chr(rng.randrange(1, 0x250)),
-            )
-        )
-        text = text[:at] + new + text[end:]
+        tokens = rng.choice(TOKENS), rng.choice(TOKENS) * rng.choice((1, 2, 9))
+        parts = other[start : start + rng.randrange(40)], text[at:end] * 2, chr(rng.randrange(1, 0x250))
+        number = str(rng.randrange(10 ** rng.randrange(1, 12)))
+        value = rng.choice(EXTREMES) if rng.random() < 0.02 else number
+        text = text[:at] + rng.choice(("", *tokens, *parts, value)) + text[end:]
     return text
 
 

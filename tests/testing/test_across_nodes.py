@@ -110,7 +110,7 @@ def resharded(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
 
 
 def compared(plans: Sequence[xs.Plan], found: Sequence[tuple[list[str], int]]) -> str:
-    """What each of two processes or devices of a node found, beside the bytes that plans say cross."""
+    """The bytes that arrived at each node, beside those that plans say. found: by rank, or by node."""
     said = sum(plan_flow(plan, 2).nodes * dtypes.itemsize(plan.dtype) for plan in plans)
     counted = np.array([n for _, n in found])[:: len(found) // len(said)]
     assert all(wrong == [] for wrong, _ in found), [wrong for wrong, _ in found]
