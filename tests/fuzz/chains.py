@@ -200,7 +200,7 @@ def random_cut(rng: random.Random, axes: tuple[str, ...], rows: int | None, part
     order = rng.choice((SIZES, INTERVALS, "zigzag", SEGMENTS))
     if order != INTERVALS:
         return Shard(axes, order, _composed(rng, rows, parts if order == SIZES else rng.randint(1, 3)))
-    ends = [0, *_accumulated(_composed(rng, rows, parts + rng.randint(0, 3)))]
+    ends = [0, *itertools.accumulate(_composed(rng, rows, parts + rng.randint(0, 3)))]
     pairs = [(a, b) for a, b in itertools.pairwise(ends) if a < b]
     mine: list[list[int]] = [[] for _ in range(parts)]
     for pair in pairs if parts == 1 else rng.sample(pairs, len(pairs)):
@@ -256,10 +256,6 @@ def _composed(rng: random.Random, total: int, parts: int) -> tuple[int, ...]:
     """Numbers >= 0 that add up to `total`."""
     ends = sorted(rng.randint(0, total) for _ in range(parts - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, total], strict=True))
-
-
-def _accumulated(numbers: Sequence[int]) -> list[int]:
-    return [sum(numbers[: i + 1]) for i in range(len(numbers))]
 
 
 def _can_be(layout: xs.Layout, mesh: xs.Mesh, lengths: dict[str, int]) -> bool:

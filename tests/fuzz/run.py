@@ -5,6 +5,7 @@ A seed names its case for ever.
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -94,8 +95,6 @@ def fuzz(name: str, seed: int, moves: int, shrink: bool = True) -> Iterator[Repo
 
 
 def _batch(runtime: Runtime, seed: str, devices: int | None) -> Iterator[Any]:
-    import random
-
     mesh = random_mesh(random.Random(seed), devices) if runtime.alike else None
     for number in range(runtime.batch):
         yield runtime.subject.draw(f"{seed}.{number}", devices, mesh)
