@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.soak`: in a loop of redistributions memory, threads, files and groups must not grow."""
+"""`python -m tests.fuzz.soak`: redistributions in a loop; memory, threads, files and groups must not grow."""
 
 from __future__ import annotations
 
