@@ -122,6 +122,7 @@ def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
         (["--strict-markers"], "test_any[dp=2,tp=2] test_any[tp=4] test_own[cp=2] test_own[cp=4]"),
         (["--xshard-meshes", "cp=3; cp=8"], "test_any[cp=3] test_any[cp=8] test_own[cp=3] test_own[cp=8]"),
     ],
+    ids=["default and marker", "option"],
 )
 def test_meshes_of_the_default_the_marker_and_the_option(
     options: list[str], names: str, tmp_path: Path
