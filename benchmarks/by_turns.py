@@ -1,10 +1,11 @@
 """Calls timed by turns, so that a slow spell of the machine falls on all of them."""
 
-from __future__ import annotations
-
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from operator import itemgetter
 from typing import Any, TypeVar
 
 WARM_UP = 3
@@ -25,8 +26,7 @@ def seconds(
 
     before: runs before each call. after: takes each result. Neither is timed.
     """
-    names = list(calls)
-    times: dict[Name, list[float]] = {name: [] for name in names}
+    names, times = list(calls), {name: list[float]() for name in calls}
     for turn in range(warm_up + rounds):
         # The call before leaves traces in caches and memory: each comes first in its turn, and behind others.
         first = turn // 2 % len(names)
@@ -46,6 +46,36 @@ def seconds(
 def medians(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, float]:
     """The median seconds of every call; options: passed on to `seconds`."""
     return {name: statistics.median(turns) for name, turns in seconds(calls, rounds, **options).items()}
+
+
+def ratio(times: Mapping[Name, Sequence[float]], way: Name, to: Name) -> float:
+    """The time of a way over another's: the median of each turn's ratio."""
+    return statistics.median(a / b for a, b in zip(times[way], times[to], strict=True))
+
+
+def beside_xla(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median seconds of "ours" and "xla", and the median ratio of a round.
+
+    noise: the same ratio between XLA's program and itself, which is called as "xla again".
+    """
+    times = seconds(calls, rounds, warm_up=1)
+    return {
+        "ours_s": statistics.median(times["ours"]),
+        "xla_s": statistics.median(times["xla"]),
+        "faster": ratio(times, "xla", "ours"),
+        "noise": ratio(times, "xla", "xla again"),
+    }
+
+
+def alone(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a function in a new process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row whose `faster` is the median."""
+    return sorted(rows, key=itemgetter("faster"))[len(rows) // 2]
 
 
 def slowest(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, list[float]]:

@@ -1,10 +1,8 @@
 """The cases: redistributions from the test suites and issues of other projects.
 
-The files name the source of every case; the scaled set has the same moves at the
-sizes of real tensors (even, bf16, 2^28 elements and more).
+The files name the source of every case; the scaled set has the same moves at the sizes of real tensors (even,
+bf16, 2^28 elements and more).
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -38,19 +36,43 @@ class Case:
         """Whether either end holds partial sums."""
         return bool(self.src.tags or self.dst.tags)
 
+    @property
+    def expression(self) -> str:
+        return f"{self.src} -> {self.dst}"
+
+    @property
+    def shardings(self) -> tuple[xs.Sharding, xs.Sharding]:
+        return tuple(xs.Sharding(end, self.mesh, self.shape) for end in (self.src, self.dst))
+
     @cached_property
     def is_even(self) -> bool:
-        return all(xs.Sharding(end, self.mesh, self.shape).is_even for end in (self.src, self.dst))
+        return all(sharding.is_even for sharding in self.shardings)
 
     def plan(self, profile: xs.Profile, memory_limit: int | None = None) -> xs.Plan:
         """Our plan."""
         move = self.src, self.dst
         return xs.plan(move, self.mesh, self.shape, self.dtype, profile=profile, memory_limit=memory_limit)
 
+    def facts(self) -> dict[str, Any]:
+        """The case in a row of a JSON file."""
+        mesh = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
+        row = {"case": self.name, "expression": self.expression, "mesh": mesh}
+        return row | {"shape": self.shape, "dtype": self.dtype}
+
 
 def load(which: str) -> tuple[Case, ...]:
     """The cases of a set: "public" or "scaled"."""
-    return tuple(_case(entry) for entry in json.loads((DATA / FILES[which]).read_text()))
+    return tuple(
+        Case(
+            entry["name"],
+            xs.Mesh(entry["mesh"]),
+            tuple(entry["shape"]),
+            entry["dtype"],
+            layout_of(entry["src"], entry["src_partial"]),
+            layout_of(entry["dst"], entry["dst_partial"]),
+        )
+        for entry in json.loads((DATA / FILES[which]).read_text())
+    )
 
 
 def scaled(case: Case, least_bytes: int) -> Case:
@@ -72,14 +94,3 @@ def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Lay
 def is_in_order(layout: xs.Layout, mesh: xs.Mesh) -> bool:
     """Whether the axes that cut a dim come in the mesh's order."""
     return all(list(dim.axes) == sorted(dim.axes, key=mesh.position) for dim in layout.dims)
-
-
-def _case(entry: dict[str, Any]) -> Case:
-    return Case(
-        entry["name"],
-        xs.Mesh(entry["mesh"]),
-        tuple(entry["shape"]),
-        entry["dtype"],
-        layout_of(entry["src"], entry["src_partial"]),
-        layout_of(entry["dst"], entry["dst_partial"]),
-    )

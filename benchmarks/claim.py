@@ -1,10 +1,8 @@
 """Claims: numbers that a benchmark measures, their limits, and the table that judges them."""
 
-from __future__ import annotations
-
 import statistics
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,12 +50,7 @@ def none_of(statement: str, breaking: Sequence[str], n_cases: int) -> Claim:
 
 
 def finish(
-    options: Namespace,
-    title: str,
-    judged: Sequence[Claim],
-    *libraries: str,
-    rows: Mapping[str, Sequence[Any]],
-    **facts: Any,
+    options: Namespace, title: str, judged: Sequence[Claim], *libraries: str, rows: Row, **facts: Any
 ) -> int:
     """Print every claim and the cases that break one, write the JSON file; the exit status of the run."""
     lines = []

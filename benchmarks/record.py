@@ -1,7 +1,5 @@
 """The options, the tables, the facts and the JSON files of all benchmarks."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -11,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -20,8 +18,6 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON names them all
 LEAST_WIDTH = 160  # columns of a table, even on a narrower terminal
-
-Item = TypeVar("Item")
 
 
 def options(name: str, doc: str | None, *, quick: str) -> ArgumentParser:
@@ -42,19 +38,14 @@ def about(options: Namespace, *libraries: str, command: str = "", **more: Any) -
     libraries: packages to give versions of, beside xshard and numpy.
     """
     flags = [f" --{flag}" for flag in ("quick", "live") if getattr(options, flag, False)]
+    versions = {name: metadata.version(name) for name in ("xshard", "numpy", *libraries)}
+    machine = {"system": platform.system(), "architecture": platform.machine(), "cpu_cores": os.cpu_count()}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command or f"python -m benchmarks.{options.name}" + "".join(flags),
         **more,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("xshard", "numpy", *libraries)},
-        },
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-        },
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": machine,
     }
 
 
@@ -86,7 +77,7 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], n_lef
     return drawn
 
 
-def shown(items: Sequence[Item], what: str) -> Iterable[Item]:
+def shown(items: Sequence[Any], what: str) -> Iterable[Any]:
     """The items, with a progress bar on a terminal."""
     return track(items, what, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
 

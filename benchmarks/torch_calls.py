@@ -1,7 +1,5 @@
 """Functions of a torch block, called forward and with the gradient, and timed on ranks of this machine."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,15 +38,10 @@ def calls(way: Callable[[Tensor], Tensor], block: Tensor) -> Calls:
 
 def medians(ways: Mapping[str, Calls], rounds: int, before: Callable[[], object] = lambda: None) -> Figures:
     """Median seconds of every way. before: runs before each call."""
-    flat = {
-        (way, figure): call
-        for way, pair in ways.items()
-        for figure, call in zip(("forward_s", "both_s"), pair, strict=True)
-    }
-    figures: Figures = {way: {} for way in ways}
-    for (way, figure), median in by_turns.medians(flat, rounds, before=before).items():
-        figures[way][figure] = median
-    return figures
+    keys = ("forward_s", "both_s")
+    flat = {(way, k): call for way, pair in ways.items() for k, call in zip(keys, pair, strict=True)}
+    times = by_turns.medians(flat, rounds, before=before)
+    return {way: {key: times[way, key] for key in keys} for way in ways}
 
 
 def compared(ways: Mapping[str, Calls], rounds: int) -> Figures:

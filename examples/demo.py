@@ -6,8 +6,6 @@ The picture comes from the planner alone, which needs numpy. Meanwhile torch (fo
 devices) start, each in a process of its own. The exit status is 1 if a gradient or a loss is wrong.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -128,12 +126,6 @@ def in_jax() -> dict[str, Any]:
     return {"gradients": gradients, "losses": {"JAX, 4 devices": curve}}
 
 
-def start(framework: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    command = [sys.executable, __file__, framework]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The line of JSON that a process prints last. Exits where it fails, after its own message."""
     lines = process.communicate()[0].splitlines()
@@ -180,7 +172,9 @@ def compare_losses(console: Console, losses: dict[str, list[float]]) -> bool:
 
 
 def main() -> int:
-    processes = [start(framework) for framework in ("torch", "jax")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    processes = [subprocess.Popen([sys.executable, __file__, name], **options) for name in ("torch", "jax")]
     console = Console()
     draw(console)
     results = [finished(process) for process in processes]

@@ -6,14 +6,11 @@
 2. torch on four processes: the same model, made domain-parallel by one call;
 3. JAX on four devices: the same network inside shard_map.
 
-Strided and transposed convolutions, a pool, interpolation, norms over all rows, columns that close up
-to a ring; 427 rows over four devices, so that no block divides evenly. The picture shows how far the
-network is from one device, if every device pads and normalises its own rows, and here: an error at
-every seam, and none.
+Strided and transposed convolutions, a pool, interpolation, norms over all rows, columns that close up to a
+ring; 427 rows over four devices, so that no block divides evenly. The picture shows how far the network is
+from one device, if every device pads and normalises its own rows, and here: an error at every seam, and none.
 The exit status is 1 if a loss differs, or if a seam shows.
 """
-
-from __future__ import annotations
 
 import sys
 import tempfile

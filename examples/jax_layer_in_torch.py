@@ -5,11 +5,8 @@
 1. torch on a single device;
 2. torch on four processes, its attention a `jax.shard_map` over the same four (parity/with_both.py).
 
-Same digits, same initial weights, same batches: so the losses must be the same, to rounding.
-The exit status is 1 if they are not, or if a model has not learned to read.
+All else is as in train_parity.py.
 """
-
-from __future__ import annotations
 
 import sys
 

@@ -9,8 +9,6 @@ is sent, nor which gradients are added up. In float64, so that all but the order
 The exit status is 1 if a loss or a gradient differs from one process, or if nothing was learned.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from itertools import product

@@ -12,8 +12,6 @@ two groups that share keys). The text is Python's own help. The second table sho
 The exit status is 1 if a loss differs, or if nothing was learned.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -10,8 +10,6 @@ side (port/bugs.py), and the report says where it shows, on one of the meshes, a
 The exit status is 1 if the port differs, or if a bug is not found.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

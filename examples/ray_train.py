@@ -7,8 +7,6 @@ Ray makes the world of processes, and a mesh is laid over it as under torchrun. 
 is XSHARD_PROFILE on all workers. The exit status is 1 if a loss or a gradient differs from one process.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

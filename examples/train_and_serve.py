@@ -11,8 +11,6 @@ version that it has, and says so; the next trainer brings the next version.
 The exit status is 1 if an answer has another loss, or a program fails that is not to be killed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

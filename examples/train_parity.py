@@ -10,8 +10,6 @@ Same digits, same initial weights, same batches: so the losses must be the same,
 The exit status is 1 if they are not, or if a model has not learned to read.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 

@@ -6,8 +6,6 @@
 Prints a table and writes a JSON file.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 

@@ -3,8 +3,6 @@
 Each is a function of a block, over all ranks, and follows the system's code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +58,11 @@ def exchanged(x: Tensor) -> Tensor:
     return y
 
 
-def gathered_sequence(x: Tensor) -> Tensor:
+def gathered_sequence(x: Tensor, exchange: Callable[[Tensor], Tensor] = exchanged) -> Tensor:
     """[B, C, l] -> [B, C/P, L]: an all-to-all of channels, joined along the sequence in natural order."""
     n, (batch, channels, length) = dist.get_world_size(), x.shape
     sent = x.reshape(batch, n, channels // n, length).movedim(1, 0).contiguous()
-    y = exchanged(sent).movedim(0, 2).reshape(batch, channels // n, n * length)
+    y = exchange(sent).movedim(0, 2).reshape(batch, channels // n, n * length)
     return permuted(y, zigzag(2 * n).argsort())
 
 

@@ -4,8 +4,6 @@ Ways: ours; the replaced system's own, with raw collectives; torch.distributed.n
 A way without a form that has the same gradient is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings
@@ -20,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from benchmarks.drop_ins import transcribed
+from benchmarks.halo.ways import AXIS, gathered
 from benchmarks.torch_calls import Calls, Figures, calls, compared, fake_group, medians
 from torch_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
@@ -47,7 +46,7 @@ class Verb:
 
 @functools.lru_cache(maxsize=8)
 def _mesh(world: dist.ProcessGroup) -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
 
 
 def _dtensor(src: Placement, dst: Placement, grad: Placement | None = None) -> Callable[[Tensor], Tensor]:
@@ -65,18 +64,8 @@ def _in_natural_order(x: Tensor) -> Tensor:
     return transcribed.permuted(x, transcribed.zigzag(2 * dist.get_world_size()).argsort())
 
 
-def _functional_sequence(x: Tensor) -> Tensor:
-    n, (batch, channels, length) = dist.get_world_size(), x.shape
-    sent = x.reshape(batch, n, channels // n, length).movedim(1, 0).contiguous()
-    received = functional.all_to_all_single(torch.empty_like(sent), sent)
-    return _in_natural_order(received.movedim(0, 2).reshape(batch, channels // n, n * length))
-
-
-def _gathered_halo(x: Tensor) -> Tensor:
-    whole = _dtensor(Shard(2), Replicate(), Partial())(x)
-    rows, first = x.shape[2], dist.get_rank() * x.shape[2]
-    padded = torch.nn.functional.pad(whole, (0, 0, transcribed.HALO, transcribed.HALO))
-    return padded.narrow(2, first, rows + 2 * transcribed.HALO)
+def _exchanged(x: Tensor) -> Tensor:
+    return functional.all_to_all_single(torch.empty_like(x), x)
 
 
 VERBS = (
@@ -87,7 +76,7 @@ VERBS = (
         {
             OURS: lambda x: nvsubquadratic.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
             RAW: transcribed.split_to_full,
-            FUNCTIONAL: _functional_sequence,
+            FUNCTIONAL: lambda x: transcribed.gathered_sequence(x, _exchanged),
             DTENSOR: lambda x: _in_natural_order(_dtensor(Shard(2), Shard(1))(x)),
         },
     ),
@@ -126,7 +115,11 @@ VERBS = (
         "HaloExchange",
         "CREDIT",
         (1, 16, 64, 64),
-        {OURS: credit.HaloExchange(transcribed.HALO), RAW: transcribed.halo, DTENSOR: _gathered_halo},
+        {
+            OURS: credit.HaloExchange(transcribed.HALO),
+            RAW: transcribed.halo,
+            DTENSOR: lambda x: gathered(x, transcribed.HALO, _mesh(dist.group.WORLD)),
+        },
     ),
     Verb(
         "all_reduce_cross_replica_sum(.., True)",
@@ -146,7 +139,7 @@ VERBS = (
         {
             OURS: lambda x: poptorch.all_to_all_single_cross_replica(x, dist.get_world_size()),
             RAW: transcribed.all_to_all_single,
-            FUNCTIONAL: lambda x: functional.all_to_all_single(torch.empty_like(x), x),
+            FUNCTIONAL: _exchanged,
         },
     ),
 )

@@ -9,37 +9,21 @@ shardings; a case that seems slower is timed in more processes, and the middle o
 claim of `einsum.claims` fails; the cases are named.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
-from operator import itemgetter
 
 from benchmarks import record
-from benchmarks.claim import Named, Row, finish
+from benchmarks.by_turns import alone, middle
+from benchmarks.claim import Row, finish
 from benchmarks.einsum import claims, peers
 from benchmarks.einsum.cases import Case, load, scaled
 from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES
 from benchmarks.planner.claims import geomean
 
-
-@dataclass(frozen=True)
-class Extent:
-    """How much a run measures."""
-
-    stride: int  # through the cases
-    flops: float  # most operations of all devices in a timed case
-    most_timed: int | None
-    rounds: int
-    processes: int  # in which a case is timed that seems slower than XLA
-
-
-FULL = Extent(1, 1e9, None, 7, 3)
-QUICK = Extent(28, 1e7, 1, 3, 1)  # five cases
+# The stride through the cases; the number of timed ones, the most operations of all devices in one, its
+# rounds, and the processes in which a case is timed that seems slower than XLA.
+FULL, QUICK = (1, None, 1e9, 7, 3), (28, 1, 1e7, 3, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live and options.quick:
         parser.error("--live needs a full run")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
-    extent = QUICK if options.quick else FULL
-    cases = load()[:: extent.stride]
+    stride, most_timed, flops, rounds, processes = QUICK if options.quick else FULL
+    cases = load()[::stride]
     known = peers.recorded()
     # Planning times come first: live peers load torch and JAX into this process.
     rows = measure_plans(cases, known)
@@ -61,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [
             row | claims.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
         ]
-    timed = measure_runs([case for case in cases if case.mesh.n_devices == TIMED_DEVICES], extent)
+    large = [scaled(case, flops) for case in cases if case.mesh.n_devices == TIMED_DEVICES]
+    timed = measure_runs(large[:most_timed], rounds, processes)
     judged, results = claims.judge(rows, cached_s, timed), {"cases": rows, "timed": timed}
     show_peers(rows, known)
     facts = {"peers": known["versions"], "cached_s": cached_s}
@@ -78,36 +63,19 @@ def measure_plans(cases: Sequence[Case], known: Row) -> list[Row]:
     return rows
 
 
-def measure_runs(cases: Sequence[Case], extent: Extent) -> list[Row]:
-    """The run times of scaled cases, forward and with gradients."""
+def measure_runs(cases: Sequence[Case], rounds: int, processes: int) -> list[Row]:
+    """The run times of cases, forward and with gradients."""
     # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
     os.environ.setdefault("PJRT_NPROC", str(8 * TIMED_DEVICES))
-    chosen = [scaled(case, extent.flops) for case in cases[: extent.most_timed]]
-    runs = [timed_alone(chosen, extent.rounds)]
-    # One program timed twice differs by as much: in doubt, the middle of more processes counts.
-    doubtful = [case for case, rows in zip(chosen, runs[0], strict=True) if slowest(rows) < claims.LEAST]
-    for _ in record.shown(range(extent.processes - 1), "timing the doubtful again"):
-        again = iter(timed_alone(doubtful, extent.rounds))
-        runs.append(
-            [next(again) if case in doubtful else rows for case, rows in zip(chosen, runs[0], strict=True)]
-        )
-    return [middle(rows) for pairs in zip(*runs, strict=True) for rows in zip(*pairs, strict=True)]
-
-
-def timed_alone(cases: Sequence[Case], rounds: int) -> list[list[Row]]:
-    """The rows of every case, measured in a new process."""
     from benchmarks.einsum import run_time  # imports JAX, which reads its environment first
 
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(run_time.rows, cases, rounds).result()
-
-
-def slowest(rows: Sequence[Row]) -> float:
-    return min(row["faster"] for row in rows)
-
-
-def middle(rows: Sequence[Row]) -> Row:
-    return sorted(rows, key=itemgetter("faster"))[len(rows) // 2]
+    runs = [dict(zip(cases, alone(run_time.rows, cases, rounds), strict=True))]
+    # One program timed twice differs by as much: in doubt, the middle of more processes counts.
+    doubtful = [case for case, rows in runs[0].items() if min(r["faster"] for r in rows) < claims.LEAST]
+    for _ in record.shown(range(processes - 1), "timing the doubtful again"):
+        again = alone(run_time.rows, doubtful, rounds)
+        runs.append(runs[0] | dict(zip(doubtful, again, strict=True)))
+    return [middle(rows) for case in cases for rows in zip(*(run[case] for run in runs), strict=True)]
 
 
 def show_peers(rows: Sequence[Row], known: Row) -> None:
@@ -115,14 +83,11 @@ def show_peers(rows: Sequence[Row], known: Row) -> None:
     title, lines = "Received bytes of the busiest device / ours, geometric mean", []
     for peer in rows[0]["peers"]:
         pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
-        cells = [text for named in pairs for text in (str(len(named)), _mean(named))]
+        means = [f"{geomean(value for _, value in named):.2f}" if named else "" for named in pairs]
+        cells = [text for named, mean in zip(pairs, means, strict=True) for text in (str(len(named)), mean)]
         lines.append((peer, known["versions"].get(peer, ""), *cells))
     heads = ("", "version", "cases", FORWARD, "cases", BOTH)
     record.console().print(record.table(title, heads, lines, n_left=2))
-
-
-def _mean(named: Named) -> str:
-    return f"{geomean(value for _, value in named):.2f}" if named else ""
 
 
 if __name__ == "__main__":

@@ -3,20 +3,15 @@
 Shards are even, and there are no sums.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import string
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import xshard as xs
 from benchmarks.cases import DATA
 from xshard.contractions.expression import Contraction, contraction
-
-FILE = "einsum.json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,11 @@ class Case:
 
 def load() -> tuple[Case, ...]:
     """All cases."""
-    return tuple(_case(entry) for entry in json.loads((DATA / FILE).read_text()))
+    entries = json.loads((DATA / "einsum.json").read_text())
+    return tuple(
+        Case(e["name"], e["expression"], xs.Mesh(e["mesh"]), tuple(e["sizes"].items()), e["dtype"])
+        for e in entries
+    )
 
 
 def scaled(case: Case, most_flops: float) -> Case:
@@ -74,8 +73,3 @@ def scaled(case: Case, most_flops: float) -> Case:
         longest = max((name for name in sizes if sizes[name] % (2 * n) == 0), key=lambda name: sizes[name])
         sizes[longest] //= 2
     return replace(case, sizes=tuple(sizes.items()))
-
-
-def _case(entry: dict[str, Any]) -> Case:
-    sizes = tuple(entry["sizes"].items())
-    return Case(entry["name"], entry["expression"], xs.Mesh(entry["mesh"]), sizes, entry["dtype"])

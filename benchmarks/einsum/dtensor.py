@@ -7,8 +7,6 @@ the placements of its operand. Each collective counts the bytes that one device 
 have no data. An all-to-all counts as on GPUs; on CPUs DTensor gathers instead.
 """
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import torch
 from torch import distributed
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+from torch.distributed.tensor import DTensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -30,6 +28,8 @@ from benchmarks.claim import Row
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.peers import figures
 from benchmarks.planner.peers.dtensor import device_mesh
+from benchmarks.torch_redistribute.run_time import all_to_all
+from torch_bridge.dtensor import to_placements
 
 MOST_S = 10.0  # processor seconds of a case: on meshes of three axes DTensor plans some for minutes
 NOTHING_SENT = ("wait_tensor", "_wrap_tensor_autograd")
@@ -77,33 +77,27 @@ def measured(case: Case) -> Row:
     if not all(is_in_order(layout, case.mesh) for layout in layouts):
         return {"reason": "axes that cut a dim in another order than the mesh's"}
     mesh = device_mesh(case.mesh)
-    *operands, result = (_placements(layout, case.mesh) for layout in layouts)
     try:
-        on_gpu = mock.patch.object(placement_types, "shard_dim_alltoall", _all_to_all)
+        on_gpu = mock.patch.object(placement_types, "shard_dim_alltoall", all_to_all)
         with on_gpu, _ended_after(MOST_S):
-            a, b = (_array(case, layout, mesh).requires_grad_() for layout in layouts[:2])
-            cotangent = _array(case, layouts[2], mesh)
+            a, b, cotangent = (_array(case, layout, mesh) for layout in layouts)
+            operands = a.requires_grad_(), b.requires_grad_()
             with Counted() as forward:
-                y = torch.einsum(case.equation, a, b).redistribute(placements=result)
+                y = torch.einsum(case.equation, a, b).redistribute(placements=cotangent.placements)
             with Counted() as backward:
-                for gradient, placement in zip(
-                    torch.autograd.grad(y, (a, b), cotangent), operands, strict=True
-                ):
-                    gradient.redistribute(placements=placement)
+                gradients = torch.autograd.grad(y, operands, cotangent)
+                for gradient, operand in zip(gradients, operands, strict=True):
+                    gradient.redistribute(placements=operand.placements)
             return figures(forward.row(), backward.row())
     except (RuntimeError, NotImplementedError, ValueError, TimeoutError) as error:
         return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
 
 
-def _placements(layout: xs.Layout, mesh: xs.Mesh) -> tuple[Any, ...]:
-    cut = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
-    return tuple(Shard(cut[axis]) if axis in cut else Replicate() for axis in mesh.axes)
-
-
 def _array(case: Case, layout: xs.Layout, mesh: DeviceMesh) -> DTensor:
-    shape = xs.Sharding(layout, case.mesh, case.shape(layout)).max_local_shape
-    block = torch.empty(shape, dtype=getattr(torch, case.dtype), device="meta")
-    return DTensor.from_local(block, mesh, _placements(layout, case.mesh), run_check=False)
+    shape = case.shape(layout)
+    local = xs.Sharding(layout, case.mesh, shape).max_local_shape
+    block = torch.empty(local, dtype=getattr(torch, case.dtype), device="meta")
+    return DTensor.from_local(block, mesh, to_placements(layout, case.mesh, shape), run_check=False)
 
 
 @contextmanager
@@ -120,9 +114,3 @@ def _ended_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, usual)
-
-
-def _all_to_all(x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Any:
-    """An all-to-all as on GPUs."""
-    group = mesh.get_group(mesh_dim).group_name
-    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)

@@ -7,8 +7,6 @@ Each round calls both forms many times, by turns, on one thread of torch. Blocks
 take next to nothing. It prints a table and writes a JSON file. Exit status 1 if a claim fails.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

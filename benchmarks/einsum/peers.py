@@ -6,8 +6,6 @@ contracts three operands at once. torch-einshard was counted forward only: its g
 own, for the caller to add.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib import metadata
@@ -35,9 +33,11 @@ def recorded() -> Row:
 
 def live(cases: Sequence[Case]) -> Row:
     """The same, with the peers that are installed here measured again."""
-    from benchmarks.einsum import dtensor, xla  # import JAX, which reads its environment first, and torch
+    # These import JAX, which reads its environment first, and torch.
+    from benchmarks.einsum import dtensor, xla
+    from benchmarks.jax_devices import configure
 
-    xla.configure(MOST_DEVICES)
+    configure(MOST_DEVICES)
     known = recorded()
     for name, package, measured in (("xla", "jax", xla.measured), ("dtensor", "torch", dtensor.measured)):
         known["versions"][name] = f"{package} {metadata.version(package)}"

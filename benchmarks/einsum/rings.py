@@ -10,14 +10,13 @@ the slowest rank counts. A case below 0.95 is timed again with three times the t
 table and writes a JSON file. Exit status 1 if a claim fails.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -58,58 +57,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rows(per_node: int, rounds: int) -> list[Row]:
     """The rows of all cases, equal on every rank."""
-    mesh = xs.Mesh(tp=dist.get_world_size())
+    n = dist.get_world_size()
+    mesh, rows = xs.Mesh(tp=n), list[Row]()
     profile = _profile(mesh, per_node)
     flops = dict(profile.flops_per_s)["float32"]
     assert profile.across is not None
-    move_s = (mesh.n_devices - 1) * 4 * ROWS * WIDTH / profile.across.bytes_per_s
-    rows = []
-    for form, text in FORMS.items():
-        for balance in BALANCES:
-            k = max(1, round(balance * move_s * flops / (2 * ROWS * mesh.n_devices * WIDTH)))
-            sizes = {"s": ROWS * mesh.n_devices, "d": WIDTH, "f": k * mesh.n_devices}
-            rows += _timed(form, text, mesh, sizes, profile, balance, rounds)
+    move_s = (n - 1) * 4 * ROWS * WIDTH / profile.across.bytes_per_s
+    for form, balance in product(FORMS, BALANCES):
+        k = max(1, round(balance * move_s * flops / (2 * ROWS * n * WIDTH)))
+        sizes = {"s": ROWS * n, "d": WIDTH, "f": k * n}
+        rows += _timed(form, mesh, sizes, profile, balance, rounds)
     return rows
 
 
 def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
     """The profile of gloo, with the link between nodes and the products of all ranks as they are now."""
-    x, y = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, ROWS)
-    n = mesh.n_devices
-    move = {"move": lambda: xt.redistribute(x, "n/tp d -> n d", mesh), "product": lambda: x @ y}
-    seconds = {name: statistics.median(each) for name, each in by_turns.slowest(move, 7, warm_up=2).items()}
-    link = Link(xs.load_profile("gloo").default.latency_s, (n - 1) * x.nbytes / seconds["move"])
-    rate = 2 * ROWS * WIDTH * ROWS / seconds["product"]
-    return replace(
-        xs.load_profile("gloo"), across=link, node_devices=per_node, flops_per_s=(("float32", rate),)
-    )
+    x, y, gloo = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, ROWS), xs.load_profile("gloo")
+    calls = {"move": lambda: xt.redistribute(x, "n/tp d -> n d", mesh), "product": lambda: x @ y}
+    move_s, product_s = map(statistics.median, by_turns.slowest(calls, 7, warm_up=2).values())
+    link = Link(gloo.default.latency_s, (mesh.n_devices - 1) * x.nbytes / move_s)
+    rate = 2 * ROWS * WIDTH * ROWS / product_s
+    return replace(gloo, across=link, node_devices=per_node, flops_per_s=(("float32", rate),))
 
 
 def _timed(
-    form: str,
-    text: str,
-    mesh: xs.Mesh,
-    sizes: dict[str, int],
-    profile: xs.Profile,
-    balance: float,
-    rounds: int,
+    form: str, mesh: xs.Mesh, sizes: dict[str, int], profile: xs.Profile, balance: float, rounds: int
 ) -> list[Row]:
-    """A row for the forward pass, and one with all gradients; none where no move can run in rounds."""
-    options = {"sizes": sizes, "dtype": "float32", "profile": profile}
+    """A row for the forward pass, and one with all gradients; none if no move can run in rounds."""
+    text, options = FORMS[form], {"sizes": sizes, "dtype": "float32", "profile": profile}
     plans = {name: xs.plan(text, mesh, overlap=name, **options) for name in ("never", "auto", "always")}
+    never = plans["never"]
     ring = plans["always"].parts[0].ring
     if ring is None:
         return []
-    blocks = [
-        torch.ones(move.source.local_shape(dist.get_rank())).requires_grad_() for move in plans["never"].moves
-    ]
-    rows = []
-    for objective, run in (("forward", _forward), ("forward+backward", _both)):
+    shapes = (move.source.local_shape(dist.get_rank()) for move in never.moves)
+    blocks, rows = [torch.ones(shape).requires_grad_() for shape in shapes], []
+    for objective in ("forward", "forward+backward"):
         calls = {
-            name: partial(run, plans[name.split()[0]], blocks) for name in ("never", "always", "never again")
+            name: partial(_run, plans[name.split()[0]], blocks, objective != "forward")
+            for name in ("never", "always", "never again")
         }
         seconds = by_turns.slowest(calls, rounds, warm_up=2)
-        if _faster(seconds, "always") < LEAST:
+        if by_turns.ratio(seconds, "never", "always") < LEAST:
             # These count: a slow spell of the machine may be short.
             seconds = by_turns.slowest(calls, 3 * rounds, warm_up=2)
         rows.append(
@@ -118,36 +107,28 @@ def _timed(
                 "expression": text,
                 "sizes": sizes,
                 "balance": balance,
-                "local": plans["never"].local,
+                "local": never.local,
                 "ring": [ring.operand, ring.dim],
                 "auto": plans["auto"].parts[0].ring is not None,
-                "plain_predicted_s": plans["never"].forward_cost,
-                "predicted": plans["never"].forward_cost / plans["always"].forward_cost,
+                "plain_predicted_s": never.forward_cost,
+                "predicted": never.forward_cost / plans["always"].forward_cost,
                 "flops_per_s": dict(profile.flops_per_s)["float32"],
                 "link_bytes_per_s": profile.across and profile.across.bytes_per_s,
                 "plain_s": statistics.median(seconds["never"]),
                 "rounds_s": statistics.median(seconds["always"]),
-                "faster": _faster(seconds, "always"),
-                "noise": _faster(seconds, "never again"),
+                "faster": by_turns.ratio(seconds, "never", "always"),
+                "noise": by_turns.ratio(seconds, "never", "never again"),
                 "turns": len(seconds["never"]),
             }
         )
     return rows
 
 
-def _faster(seconds: Mapping[str, Sequence[float]], name: str) -> float:
-    """The plain form's time over another's, the median of the turns."""
-    return statistics.median(a / b for a, b in zip(seconds["never"], seconds[name], strict=True))
-
-
-def _forward(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        xt.einsum(plan, *blocks, mesh=plan.mesh)
-
-
-def _both(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:
-    y = xt.einsum(plan, *blocks, mesh=plan.mesh)
-    torch.autograd.grad(y, blocks, torch.ones_like(y))
+def _run(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor], with_gradients: bool) -> None:
+    with torch.set_grad_enabled(with_gradients):
+        y = xt.einsum(plan, *blocks, mesh=plan.mesh)
+    if with_gradients:
+        torch.autograd.grad(y, blocks, torch.ones_like(y))
 
 
 def _show(rows: Sequence[Row]) -> None:

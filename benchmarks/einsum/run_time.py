@@ -4,9 +4,6 @@ Timed are jitted programs that take and return the same sharded arrays: forward,
 gradients, for a cotangent under the sharding of the result. Ours is planned for these devices.
 """
 
-from __future__ import annotations
-
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +20,14 @@ from benchmarks.claim import Row
 from benchmarks.einsum import xla
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.claims import BOTH, FORWARD, TIMED_DEVICES
+from benchmarks.jax_devices import configure
 
 WIDTH = 512  # of the matrices that are multiplied to measure this machine's rate
 
 
 def rows(cases: Sequence[Case], rounds: int) -> list[list[Row]]:
     """The rows of every case; to be called in a new process, which gets host devices."""
-    xla.configure(TIMED_DEVICES)
+    configure(TIMED_DEVICES)
     profile = here()
     return [timed(case, rounds, profile) for case in cases]
 
@@ -48,10 +46,7 @@ def here() -> xs.Profile:
 
 
 def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
-    """A row per objective: the median seconds of both, and the median ratio of a round.
-
-    noise: the same ratio between XLA's program and itself.
-    """
+    """A row per objective."""
     layouts = *case.contraction.operands, case.contraction.result
     *operands, result = [xla.sharding(case, layout) for layout in layouts]
     rng = np.random.default_rng(0)
@@ -71,20 +66,13 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
             for name, einsum in (("ours", ours), ("xla", plain), ("xla again", plain))
         }
         _check(programs, arrays)
-        calls = {name: _call(program, arrays) for name, program in programs.items()}
-        mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
-        rows.append(
-            {
-                "case": f"{case.name}, {objective}",
-                "expression": case.expression,
-                "sizes": dict(case.sizes),
-                "local": plan.local,
-                "ours_s": statistics.median(mine),
-                "xla_s": statistics.median(theirs),
-                "faster": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
-                "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
-            }
-        )
+        calls = {
+            name: lambda program=program, arrays=arrays: jax.block_until_ready(program(*arrays))
+            for name, program in programs.items()
+        }
+        row = {"case": f"{case.name}, {objective}", "expression": case.expression}
+        row |= {"sizes": dict(case.sizes), "local": plan.local}
+        rows.append(row | by_turns.beside_xla(calls, rounds))
     return rows
 
 
@@ -94,10 +82,6 @@ def _with_gradients(einsum: Callable[..., Any]) -> Callable[..., Any]:
         return y, pull(cotangent)
 
     return both
-
-
-def _call(program: Any, arrays: list[Any]) -> Callable[[], Any]:
-    return lambda: jax.block_until_ready(program(*arrays))
 
 
 def _check(programs: dict[str, Any], arrays: list[Any]) -> None:

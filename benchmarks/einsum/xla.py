@@ -5,8 +5,6 @@ sharding of its operand. Traffic is read off the optimised HLO. XLA:CPU makes an
 all-reduce and slices where XLA makes a reduce-scatter elsewhere: half of these bytes count.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -28,12 +26,6 @@ from jax_bridge.specs import to_partition_spec
 from jax_bridge.testing.stacked import collectives
 
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")
-
-
-def configure(devices: int) -> None:
-    """Make host devices; before JAX starts any."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def measured(case: Case) -> Row:

@@ -7,8 +7,6 @@ Every way widens the same blocks in the same rounds, and must give the same valu
 Prints a table and writes a JSON file.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 

@@ -3,8 +3,6 @@
 Each takes the block, the rows on either side and the mesh; beyond the edges of the array are zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -33,14 +31,11 @@ def index_select(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     before, after = rank > 0, rank < n - 1
     first, last = torch.arange(rows), torch.arange(length - rows, length)
     edges = [block.index_select(DIM, first)] * before + [block.index_select(DIM, last)] * after
-    edge_size = edges[0].numel()
+    shape, edge_size = edges[0].shape, edges[0].numel()
     sizes = [edge_size * ((i == rank - 1 and before) or (i == rank + 1 and after)) for i in range(n)]
     sent = torch.cat([edge.reshape(-1) for edge in edges])
-    received = funcol.all_to_all_single_autograd(sent, sizes, sizes, group)
-    received = funcol.wait_tensor(received)
-    parts = iter(received.split(edge_size))
-    shape = edges[0].shape
-    zeros = block.new_zeros(shape)
+    received = funcol.wait_tensor(funcol.all_to_all_single_autograd(sent, sizes, sizes, group))
+    parts, zeros = iter(received.split(edge_size)), block.new_zeros(shape)
     lo = next(parts).view(shape) if before else zeros
     hi = next(parts).view(shape) if after else zeros
     return torch.cat([lo, block, hi], DIM)

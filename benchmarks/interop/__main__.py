@@ -7,11 +7,11 @@ Prints tables and writes a JSON file. Everything is timed by turns with its peer
 exchange of one block, a call with the same function under `jax.jit`. Exit status 1 if a claim fails.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
+
+import torch
 
 from benchmarks import record
 from benchmarks.claim import Claim, Row, finish, worst
@@ -26,8 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options("interop", __doc__, quick="small blocks, few rounds").parse_args(arguments)
     os.environ.setdefault("PJRT_NPROC", "16")
     from benchmarks.interop import measures  # imports JAX, which reads its environment first
+    from benchmarks.jax_devices import configure
 
-    measures.configure()
+    configure(measures.DEVICES)
+    torch.set_num_threads(1)
     sizes, widths, rounds = (SIZES[:3], WIDTHS[:1], 11) if options.quick else (SIZES, WIDTHS, 101)
     handed = [measures.hand_over(size, rounds) for size in sizes]
     called = [measures.call(width, rounds) for width in widths]

@@ -3,8 +3,6 @@
 A block is copied if it begins elsewhere than before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +16,6 @@ from jax_bridge.torch_interop import from_jax, to_jax, to_torch
 
 DEVICES = 4
 COPIED_ROUNDS = 11
-
-
-def configure() -> None:
-    """Make host devices; before JAX starts any."""
-    torch.set_num_threads(1)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def hand_over(size: int, rounds: int) -> Row:
@@ -92,14 +83,11 @@ def call(width: int, rounds: int) -> Row:
         jax.block_until_ready(y)
         return jax.block_until_ready(pull(pullback, c))
 
-    def both_in_torch() -> Any:
-        return torch.autograd.grad(f(x, leaf), leaf, cotangent)
-
     seconds = by_turns.medians(
         {
             "forward, from torch": lambda: f(x, w),
             "forward, jit": lambda: jax.block_until_ready(plain(a, b)),
-            "forward and backward, from torch": both_in_torch,
+            "forward and backward, from torch": lambda: torch.autograd.grad(f(x, leaf), leaf, cotangent),
             "forward and backward, jit": both,
         },
         rounds,

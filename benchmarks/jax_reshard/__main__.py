@@ -9,90 +9,60 @@ in one process and 32 in another, depending on what the allocator holds. Exit st
 `jax_reshard.claims` fails; the cases are named.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
-from operator import itemgetter
 
 from benchmarks import record
-from benchmarks.cases import Case, load, scaled
+from benchmarks.by_turns import alone, middle
+from benchmarks.cases import load, scaled
 from benchmarks.claim import Row, finish
 from benchmarks.jax_reshard import claims
-from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES
+from benchmarks.jax_reshard.claims import DEFAULT, FEWEST_BYTES, MOST_DEVICES
 from xshard.formatting import format_bytes
 
-MOST_DEVICES = 64
 TIMED_DEVICES = 8
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much a run measures."""
-
-    stride: int  # through the cases
-    timed: tuple[tuple[int, int], ...]  # bytes of the timed arrays, and rounds
-    most_timed: int | None  # cases of a size
-    processes: int  # for each of them
-    calls: int  # to measure dispatch
-
-
-FULL = Extent(1, ((16 << 20, 15), (128 << 20, 7)), None, 3, 2000)
-QUICK = Extent(46, ((1 << 20, 3),), 1, 1, 50)  # four cases: one with partial sums, one in bfloat16
+# The stride through the cases; the bytes of timed arrays, with their rounds; the most timed cases of a size,
+# and the processes for each; the calls that measure dispatch.
+FULL = 1, ((16 << 20, 15), (128 << 20, 7)), None, 3, 2000
+QUICK = 46, ((1 << 20, 3),), 1, 1, 50  # four cases: one with partial sums, one in bfloat16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("jax_reshard", __doc__, quick="a few cases, one small timing").parse_args(
-        arguments
-    )
+    quick = "a few cases, one small timing"
+    options = record.options("jax_reshard", __doc__, quick=quick).parse_args(arguments)
     # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
     os.environ.setdefault("PJRT_NPROC", str(MOST_DEVICES))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
-    rows, dispatch = measure(QUICK if options.quick else FULL)
+    rows, dispatch = measure(*(QUICK if options.quick else FULL))
     judged, title = claims.judge(**rows, dispatch=dispatch), "The JAX bridge and XLA's own reshard"
     return finish(options, title, judged, "jax", "jaxlib", rows=rows, dispatch=dispatch)
 
 
-def measure(extent: Extent) -> tuple[dict[str, list[Row]], Row]:
+def measure(
+    stride: int, sizes: Sequence[tuple[int, int]], most_timed: int | None, processes: int, calls: int
+) -> tuple[dict[str, list[Row]], Row]:
     """The rows of dispatch, and of every case that JAX can express: even, on at most 64 devices."""
-    # These import JAX, which reads its environment first.
-    from benchmarks.jax_reshard import measures
-    from benchmarks.jax_reshard.programs import Move, addable
+    from benchmarks.jax_reshard import measures  # imports JAX, which reads its environment first
+    from benchmarks.jax_reshard.measures import Move, addable
 
-    measures.configure(MOST_DEVICES)
-    cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][:: extent.stride]
+    measures.configure(MOST_DEVICES, x64=True)  # some cases have dtype float64
+    cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][::stride]
     compiled = [
-        measures.compiled([Move(addable(case), profile) for profile in (FEWEST_BYTES, DEFAULT)])
-        for case in record.shown(cases, "compiling")
+        measures.compiled([Move(addable(c), profile) for profile in (FEWEST_BYTES, DEFAULT)])
+        for c in record.shown(cases, "compiling")
     ]
     timed = []
-    for size, rounds in extent.timed:
+    for size, rounds in sizes:
         large = [scaled(c, size) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
         distinct = {(c.src, c.dst, c.mesh, c.shape, c.dtype): c for c in large if c.is_even}
-        chosen = [*distinct.values()][: extent.most_timed]
-        for case in record.shown(chosen, f"timing at {format_bytes(size)}"):
-            row = timed_alone(case, rounds, extent.processes)
+        for case in record.shown([*distinct.values()][:most_timed], f"timing at {format_bytes(size)}"):
+            row = middle([alone(measures.timed, case, rounds) for _ in range(processes)])
             # One program timed twice differs by as much: in doubt, the middle of more processes counts.
-            doubtful = row["faster"] < claims.LEAST and extent.processes > 1
-            timed.append(timed_alone(case, rounds, 3 * extent.processes) if doubtful else row)
-    return {"compiled": compiled, "timed": timed}, measures.dispatch(extent.calls)
-
-
-def timed_alone(case: Case, rounds: int, processes: int) -> Row:
-    """A case's times in the middle one of several new processes."""
-    from benchmarks.jax_reshard import measures  # imports JAX, which reads its environment first
-
-    rows = []
-    for _ in range(processes):
-        with ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=measures.configure, initargs=(MOST_DEVICES,)
-        ) as process:
-            rows.append(process.submit(measures.timed, case, rounds).result())
-    return sorted(rows, key=itemgetter("faster"))[processes // 2]
+            if row["faster"] < claims.LEAST and processes > 1:
+                row = middle([alone(measures.timed, case, rounds) for _ in range(3 * processes)])
+            timed.append(row)
+    return {"compiled": compiled, "timed": timed}, measures.dispatch(calls)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,16 @@ program, the same under a memory limit. XLA:CPU makes an all-reduce and a slice 
 reduce-scatter: half of these bytes count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
 from benchmarks.claim import Claim, Row, mean, none_of, worst
 from xshard.formatting import format_bytes
 
-Ratio = Callable[[Row], float]
 # The profiles planned for: received bytes and memory are compared in a plan for the fewest bytes, run time in
 # a plan for this machine, everything else in the plan that users get.
 FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
+MOST_DEVICES = 64
 LEAST = 0.9  # our program is at least so many times as fast as XLA's
 # Of temporary memory: tables of indices, and the 64 bytes that XLA rounds every buffer up to.
 SLACK_BYTES = 4096
@@ -40,18 +38,19 @@ def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple
     moving = [row for row in compiled if _xla_bytes(row)]
     silent = [row for row in compiled if not _xla_bytes(row) and _within_memory(row)["received_bytes"]]
     n, larger = len(compiled), [row for row in compiled if holds_more(row["ours"][DEFAULT], row["xla"])]
+    compile_s = [(r["case"], r["ours"][DEFAULT]["compile_s"] / r["xla"]["compile_s"]) for r in compiled]
     faster = [(f"{row['case']} of {format_bytes(row['bytes'])}", row["faster"]) for row in timed]
     return (
         none_of(UNPLANNED, _breaking(compiled, _is_not_as_planned), n),
-        mean("received bytes / XLA's: geometric mean", _named(moving, _bytes_ratio), 0.60),
-        worst("received bytes / XLA's: worst", _named([*moving, *silent], _bytes_ratio), 1.00),
+        mean("received bytes / XLA's: geometric mean", _bytes_ratios(moving), 0.60),
+        worst("received bytes / XLA's: worst", _bytes_ratios([*moving, *silent]), 1.00),
         none_of(MORE_MEMORY, _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])), n),
         none_of(
             OVER_LIMIT,
             _breaking(larger, lambda row: holds_more(row["ours"][within(DEFAULT)], row["xla"])),
             len(larger),
         ),
-        mean("seconds to compile / XLA's: geometric mean", _named(compiled, _compile_ratio), 1.5),
+        mean("seconds to compile / XLA's: geometric mean", compile_s, 1.5),
         mean("XLA's run time / ours: geometric mean", faster, 1.5, at_least=True),
         worst("XLA's run time / ours: worst", faster, LEAST, at_least=True),
         Claim("host time of a cached reshard / of a cached jit", dispatch["ratio"], 1.5, False, 1),
@@ -70,9 +69,9 @@ def _within_memory(row: Row) -> Row:
     return row["ours"][FEWEST_BYTES] if asked is None else asked
 
 
-def _bytes_ratio(row: Row) -> float:
-    theirs = _xla_bytes(row)
-    return _within_memory(row)["received_bytes"] / theirs if theirs else math.inf
+def _bytes_ratios(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    pairs = [(row["case"], _within_memory(row)["received_bytes"], _xla_bytes(row)) for row in rows]
+    return [(case, ours / theirs if theirs else math.inf) for case, ours, theirs in pairs]
 
 
 def _is_not_as_planned(row: Row) -> bool:
@@ -80,14 +79,6 @@ def _is_not_as_planned(row: Row) -> bool:
         (ours["received_bytes"], ours["counts"]) != (ours["plan_bytes"], ours["plan_counts"])
         for ours in row["ours"].values()
     )
-
-
-def _compile_ratio(row: Row) -> float:
-    return row["ours"][DEFAULT]["compile_s"] / row["xla"]["compile_s"]
-
-
-def _named(rows: Sequence[Row], ratio: Ratio) -> list[tuple[str, float]]:
-    return [(row["case"], ratio(row)) for row in rows]
 
 
 def _breaking(rows: Sequence[Row], breaks: Callable[[Row], bool]) -> list[str]:

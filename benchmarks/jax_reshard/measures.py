@@ -1,35 +1,110 @@
-"""Exact figures of both compiled programs of a move, and the times of both, by turns."""
+"""A move as two programs on one sharded array: our plan, and XLA's partitioner on the shardings alone.
 
-from __future__ import annotations
+Their figures are exact; their times are taken by turns.
+"""
 
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
 
 import jax_bridge as xj
+import xshard as xs
 from benchmarks import by_turns
 from benchmarks.cases import Case
 from benchmarks.claim import Row
-from benchmarks.jax_reshard.claims import HOST, holds_more, within
-from benchmarks.jax_reshard.programs import Move
+from benchmarks.jax_devices import configure
+from benchmarks.jax_reshard.claims import HOST, MOST_DEVICES, holds_more, within
+from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.stored import ArrayMesh
+from jax_bridge.lower.schedule import rounds
+from jax_bridge.specs import to_named_sharding
 from jax_bridge.testing.stacked import collectives
+from xshard import dtypes
 from xshard.errors import PlanError
+from xshard.steps import Exchange
 
 COMPILES = 2  # the quicker one counts: the other was disturbed
+CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+# By the kind of a step.
+HLO_NAMES = {kind: kind.replace("_", "-") for kind in ("all_gather", "all_reduce", "all_to_all")}
+HLO_NAMES |= {"permute": "collective-permute", "reduce_scatter": "reduce-scatter"}
 
 
-def configure(devices: int) -> None:
-    """Make host devices; before JAX starts any."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_enable_x64", True)  # some cases have dtype float64
+@dataclass(frozen=True)
+class Move:
+    """A case, the profile of the machine that it is planned for, and its memory limit in bytes."""
+
+    case: Case
+    profile: str
+    memory_limit: int | None = None
+
+    @cached_property
+    def plan(self) -> xs.Plan:
+        return self.case.plan(xs.load_profile(self.profile), self.memory_limit)
+
+    @cached_property
+    def mesh(self) -> JaxMesh:
+        """The mesh; sums need Explicit axes."""
+        devices = np.array(jax.devices()[: self.case.mesh.n_devices]).reshape(self.case.mesh.sizes)
+        kind = AxisType.Explicit if self.case.is_partial else AxisType.Auto
+        return JaxMesh(devices, self.case.mesh.axes, axis_types=(kind,) * len(self.case.mesh.axes))
+
+    @cached_property
+    def source(self) -> NamedSharding:
+        return to_named_sharding(self.case.src, self.mesh)
+
+    @cached_property
+    def target(self) -> NamedSharding:
+        return to_named_sharding(self.case.dst, self.mesh)
+
+    def ours(self) -> Any:
+        """Our program, jitted and not yet traced."""
+        jax.clear_caches()
+        make_program.cache_clear()
+        mesh, dtype = ArrayMesh(self.mesh, self.mesh), np.dtype(self.case.dtype)
+        return make_program((self.plan,), mesh, (self.case.shape,), (dtype,), False, self.profile).run
+
+    def xla(self) -> Any:
+        """XLA's own program: `jax.reshard` for sums, else the identity between two shardings."""
+        if self.case.is_partial:
+            return jax.jit(lambda x: jax.reshard(x, self.target))
+        return jax.jit(lambda x: x, in_shardings=self.source, out_shardings=self.target)
+
+    @property
+    def carrier(self) -> str:
+        """The dtype that XLA moves as bits: it would widen 16-bit floats, on CPUs only."""
+        return self.case.dtype if self.case.is_partial else CARRIERS[dtypes.itemsize(self.case.dtype)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of collectives in the plan, by HLO's names."""
+        counts: Counter[str] = Counter()
+        for step, before, _ in self.plan.stages:
+            if isinstance(step, Exchange):
+                counts["collective-permute"] += len(rounds(step, before).sent)
+            elif step.kind in HLO_NAMES:
+                counts[HLO_NAMES[step.kind]] += 1
+        return dict(sorted(counts.items()))
+
+    def array(self) -> jax.Array:
+        """An array of ones, or of addends that are ones."""
+        ones = np.ones(self.plan.source.max_local_shape, self.case.dtype)
+        blocks = [jax.device_put(ones, device) for device in self.mesh.devices.flat]
+        return jax.make_array_from_single_device_arrays(self.case.shape, self.source, blocks)
+
+
+def addable(case: Case) -> Case:
+    """The case with a dtype in which XLA:CPU can add; narrower ones it widens."""
+    return replace(case, dtype="float32") if case.is_partial and dtypes.itemsize(case.dtype) < 4 else case
 
 
 def compiled(moves: Sequence[Move]) -> Row:
@@ -38,9 +113,8 @@ def compiled(moves: Sequence[Move]) -> Row:
     moves: the case planned for several machines; XLA's program is the same for all.
     """
     move = moves[0]
-    row = {key: value for key, value in _named(move).items() if key not in ("profile", "steps")}
     plan, mesh = move.plan, move.case.mesh
-    row |= {
+    row = move.case.facts() | {
         "source_elements": plan.source.max_local_size,
         "target_elements": plan.target.max_local_size,
         "ended_sums": mesh.size(*(a for a in plan.src.tagged("sum") if a not in plan.dst.tagged("sum"))),
@@ -79,27 +153,18 @@ def _ours(move: Move) -> Row:
     }
 
 
-def timed(case: Case, rounds: int) -> Row:
-    """Both programs on the same array, by turns; the median ratio of a round.
-
-    noise: the same ratio between XLA's program and itself.
-    """
+def timed(case: Case, turns: int) -> Row:
+    """Both programs on the same array; to be called in a new process, which gets host devices."""
+    configure(MOST_DEVICES, x64=True)
     move = Move(case, HOST)
-    x, xla = move.array(case.dtype), move.xla()
-
-    def call(program: Callable[[Any], Any]) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(program(x))
+    x, xla = move.array(), move.xla()
 
     with jax.set_mesh(move.mesh):
-        calls = {"ours": call(move.ours()), "xla": call(xla), "xla again": call(xla)}
-        ours, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
-    return _named(move) | {
-        "bytes": x.nbytes,
-        "ours_s": statistics.median(ours),
-        "xla_s": statistics.median(theirs),
-        "faster": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
-        "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
-    }
+        programs = {"ours": move.ours(), "xla": xla, "xla again": xla}
+        calls = {name: lambda p=p: jax.block_until_ready(p(x)) for name, p in programs.items()}
+        figures = by_turns.beside_xla(calls, turns)
+    steps = [step.kind for step in move.plan.steps]
+    return case.facts() | {"profile": HOST, "steps": steps, "bytes": x.nbytes} | figures
 
 
 def dispatch(calls: int) -> Row:
@@ -112,31 +177,16 @@ def dispatch(calls: int) -> Row:
     return {"reshard_s": ours, "jit_identity_s": plain, "ratio": ours / plain}
 
 
-def _named(move: Move) -> Row:
-    case = move.case
-    return {
-        "case": case.name,
-        "expression": f"{case.src} -> {case.dst}",
-        "mesh": dict(zip(case.mesh.axes, case.mesh.sizes, strict=True)),
-        "shape": case.shape,
-        "dtype": case.dtype,
-        "profile": move.profile,
-        "steps": [step.kind for step in move.plan.steps],
-    }
-
-
 def _figures(move: Move, program: Any, dtype: str, compiles: int = COMPILES) -> Row:
     array = jax.ShapeDtypeStruct(move.case.shape, dtype, sharding=move.source)
     lower_s, compile_s = [], []
     with jax.set_mesh(move.mesh):
         for _ in range(compiles):
-            fresh = program()
-            start = time.perf_counter()
-            lowered = fresh.lower(array)
-            lower_s.append(time.perf_counter() - start)
-            start = time.perf_counter()
+            fresh, start = program(), time.perf_counter()
+            lowered, between = fresh.lower(array), time.perf_counter()
             executable = lowered.compile()
-            compile_s.append(time.perf_counter() - start)
+            lower_s.append(between - start)
+            compile_s.append(time.perf_counter() - between)
     sent = tuple(collectives(executable.as_text(), move.case.mesh.n_devices))
     counts, memory = Counter(collective.op for collective in sent), executable.memory_analysis()
     received = sum((np.array(collective.received) for collective in sent), start=np.zeros(1, int))

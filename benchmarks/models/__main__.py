@@ -7,8 +7,6 @@ All have tensor, sequence and data parallelism, 2x2. Prints a table and writes a
 claim fails.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ parallelism over `tp` and cut the batch over `dp`; parameters are copies along `
 and gathered for use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +45,11 @@ INPUTS = {
 OUTPUTS = {"**.{self_attn,mlp}": "b s c | sum(tp) -> b s/tp c", "lm_head": "b s v/tp -> b s v"}
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-
-
 def _step(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
     def step(ids: Tensor) -> Tensor:
         model.zero_grad()
-        loss = loss_of(model(ids).logits, ids)
+        logits, following = model(ids).logits[:, :-1], ids[:, 1:]
+        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
         loss.backward()
         after()
         return loss.detach()
@@ -62,22 +57,16 @@ def _step(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
     return step
 
 
-def rules(model: nn.Module, mesh: DeviceMesh) -> Step:
+def rules(columns: str, rows: str, others: str, gathers: str | None = None) -> Callable[..., Step]:
+    """Parallel by these layouts of parameters."""
     parameters = {
-        "**.{q,k,v,gate,up}_proj.weight|lm_head.weight": "o/tp i",
-        "**.{o,down}_proj.weight": "o i/tp",
-        "**": "...",
+        "**.{q,k,v,gate,up}_proj.weight|lm_head.weight": columns,
+        "**.{o,down}_proj.weight": rows,
+        "**": others,
     }
-    return _step(xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS))
-
-
-def rules_gathered(model: nn.Module, mesh: DeviceMesh) -> Step:
-    parameters = {
-        "**.{q,k,v,gate,up}_proj.weight|lm_head.weight": "o/tp/dp i -> o/tp i",
-        "**.{o,down}_proj.weight": "o/dp i/tp -> o i/tp",
-        "**": "o/dp ... -> o ...",
-    }
-    return _step(xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS, gathers="model.layers.*"))
+    return lambda model, mesh: _step(
+        xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS, gathers=gathers)
+    )
 
 
 def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
@@ -155,8 +144,9 @@ def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
     return _step(model)
 
 
-COPIES = {"rules": rules, "by hand": by_hand}
-GATHERED = {"rules": rules_gathered, "DTensor": dtensor}
+COPIES = {"rules": rules("o/tp i", "o i/tp", "..."), "by hand": by_hand}
+STORED = "o/tp/dp i -> o/tp i", "o/dp i/tp -> o i/tp", "o/dp ... -> o ..."
+GATHERED = {"rules": rules(*STORED, gathers="model.layers.*"), "DTensor": dtensor}
 
 
 def steps(layers: int, tokens: int, rounds: int) -> dict[str, Figures]:

@@ -8,8 +8,6 @@ the blind plan for the same machine without nodes. It prints tables and writes a
 claim fails.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ All run on the same block, on every rank of two nodes with two ranks; of every t
 move at which ours seems slower is timed again with five times the turns, which count.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,9 +53,12 @@ def calibrated(bytes_per_s: float, rounds: int) -> Calibration:
 def rows(bytes_per_s: float, profile: xs.Profile, rounds: int, quick: bool) -> list[Row]:
     """A row per move. On every rank."""
     placement_types.shard_dim_alltoall = all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
-    side = 64 * round((bytes_per_s * MOVE_S / 4) ** 0.5 / 64)
-    moves = dict(list(MOVES.items())[: 2 if quick else None])
-    return [_row(name, text, (2 * side, 2 * side), profile, rounds) for name, text in moves.items()]
+    moves = list(MOVES.items())[: 2 if quick else None]
+    return [_row(name, text, _shape(bytes_per_s), profile, rounds) for name, text in moves]
+
+
+def _shape(bytes_per_s: float) -> tuple[int, int]:
+    return (128 * round((bytes_per_s * MOVE_S / 4) ** 0.5 / 64),) * 2
 
 
 def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, rounds: int) -> Row:
@@ -117,13 +118,11 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
     # XLA's permutations send before they receive: a device does not have the port to itself, as in torch.
     profile = replace(profile, across=replace(profile.across, topology="switch"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(MESH.sizes), MESH.axes)
-    side, rows = 64 * round((bytes_per_s * MOVE_S / 4) ** 0.5 / 64), list[Row]()
-    texts = {name: text for name, text in MOVES.items() if "sum" not in text}
-    for name, text in list(texts.items())[: 2 if quick else None]:
-        src, dst = (
-            jax.NamedSharding(mesh, xj.specs.to_partition_spec(layout)) for layout in parse_expression(text)
-        )
-        x = jax.jit(lambda: jnp.ones((2 * side, 2 * side)), out_shardings=src)()
+    shape, rows = _shape(bytes_per_s), list[Row]()
+    texts = [(name, text) for name, text in MOVES.items() if "sum" not in text]
+    for name, text in texts[: 2 if quick else None]:
+        src, dst = (xj.specs.to_named_sharding(layout, mesh) for layout in parse_expression(text))
+        x = jax.jit(lambda: jnp.ones(shape), out_shardings=src)()
         theirs = jax.jit(lambda x: x + 0, out_shardings=dst)
         ways = {
             OURS: lambda: jax.block_until_ready(xj.reshard(x, text, profile=profile)),  # noqa: B023
@@ -133,5 +132,5 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
         times = by_turns.seconds(ways, rounds, warm_up=1, before=meet)
         slowest = multihost_utils.process_allgather(np.array(list(times.values()))).max(0)
         seconds = {way: statistics.median(turns) for way, turns in zip(times, slowest.tolist(), strict=True)}
-        rows.append({"case": name, "expression": text, "shape": (2 * side, 2 * side), "seconds": seconds})
+        rows.append({"case": name, "expression": text, "shape": shape, "seconds": seconds})
     return rows

@@ -8,36 +8,42 @@ Prints a table, writes a JSON file and a plot. Exit status 1 if a claim of `plan
 that break it are named.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from benchmarks import record
-from benchmarks.cases import Case, load
-from benchmarks.claim import Row
+from benchmarks.cases import load
 from benchmarks.planner import claims, measures, report, timing
 from benchmarks.planner.peers import collect
 
 QUICK_STRIDE = 12  # a quick run takes every twelfth case
-
-Sets = dict[str, tuple[Case, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     sets = {which: load(which)[:: QUICK_STRIDE if options.quick else 1] for which in ("public", "scaled")}
     # Times come first: live peers load torch and JAX into this process.
-    speed = measure_speed(sets["public"])
-    rows = {which: measure_plans(which, cases) for which, cases in sets.items()}
-    peers = ask_peers(sets, live=options.live)
+    h100 = measures.profiles()["h100"]
+    speed = {
+        "cached_s": timing.cached_s(sets["public"][::10], h100),
+        "large_mesh_s": timing.large_mesh_s(h100),
+    }
+    rows, peers = {}, {}
+    for which, cases in sets.items():
+        cold = [timing.cold_s(case, h100) for case in record.shown(cases, f"planning time, {which}")]
+        rows[which] = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
+        for row, seconds in zip(rows[which], cold, strict=True):
+            row["cold_s"] = seconds
+    for which, cases in sets.items():  # peers have plans for the scaled set and for the public partial sums
+        asked = [case for case in cases if which == "scaled" or case.is_partial]
+        peers[which] = collect.answers(which, record.shown(asked, f"peers, {which}"), live=options.live)
+        for row, case in zip(rows[which], cases, strict=True):
+            answers = peers[which].get(case.name, {})
+            row["peers"] = {name: measures.peer_facts(case, answer) for name, answer in answers.items()}
     if options.save_peers:
         collect.save(peers)
-    for which, cases in sets.items():
-        for row, case in zip(rows[which], cases, strict=True):
-            measures.add_peers(row, case, peers[which].get(case.name, {}))
     judged = claims.judge(rows["public"], rows["scaled"], speed, quick=options.quick)
     report.print_table(judged)
     about = record.about(
@@ -71,29 +77,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags += ["--quick"] * options.quick + ["--save-peers"] * options.save_peers
     options.command = " ".join(["python -m benchmarks.planner", *flags])
     return options
-
-
-def measure_speed(public: Sequence[Case]) -> Row:
-    """Planning times in seconds, cached and on a large mesh, for the default profile."""
-    profile = measures.profiles()["h100"]
-    return {"cached_s": timing.cached_s(public[::10], profile), "large_mesh_s": timing.large_mesh_s(profile)}
-
-
-def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:
-    """Our plans for a set of cases, and the seconds to find each."""
-    profile = measures.profiles()["h100"]
-    cold = [timing.cold_s(case, profile) for case in record.shown(cases, f"planning time, {which}")]
-    rows = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
-    return [{**row, "cold_s": seconds} for row, seconds in zip(rows, cold, strict=True)]
-
-
-def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collect.Answer]]]:
-    """The peers' answers by set, case and peer, for the scaled set and the public partial sums."""
-    asked = {**sets, "public": tuple(case for case in sets["public"] if case.is_partial)}
-    return {
-        which: collect.answers(which, record.shown(cases, f"peers, {which}"), live=live)
-        for which, cases in asked.items()
-    }
 
 
 if __name__ == "__main__":

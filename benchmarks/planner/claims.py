@@ -1,7 +1,5 @@
 """The claims about the planner, judged on measured rows. A run fails for a claim, but not for an aim."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,18 +1,15 @@
 """The rows of cases: our plans on every machine, the bounds, and the peers' plans."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import xshard as xs
 from benchmarks.cases import Case
 from benchmarks.claim import Row
-from benchmarks.planner import bounds, values
+from benchmarks.planner import values
 from benchmarks.planner.peers.base import NODE_DEVICES, PeerPlan
 from benchmarks.planner.peers.collect import Answer
-from benchmarks.planner.traffic import plan_flow
+from benchmarks.planner.traffic import node_elements, plan_flow, total_elements
 from xshard import Link, dtypes
 
 UNLIMITED = 1e15  # bytes per second
@@ -38,28 +35,27 @@ def profiles() -> dict[str, xs.Profile]:
 
 def case_row(case: Case) -> Row:
     """Our plans for a case."""
+    itemsize = dtypes.itemsize(case.dtype)
     plans = {name: case.plan(profile) for name, profile in profiles().items()}
     row = {
         "case": case.name,
         "mesh": str(case.mesh),
         "shape": list(case.shape),
         "dtype": case.dtype,
-        "move": f"{case.src} -> {case.dst}",
+        "move": case.expression,
         "even": case.is_even,
         "partial": case.is_partial,
         "plans": {name: _plan_facts(plan) for name, plan in plans.items()},
     }
     if case.is_partial:
-        bound = bounds.total_elements(case) * dtypes.itemsize(case.dtype)
-        row |= {"total_bound_bytes": bound}
-    elif case.mesh.n_devices > NODE_DEVICES:
-        row["nodes"] = _node_facts(case, {name: plans[name] for name in ("h100", "network")})
+        row["total_bound_bytes"] = total_elements(case) * itemsize
+    elif case.mesh.n_devices > NODE_DEVICES:  # bytes that cross nodes, summed over the nodes
+        crossing = {name: plan_flow(plans[name], NODE_DEVICES).nodes.sum() for name in ("h100", "network")}
+        row["nodes"] = {
+            "bound_bytes": int(node_elements(*case.shardings, NODE_DEVICES).sum()) * itemsize,
+            "crossing_bytes": {name: float(n) * itemsize for name, n in crossing.items()},
+        }
     return row
-
-
-def add_peers(row: Row, case: Case, answers: Mapping[str, Answer]) -> None:
-    """Add the peers' numbers to the row of a case."""
-    row["peers"] = {name: _peer_facts(case, answer) for name, answer in answers.items()}
 
 
 def _plan_facts(plan: xs.Plan) -> Row:
@@ -76,18 +72,8 @@ def _plan_facts(plan: xs.Plan) -> Row:
     }
 
 
-def _node_facts(case: Case, plans: Mapping[str, xs.Plan]) -> Row:
-    """Bytes that cross nodes, summed over the nodes."""
-    itemsize = dtypes.itemsize(case.dtype)
-    return {
-        "bound_bytes": int(bounds.node_elements(case, NODE_DEVICES).sum()) * itemsize,
-        "crossing_bytes": {
-            name: float(plan_flow(plan, NODE_DEVICES).nodes.sum()) * itemsize for name, plan in plans.items()
-        },
-    }
-
-
-def _peer_facts(case: Case, answer: Answer) -> Row:
+def peer_facts(case: Case, answer: Answer) -> Row:
+    """A peer's plan for a case."""
     facts: Row = {"source": answer.source, "received_bytes": answer.received_bytes(case)}
     if answer.reason:
         facts["reason"] = answer.reason

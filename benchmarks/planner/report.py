@@ -1,7 +1,5 @@
 """A run of the planner's benchmark as a table on the terminal, and as a plot."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

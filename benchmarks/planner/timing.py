@@ -3,8 +3,6 @@
 Planning is one thread's work, so processor time is measured: other processes do not count.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys
@@ -33,26 +31,23 @@ LARGE_MOVES = (
 
 def cold_s(case: Case, profile: xs.Profile) -> float:
     """Seconds to plan a case with every cache of the package empty."""
-    return quickest(lambda: case.plan(profile), before=clear_caches)
+    return quickest(lambda: case.plan(profile))
 
 
 def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
     """Seconds to get a plan again, the median of the cases; layouts are given as text."""
-    return look_up_s(((f"{c.src} -> {c.dst}", c.mesh, c.shape, c.dtype), {"profile": profile}) for c in cases)
+    return look_up_s(((c.expression, c.mesh, c.shape, c.dtype), {"profile": profile}) for c in cases)
 
 
 def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
     """Seconds to plan even layouts on LARGE_MESH, cold, by expression."""
     return {
-        move: quickest(
-            lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile),
-            before=clear_caches,
-        )
+        move: quickest(lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile))
         for move in LARGE_MOVES
     }
 
 
-def clear_caches() -> None:
+def _clear_caches() -> None:
     """Empty every `lru_cache` of the package."""
     for name, module in list(sys.modules.items()):
         if name == "xshard" or name.startswith("xshard."):
@@ -73,11 +68,11 @@ def look_up_s(calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> float:
     return statistics.median(seconds)
 
 
-def quickest(work: Callable[[], object], before: Callable[[], object]) -> float:
-    """Processor seconds of the quickest of some calls. before: runs before each, not timed."""
+def quickest(work: Callable[[], object]) -> float:
+    """Processor seconds of the quickest of some calls, each with every cache of the package empty."""
     seconds = []
     for _ in range(REPEATS):
-        before()
+        _clear_caches()
         gc.collect()
         start = time.process_time()
         work()

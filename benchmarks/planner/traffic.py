@@ -1,22 +1,24 @@
 """Elements that devices and nodes receive in a step, counted from its messages and not from its price.
 
-Collectives are taken to be
-hierarchical, as the steps' traffic functions document them: elements that several members of a group need
-in one node enter it once, and elements that they send leave it reduced. The boxes of an exchange, the pieces
-of an all-to-all and permuted blocks differ from receiver to receiver: each is counted.
+Collectives are taken to be hierarchical, as the steps' traffic functions document them: elements that several
+members of a group need in one node enter it once, and elements that they send leave it reduced. Boxes of an
+exchange, pieces of an all-to-all and permuted blocks differ from receiver to receiver: each is counted.
+
+At the end are lower bounds for any plan, beside the one that every plan has (`Plan.bytes_lower_bound`).
 """
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
+from benchmarks.cases import Case
+from xshard.cost import bounds
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Step
 from xshard.steps.base import axes_of
 from xshard.steps.exchange.messages import messages_to
@@ -35,15 +37,11 @@ class Flow:
 
 def plan_flow(plan: xs.Plan, node_devices: int) -> Flow:
     """A plan's steps together, on nodes of `node_devices` consecutive devices."""
-    return _flow([(stage.step, stage.before) for stage in plan.stages], plan.mesh, node_devices)
+    return flow_of([(stage.step, stage.before) for stage in plan.stages], plan.mesh, node_devices)
 
 
-def step_flow(step: Step, before: xs.Sharding, node_devices: int) -> Flow:
-    """One step from a sharding in normal form."""
-    return _flow([(step, before)], before.mesh, node_devices)
-
-
-def _flow(steps: Sequence[tuple[Step, xs.Sharding]], mesh: xs.Mesh, node_devices: int) -> Flow:
+def flow_of(steps: Sequence[tuple[Step, xs.Sharding]], mesh: xs.Mesh, node_devices: int) -> Flow:
+    """Steps together, each with the sharding before it, in normal form."""
     flow = Flow(np.zeros(mesh.n_devices), np.zeros(-(-mesh.n_devices // node_devices)))
     for step, before in steps:
         if count := _COUNTS.get(type(step)):
@@ -129,3 +127,46 @@ _COUNTS: dict[type[Step], Callable[..., None]] = {
     Permute: _permuted,
     Exchange: _exchanged,
 }
+
+
+def total_elements(case: Case) -> int:
+    """Elements that all devices together must receive."""
+    return bounds.total_elements(*(each.with_layout(each.normal) for each in case.shardings))
+
+
+def node_elements(src: xs.Sharding, dst: xs.Sharding, node_devices: int) -> NDArray[np.int64]:
+    """Elements that must enter every node, because its devices need them and do not have them.
+
+    For contiguous cuts without partial sums. The array is cut into cells wherever a block begins or ends: the
+    elements of a cell move together.
+    """
+    marks, needed, n = [_marks(d, (src, dst)) for d in range(len(src.shape))], [], src.mesh.n_devices
+    for first in range(0, n, node_devices):
+        devices = range(first, min(first + node_devices, n))
+        have, want = (_covered(marks, sharding, devices) for sharding in (src, dst))
+        elements = (want & ~have).astype(np.int64)
+        for along in reversed(marks):
+            elements = elements @ np.diff(along)
+        needed.append(int(elements))
+    return np.array(needed)
+
+
+def _marks(dim: int, shardings: Sequence[xs.Sharding]) -> NDArray[np.int64]:
+    runs = itertools.chain.from_iterable(held for s in shardings for held in s.holders(dim))
+    return np.unique([mark for run in runs for mark in (run.start, run.start + run.length)])
+
+
+def _covered(
+    marks: Sequence[NDArray[np.int64]], sharding: xs.Sharding, devices: Iterable[int]
+) -> NDArray[np.bool_]:
+    """The cells that the devices hold together."""
+    covered = np.zeros([len(along) - 1 for along in marks], bool)
+    for device in devices:
+        held = [sharding.held(d, device) for d in range(len(marks))]
+        if all(held):
+            box = (
+                slice(*np.searchsorted(along, (runs[0].start, runs[0].start + runs[0].length)))
+                for along, runs in zip(marks, held, strict=True)
+            )
+            covered[tuple(box)] = True
+    return covered

@@ -3,8 +3,6 @@
 The small shape is as divisible as the steps need; uneven lengths keep their remainder.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -28,25 +26,17 @@ def scaled_down(plan: xs.Plan) -> xs.Plan:
     """The same steps for a small array. Raises PlanError if no small shape takes them."""
     if math.prod(plan.shape) <= SMALL_ELEMENTS:
         return plan
+    passed = [plan.source, plan.target, *(stage.after for stage in plan.stages)]
+    sizes = [[s.mesh.size(*dim.axes) for dim in s.layout.dims] for s in passed]
+    parts = [math.lcm(*column) for column in zip(*sizes, strict=True)]  # every layout on the way has these
     error: xs.XshardError | None = None
     for rows in ROWS:
-        shape = tuple(_small(n, parts, rows) for n, parts in zip(plan.shape, _parts(plan), strict=True))
+        shape = (min(n, rows * p + n % p) for n, p in zip(plan.shape, parts, strict=True))
         try:
-            return replace(plan, shape=shape)
+            return replace(plan, shape=tuple(shape))
         except xs.XshardError as failed:
             error = failed
     raise xs.errors.PlanError(f"no small shape for the steps of {plan.src} -> {plan.dst}: {error}")
-
-
-def _parts(plan: xs.Plan) -> list[int]:
-    """Per dim, a number of parts that every layout on the way divides into."""
-    passed = [plan.source, plan.target, *(stage.after for stage in plan.stages)]
-    sizes = [[s.mesh.size(*dim.axes) for dim in s.layout.dims] for s in passed]
-    return [math.lcm(*column) for column in zip(*sizes, strict=True)]
-
-
-def _small(length: int, parts: int, rows: int) -> int:
-    return min(length, rows * parts + length % parts)
 
 
 @lru_cache(maxsize=4096)

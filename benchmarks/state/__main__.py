@@ -7,8 +7,6 @@ Files lie in the page cache, and are removed afterwards. All ways are timed by t
 tables and writes a JSON file. Exit status 1 if a claim fails.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys
@@ -36,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quick = "4 MiB in files, half a MiB between nodes"
     options = record.options("state", __doc__, quick=quick).parse_args(arguments)
     scale, sent, rounds = (16, live.QUICK_SCALE, 2) if options.quick else (1, live.SCALE, 7)
-    loads, transfers = _loads(scale, rounds), _transfers(sent, min(rounds, 3))
+    loads = _loads(scale, rounds)
+    with nodes(live.NODES, ranks=live.PER_NODE, rate=live.RATE) as cluster:
+        transfers = cluster.run_torch(live.rows, sent, min(rounds, 3), timeout_s=HANG_S)[0]
     for title, rows in (("Loads", loads), ("Between nodes", transfers)):
         record.console().print(record.table(title, HEADS, _lines(rows), n_left=2))
     libraries, facts = ("torch", "jax", "orbax-checkpoint", "safetensors"), {"rate": live.RATE}
-    files = {"loads": loads, "transfers": transfers}
-    judged = judge(loads, transfers)
+    files, judged = {"loads": loads, "transfers": transfers}, judge(loads, transfers)
     return finish(options, "Weights", judged, *libraries, rows=files, **facts, load=os.getloadavg())
 
 
@@ -61,16 +60,9 @@ def _alone(package: str, devices: int, function: str, *arguments: Any) -> Row:
     """The row of a function in a new process, which has no memory left from others."""
     process = Process(BACKENDS[package].environment(devices))
     try:
-        row: Row = process.ask(function, *arguments, timeout_s=HANG_S)
-        return row
+        return process.ask(function, *arguments, timeout_s=HANG_S)
     finally:
         process.end()
-
-
-def _transfers(scale: int, rounds: int) -> list[Row]:
-    with nodes(live.NODES, ranks=live.PER_NODE, rate=live.RATE) as cluster:
-        rows: list[Row] = cluster.run_torch(live.rows, scale, rounds, timeout_s=HANG_S)[0]
-        return rows
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:

@@ -1,10 +1,9 @@
 """The claims about loads and transfers. Two times are compared by the median of each turn's ratio."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 
+from benchmarks.by_turns import ratio
 from benchmarks.claim import Claim, Row, none_of, worst
 from benchmarks.state import weights
 
@@ -45,4 +44,4 @@ def to_floor(seconds: Mapping[str, Sequence[float]]) -> float:
 
 def faster(seconds: Mapping[str, Sequence[float]], way: str) -> float:
     """The time of another way over ours."""
-    return statistics.median(a / b for a, b in zip(seconds[way], seconds[weights.OURS], strict=True))
+    return ratio(seconds, way, weights.OURS)

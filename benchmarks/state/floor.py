@@ -1,7 +1,5 @@
 """The floor of a load, which has to read the bytes and copy them to new memory; and the memory it takes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import threading

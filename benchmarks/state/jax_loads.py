@@ -3,8 +3,6 @@
 All ways give arrays under the same shardings. Runs in a process of its own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

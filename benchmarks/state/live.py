@@ -3,20 +3,15 @@
 Every way starts from the same DTensors; bytes are counted on the link of the busiest node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, placement_types
 
@@ -24,6 +19,7 @@ import torch_bridge as xt
 import xshard as xs
 from benchmarks import by_turns
 from benchmarks.claim import Row
+from benchmarks.planner.traffic import node_elements
 from benchmarks.state import weights
 from benchmarks.state.torch_loads import as_dtensor
 from benchmarks.state.weights import DTENSOR, EXCHANGING, OURS, STATE_DICT
@@ -70,39 +66,33 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
         across[way] = torch.tensor(_received() - before)
         dist.all_reduce(across[way], dist.ReduceOp.MAX)
         assert all(torch.equal(_local(received[key]), _local(x)) for key, x in expected.items()), way
-    nodes = [range(i, i + PER_NODE) for i in range(0, n, PER_NODE)]
+    lacking = sum(node_elements(src[key], dst[key], PER_NODE) for key in src)
     return {
         "case": name,
-        "bound_bytes": max(
-            4 * sum(weights.lacking(src[key], dst[key], node) for key in src) for node in nodes
-        ),
+        "bound_bytes": 4 * int(lacking.max()),
         "across_bytes": {way: int(n_bytes) for way, n_bytes in across.items()},
         "seconds": by_turns.slowest(ways, rounds, warm_up=0),
     }
 
 
 def _exchanging(call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What DTensor does on GPUs: on CPUs it gathers, though gloo has an all-to-all."""
-    own = placement_types.shard_dim_alltoall
-    placement_types.shard_dim_alltoall = all_to_all
-    try:
+    """The call as DTensor makes it on GPUs: on CPUs it gathers, though gloo has an all-to-all."""
+    with mock.patch.object(placement_types, "shard_dim_alltoall", all_to_all):
         return call()
-    finally:
-        placement_types.shard_dim_alltoall = own
 
 
 def _by_state_dict(tree: dict[str, DTensor], dst: dict[str, xs.Sharding], mesh: Any) -> dict[str, Tensor]:
     """Gathered on rank 0, and broadcast from there."""
     blocks = {key: as_dtensor(torch.empty(x.local_shape(dist.get_rank())), x, mesh) for key, x in dst.items()}
-    trainer, server = _model(tree), _model(blocks)
-    full = get_model_state_dict(trainer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(server, full, options=options)
+    trainer, server = (
+        nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in each.values())
+        for each in (tree, blocks)
+    )
+    gather = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    broadcast = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full = state_dict.get_model_state_dict(trainer, options=gather)
+    state_dict.set_model_state_dict(server, full, options=broadcast)
     return {key: x.to_local() for key, x in zip(tree, server.parameters(), strict=True)}
-
-
-def _model(tree: dict[str, DTensor]) -> nn.Module:
-    return nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in tree.values())
 
 
 def _local(x: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 All ways give the same blocks in new memory.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,10 @@
 """The weights: shapes and layouts of a Llama, and which elements lie on which node."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from xshard import Layout, Mesh, Sharding
 from xshard.rules import Rules
@@ -69,12 +65,3 @@ def slices(folder: Path, framework: str) -> Iterator[tuple[str, Any]]:
             if file not in files:
                 files[file] = opened.enter_context(safe_open(file, framework))
             yield name, files[file].get_slice(name)
-
-
-def lacking(src: Sharding, dst: Sharding, node: Iterable[int]) -> int:
-    """Elements that devices of a node need, and none of them has: each has to come to the node once."""
-    on, needed = (np.zeros(src.shape, bool) for _ in range(2))
-    for device in node:
-        on[index_of(src, device)] = True
-        needed[index_of(dst, device)] = True
-    return int((needed & ~on).sum())

@@ -7,8 +7,6 @@ Prints a table and writes a JSON file. Every time is taken by turns with its pee
 of `torch_redistribute.claims` fails; the cases that break it are named.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ One function per step, for even cuts into contiguous pieces with axes in mesh or
 step has no such form here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

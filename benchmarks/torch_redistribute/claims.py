@@ -1,7 +1,5 @@
 """The claims about the torch bridge beside DTensor, collectives by hand and a plain copy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.claim import Claim, Row, mean, worst

@@ -1,7 +1,5 @@
 """Host time and memory of a call on a fake process group: nothing is sent, and no rank waits."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,20 +93,16 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage(), before)
+        before, after = (
+            {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(x) if isinstance(t, Tensor)}
+            for x in ((args, kwargs), result)
+        )
+        for key in after.keys() - before.keys() - self._known:
+            self._known.add(key)
+            self.live += after[key].nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(after[key], self._released, key, after[key].nbytes())
         return result
-
-    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or key in before:
-            return
-        self._known.add(key)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._released, key, nbytes)
 
     def _released(self, key: int, nbytes: int) -> None:
         self._known.discard(key)

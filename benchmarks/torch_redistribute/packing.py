@@ -4,11 +4,10 @@ On a GPU if there is one, else on the CPU; nothing is sent. Packing is compared 
 contiguous memory and of rows in pieces, as a cut through the columns makes them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,17 +37,12 @@ def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _keep_memory()
     with nobody():
-        return [
-            row
-            for nbytes in sizes
-            for name, text in MOVES.items()
-            for row in _rows(name, text, nbytes, device, rounds)
-        ]
+        return [row for n, name in product(sizes, MOVES) for row in _rows(name, n, device, rounds)]
 
 
-def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def _rows(name: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     rows = nbytes * MESH.n_devices // (2 * COLUMNS)
-    plan = xs.plan(text, MESH, (rows, COLUMNS), "bfloat16")
+    plan = xs.plan(MOVES[name], MESH, (rows, COLUMNS), "bfloat16")
     (packed,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective))
     block = torch.ones(plan.source.local_shape(1), dtype=torch.bfloat16, device=device)
     messages = packed.sent.pack(block)
@@ -61,12 +55,18 @@ def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) 
         "pack": lambda: packed.sent.pack(block),
         "unpack": lambda: packed.unpack(block, arrived),
     }
-    times = by_turns.seconds(
-        {name: _finished(way, device) for name, way in ways.items()},
-        rounds,
-        warm_up=2,
-        before=lambda: _wait(device),
-    )
+
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def finished(way: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            way()
+            wait()
+
+        return call
+
+    calls = {name: finished(way) for name, way in ways.items()}
+    times = by_turns.seconds(calls, rounds, warm_up=2, before=wait)
     whole, in_pieces = (statistics.median(times[way]) / block.nbytes for way in ("copy", "copy of pieces"))
     # A view takes no time; a few small edges take less than the clock resolves.
     return [
@@ -91,16 +91,3 @@ def _keep_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def _finished(way: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    def call() -> None:
-        way()
-        _wait(device)
-
-    return call
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

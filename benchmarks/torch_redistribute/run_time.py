@@ -4,8 +4,6 @@ A round lasts from the start of its first rank to the end of its last; two ways 
 ratio of a round.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_bridge as xt
 import xshard as xs
+from benchmarks.by_turns import ratio
 from benchmarks.cases import Case
 from benchmarks.claim import Row
 from benchmarks.torch_calls import on_ranks
@@ -74,20 +73,11 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[Span]]]) -> Row:
         way: [_seconds(spans) for spans in zip(*(rank[way] for rank in by_rank), strict=True)]
         for way in by_rank[0]
     }
-
-    def ratio(way: str, to: str) -> float:
-        return statistics.median(b / a for a, b in zip(times[to], times[way], strict=True))
-
-    return {
-        "case": case.name,
-        "expression": f"{case.src} -> {case.dst}",
-        "mesh": dict(zip(case.mesh.axes, case.mesh.sizes, strict=True)),
-        "shape": case.shape,
-        "dtype": case.dtype,
+    return case.facts() | {
         "bytes": torch.Size(case.shape).numel() * getattr(torch, case.dtype).itemsize,
         "seconds": {way: statistics.median(seconds) for way, seconds in times.items()},
-        "faster_than": {way: ratio(way, OURS) for way in (DTENSOR, BY_HAND) if way in times},
-        "noise": ratio(AGAIN, BY_HAND) if BY_HAND in times else None,
+        "faster_than": {way: ratio(times, way, OURS) for way in (DTENSOR, BY_HAND) if way in times},
+        "noise": ratio(times, AGAIN, BY_HAND) if BY_HAND in times else None,
     }
 
 
@@ -109,7 +99,7 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     first = case.mesh.index(dist.get_rank(), case.src.axes)
     values = torch.arange(float(torch.Size(local).numel())).view(local) % 13 + first
     block = values.to(getattr(torch, case.dtype))
-    text = f"{case.src} -> {case.dst}"
+    text = case.expression
     plan, part = MoveCall(text, mesh, case.shape, profile).plan((local, block.dtype, block.device))
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
     hand_written = by_hand.sequence(plan, part)
@@ -153,8 +143,7 @@ def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list
     slowest = torch.tensor(max(span.end - span.start for span in first))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
     calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
-    spans: dict[str, list[Span]] = {way: [] for way in ways}
-    names = list(ways)
+    names, spans = list(ways), {way: list[Span]() for way in ways}
     for turn in range(rounds):
         # Each way comes first in its turn: the one before leaves traces in caches and memory.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):

@@ -3,8 +3,6 @@
 The task: the next character, from up to 512 before it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

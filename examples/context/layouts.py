@@ -3,8 +3,6 @@
 One mesh axis, `cp`, cuts the sequence. b: batch, s: sequence, h: heads, e: width of a head, c: channels.
 """
 
-from __future__ import annotations
-
 from xshard import Mesh
 from xshard.nn.windows import Frame, interval_frame
 from xshard.notation.parser import Dim, Shard

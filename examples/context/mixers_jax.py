@@ -3,8 +3,6 @@
 Blocks have one shape on all devices: if heads or channels do not divide, some are padding, and zero.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -3,8 +3,6 @@
 They take blocks, some rows of a sequence, and return as many. Expressions say what moves between devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,8 +58,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Ten
     """Causal attention; every device gathers all keys and values for the queries of its own rows.
 
     It looks at no key after the last that a run of its rows may see. In a zigzag all devices look at equally
-    many.
-    Shapes as in `ulysses_attention`.
+    many. Shapes as in `ulysses_attention`.
     """
     (batch, _, n_heads, width), n_kv = q.shape, k.shape[2]
     shape = (batch, context.length, n_kv, width)

@@ -3,8 +3,6 @@
 The same model as in with_torch.py, and the same strings. The functions that shard_map runs see some rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

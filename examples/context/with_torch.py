@@ -5,8 +5,6 @@
 The model is the same both times. On a single device a block is the whole array, and nothing moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

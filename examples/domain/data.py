@@ -4,8 +4,6 @@ The task: a photograph is to come out of a noisy copy of itself. `DOMAIN_COLUMNS
 environment takes the first 160 columns of the photographs, for a quicker run.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

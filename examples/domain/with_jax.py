@@ -4,8 +4,6 @@ The same network as in with_torch.py. Inside shard_map a `Sharded` is one device
 Every layer reads the sharding and returns the one of its result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

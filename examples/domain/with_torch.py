@@ -5,8 +5,6 @@
 `UNet` is an ordinary model that knows no mesh. `domain_parallel` makes it a sharded one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Windows of English text, and the first weights of every run, in numpy and float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """One block in JAX, on a device's blocks in `shard_map`, from characters to a loss."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """One block in torch, on a process's blocks, from characters to a loss."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

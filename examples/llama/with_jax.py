@@ -1,7 +1,5 @@
 """The block trained in JAX, on the devices of this process."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

@@ -1,7 +1,5 @@
 """The block trained in torch, on the processes of a world."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -19,12 +17,9 @@ from xshard import reference
 
 def train(schemes: Sequence[Scheme], steps: int) -> list[Run]:
     """One training run per scheme, on one process per device."""
-    by_rank = xt.testing.run_ranks(schemes[0].mesh.n_devices, _train_all, schemes, steps)
+    n = schemes[0].mesh.n_devices
+    by_rank = xt.testing.run_ranks(n, lambda: [_train(scheme, steps) for scheme in schemes])
     return [_whole(scheme, runs) for scheme, runs in zip(schemes, zip(*by_rank, strict=True), strict=True)]
-
-
-def _train_all(schemes: Sequence[Scheme], steps: int) -> list[Run]:
-    return [_train(scheme, steps) for scheme in schemes]
 
 
 def _train(scheme: Scheme, steps: int) -> Run:
@@ -54,9 +49,8 @@ def _whole(scheme: Scheme, runs: Sequence[Run]) -> Run:
     """One run, with the gradients of all processes put together."""
 
     def gathered(name: str, shape: tuple[int, ...]) -> Array:
-        return reference.gather(
-            [run.gradients[name] for run in runs], scheme.stored(name), scheme.mesh, shape
-        )
+        blocks = [run.gradients[name] for run in runs]
+        return reference.gather(blocks, scheme.stored(name), scheme.mesh, shape)
 
     gradients = {name: gathered(name, value.shape) for name, value in initial_weights().items()}
     return runs[0]._replace(gradients=gradients, received_bytes=max(run.received_bytes for run in runs))

@@ -6,8 +6,6 @@ The model is from `with_torch`, the attention from `with_jax`; neither was writt
 pass from one to the other without a copy, and gradients pass back to torch's weights.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 

@@ -4,8 +4,6 @@ The same model as in with_torch.py, and the same strings. The functions that sha
 the block of one device; `redistribute` brings it from one layout to another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,12 +6,11 @@ The model is the same both times. Only two functions differ: `place` gives this 
 `move` brings a block from one layout to another. On a single device a block is the whole array.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
@@ -60,27 +59,18 @@ def mean_loss(weights: Weights, images: Tensor, labels: Tensor, move: Move, atte
     return move(F.cross_entropy(logits(weights, images, move, attend), labels), shardings.LOSS)
 
 
-@torch.no_grad()
-def update(weights: Weights, momenta: Weights) -> None:
-    """One step of SGD with momentum: element by element, so blocks need nothing from each other."""
-    for name, weight in weights.items():
-        momenta[name].mul_(MOMENTUM).add_(weight.grad)
-        weight.sub_(LEARNING_RATE * momenta[name])
-        weight.grad = None
-
-
 def train(steps: int, place: Place, move: Move, attend: Attention = attention) -> Iterator[dict[str, float]]:
     """Train on the shared batches from the shared start; yield each loss, then the accuracy."""
     train_set, test_set = digits()
     weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
-    momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for weight in weights.values():
-        weight.requires_grad_()
+    # It works element by element, so blocks need nothing from each other.
+    optimiser = torch.optim.SGD([w.requires_grad_() for w in weights.values()], LEARNING_RATE, MOMENTUM)
     for batch in batches(train_set, steps):
         images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
         loss = mean_loss(weights, images, labels, move, attend)
+        optimiser.zero_grad()
         loss.backward()
-        update(weights, momenta)
+        optimiser.step()
         yield {"loss": loss.item()}
     with torch.no_grad():
         scores = logits(weights, place(test_set.images, shardings.IMAGES), move, attend)

@@ -1,12 +1,9 @@
 """Mistakes that a port may have, each in one of the two functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import jax_bridge as xj
@@ -37,10 +34,7 @@ def bias_before_scatter(weights: with_jax.Weights, x: jax.Array) -> jax.Array:
 def other_gelu(weights: with_torch.Weights, x: Tensor, mesh: Mesh) -> Tensor:
     """torch's default GELU is exact, JAX's is the approximation by tanh."""
     w = {name: xt.redistribute(value, TO_COPIES[name], mesh) for name, value in weights.items()}
-    x = with_torch.attend(w, x, mesh)
-    tokens = xt.redistribute(with_torch.norm(x, w["norm2"]), GATHER, mesh)
-    hidden = F.gelu(tokens @ w["up"] + w["up_bias"])
-    return x + xt.redistribute(hidden @ w["down"], SCATTER, mesh) + w["down_bias"]
+    return with_torch.layers(w, x, mesh, gelu="none")
 
 
 def norm_without_copies(weights: with_torch.Weights, x: Tensor, mesh: Mesh) -> Tensor:

@@ -4,8 +4,6 @@ Two mesh axes. `tp` cuts heads and the width of the feed-forward; between those 
 sequence, so that norms and residuals work on different tokens (sequence parallelism). `dp` cuts the batch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 MESHES = "dp=1,tp=4; dp=2,tp=2"

@@ -1,7 +1,5 @@
 """The port to JAX, on one device's blocks, for `shard_map`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

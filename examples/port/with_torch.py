@@ -1,7 +1,5 @@
 """The block in torch, on one device's blocks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -19,11 +17,11 @@ def block(weights: Weights, x: Tensor, mesh: Mesh) -> Tensor:
     return layers(w, x, mesh)
 
 
-def layers(w: Weights, x: Tensor, mesh: Mesh) -> Tensor:
+def layers(w: Weights, x: Tensor, mesh: Mesh, gelu: str = "tanh") -> Tensor:
     """The block, on each device's copies of the weights."""
     x = attend(w, x, mesh)
     tokens = xt.redistribute(norm(x, w["norm2"]), GATHER, mesh)
-    hidden = F.gelu(tokens @ w["up"] + w["up_bias"], approximate="tanh")
+    hidden = F.gelu(tokens @ w["up"] + w["up_bias"], approximate=gelu)
     return x + xt.redistribute(hidden @ w["down"], SCATTER, mesh) + w["down_bias"]
 
 

@@ -4,8 +4,6 @@ A rank of the trainer keeps a quarter of every weight (FSDP) and gathers them fo
 server cuts the hidden layer (tensor parallelism).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The newest version that all ranks have answers, since they get it at different moments.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

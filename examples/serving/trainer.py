@@ -1,7 +1,5 @@
 """The trainer: `python -m serving.trainer PORT LAST FIRST KILL` publishes versions from four ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

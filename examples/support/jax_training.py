@@ -1,7 +1,5 @@
 """SGD with momentum in JAX, on devices' blocks inside `shard_map`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable
 
 import jax

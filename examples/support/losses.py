@@ -1,7 +1,5 @@
 """The losses of runs that should be equal: how far they are apart, as a table, and as an exit status."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

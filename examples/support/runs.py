@@ -4,8 +4,6 @@ JAX fixes its number of devices when it starts and torch forks its ranks, so nei
 draws the progress bar. A run prints one line of JSON per step, and one at the end.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

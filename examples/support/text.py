@@ -1,7 +1,5 @@
 """English text: the help that Python ships, in numbers, and windows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pydoc_data.topics import topics

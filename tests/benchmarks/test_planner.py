@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import xshard as xs
 from benchmarks import cases
-from benchmarks.planner import bounds, claims, traffic, values
+from benchmarks.planner import claims, traffic, values
 from benchmarks.planner.peers import collect, gspmd
 from tests.benchmarks.helpers import quick_run, recorded
 from xshard.layout.layout import parse_expression
@@ -38,7 +39,7 @@ def test_bytes_are_counted_as_they_are_priced() -> None:
     for case in cases.load("public")[::7]:
         plan = case.plan(xs.load_profile("h100"))
         for stage, price in zip(plan.stages, plan.prices, strict=True):
-            busiest = traffic.step_flow(stage.step, stage.before, 8).devices.max()
+            busiest = traffic.flow_of([(stage.step, stage.before)], plan.mesh, 8).devices.max()
             assert abs(busiest * plan.itemsize - price.received_bytes) < plan.itemsize, (
                 case.name,
                 stage.step,
@@ -68,7 +69,7 @@ def test_bytes_that_cross_nodes(before: str, step: Step, crossing: int) -> None:
     """64 rows (of 2, where there is a second dim) on two nodes of eight."""
     layout = xs.Layout.parse(before)
     sharding = xs.Sharding(layout, xs.Mesh(node=2, gpu=8), (64, 2)[: len(layout.dims)])
-    assert traffic.step_flow(step, sharding, 8).nodes.sum() == crossing
+    assert traffic.flow_of([(step, sharding)], sharding.mesh, 8).nodes.sum() == crossing
 
 
 NODES, SQUARE = xs.Mesh(node=2, gpu=8), xs.Mesh(a=2, b=2)
@@ -95,8 +96,8 @@ NODES, SQUARE = xs.Mesh(node=2, gpu=8), xs.Mesh(a=2, b=2)
 def test_bytes_that_must_cross_nodes_or_move(mesh: xs.Mesh, move: str, bound: int) -> None:
     """64 rows on two nodes; 8 rows, also as partial sums, on four devices."""
     case = cases.Case("made up", mesh, (64 if mesh == NODES else 8,), "float32", *parse_expression(move))
-    found = bounds.node_elements(case, 8).sum() if mesh == NODES else bounds.total_elements(case)
-    assert found == bound
+    must = traffic.node_elements(*case.shardings, 8) if mesh == NODES else traffic.total_elements(case)
+    assert np.sum(must) == bound
 
 
 def test_wrong_values_are_seen() -> None:

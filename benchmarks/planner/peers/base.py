@@ -1,8 +1,8 @@
 """A peer's plan as steps of ours, so that one model prices both.
 
-Shardy splits axes: its plans use a refined mesh with the same
-devices. A peer's operation that is several of our steps (a gather along two dims) has the price of these
-steps in the best order, or of one step: one launch, one copy of the result.
+Shardy splits axes: its plans use a refined mesh with the same devices. A peer's operation that is several of
+our steps (a gather along two dims) has the price of these in the best order, or of one: one launch, one copy
+of the result.
 """
 
 from __future__ import annotations

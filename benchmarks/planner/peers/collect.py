@@ -1,10 +1,8 @@
 """Every peer's plan for a case: asked live if the peer is installed, else as recorded.
 
-Whole plans are recorded (by a live run with `--save-peers`); for
-cases without one, there are the bytes of the baselines that came with the cases.
+Whole plans are recorded (by a live run with `--save-peers`); for cases without one, there are the bytes of
+the baselines that came with the cases.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -28,27 +26,27 @@ BASELINES = {"public": "reshard_baselines.json", "scaled": "reshard_large_baseli
 
 @dataclass(frozen=True)
 class Peer:
-    """A planner: how to ask it, its installed version, its name in the baselines."""
+    """A planner: its name in the baselines, how to ask it, and its package."""
 
     title: str
     baseline: str
     find_plan: Callable[[Case], PeerPlan | HloPlan | None]
-    version: Callable[[], str]
+    package: str
 
     @property
-    def is_installed(self) -> bool:
+    def version(self) -> str | None:
+        """The installed version, or None."""
         try:
-            self.version()
+            return f"{self.package} {metadata.version(self.package)}"
         except metadata.PackageNotFoundError:
-            return False
-        return True
+            return None
 
 
 PEERS = {
-    "shardy": Peer("Shardy", "shardy", shardy.find_plan, shardy.version),
-    "dtensor_greedy": Peer("DTensor greedy", "dt_greedy", dtensor.greedy, dtensor.version),
-    "dtensor_dijkstra": Peer("DTensor Dijkstra", "dt_mincost", dtensor.dijkstra, dtensor.version),
-    "gspmd": Peer("GSPMD", "gspmd", gspmd.find_plan, gspmd.version),
+    "shardy": Peer("Shardy", "shardy", shardy.find_plan, "jaxlib"),
+    "dtensor_greedy": Peer("DTensor greedy", "dt_greedy", dtensor.greedy, "torch"),
+    "dtensor_dijkstra": Peer("DTensor Dijkstra", "dt_mincost", dtensor.dijkstra, "torch"),
+    "gspmd": Peer("GSPMD", "gspmd", gspmd.find_plan, "jax"),
 }
 
 
@@ -75,8 +73,8 @@ def answers(which: str, cases: Iterable[Case], *, live: bool) -> dict[str, dict[
 
 def versions(*, live: bool) -> dict[str, str]:
     """The versions that made the peers' plans, by peer."""
-    installed = {name: peer.version() for name, peer in PEERS.items() if live and peer.is_installed}
-    return {**_recorded()["versions"], **installed}
+    installed = {name: peer.version for name, peer in PEERS.items() if live and peer.version}
+    return {**_data(PLANS)["versions"], **installed}
 
 
 def save(found: Mapping[str, Mapping[str, Mapping[str, Answer]]]) -> None:
@@ -95,14 +93,14 @@ def save(found: Mapping[str, Mapping[str, Mapping[str, Answer]]]) -> None:
 
 def _answer(which: str, case: Case, name: str, *, live: bool) -> Answer:
     try:
-        answer = _live(case, name) if live and PEERS[name].is_installed else _recorded_plan(which, case, name)
+        answer = _live(case, name) if live and PEERS[name].version else _recorded_plan(which, case, name)
         if answer.plan is not None:
             answer.plan.seconds(case, xs.load_profile("bandwidth"))  # its steps must lead to the destination
             return answer
         reason = answer.reason
     except (NotConvertibleError, xs.XshardError) as error:
         reason = f"{type(error).__name__}: {error}"
-    entry = _baselines(which).get(case.name, {}).get(PEERS[name].baseline, {})
+    entry = _data(BASELINES[which]).get(case.name, {}).get(PEERS[name].baseline, {})
     if entry.get("vol_elems") is None:
         return Answer("none", reason=reason)
     return Answer(
@@ -116,18 +114,13 @@ def _live(case: Case, name: str) -> Answer:
 
 
 def _recorded_plan(which: str, case: Case, name: str) -> Answer:
-    data = _recorded().get(which, {}).get(case.name, {}).get(name)
+    data = _data(PLANS).get(which, {}).get(case.name, {}).get(name)
     if data is None:
         return Answer("none")
     kind = HloPlan if name == "gspmd" else PeerPlan
     return Answer("recorded plan", kind.from_dict(data))
 
 
-@lru_cache(maxsize=1)
-def _recorded() -> dict[str, Any]:
-    return json.loads((DATA / PLANS).read_text())
-
-
-@lru_cache(maxsize=2)
-def _baselines(which: str) -> dict[str, Any]:
-    return json.loads((DATA / BASELINES[which]).read_text())
+@lru_cache(maxsize=3)
+def _data(file: str) -> dict[str, Any]:
+    return json.loads((DATA / file).read_text())

@@ -4,8 +4,6 @@ DTensor's own functions make the plan, for GPUs in hosts of eight and with all f
 fused collectives need.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -14,8 +12,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import xshard as xs
 from benchmarks.cases import Case, is_in_order
@@ -24,11 +22,6 @@ from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan, Spot
 HOST_DEVICES = 8
 LARGEST_GROUP = 1024  # ranks of the fake process group: more than any case has
 MAX_DIJKSTRA_AXES = 5  # beyond, one search takes minutes
-
-
-def version() -> str:
-    """Raises PackageNotFoundError if it is not installed."""
-    return f"torch {metadata.version('torch')}"
 
 
 def greedy(case: Case) -> PeerPlan | None:
@@ -118,14 +111,10 @@ def _hosts() -> Iterator[None]:
     """Let hosts have eight devices: DTensor's cost model asks the device type, and a CPU says one."""
     from torch.distributed.tensor import _collective_utils as utils
 
-    asked = utils._mesh_resources.num_devices_per_host
-    utils._mesh_resources.num_devices_per_host = lambda device_type: HOST_DEVICES
     utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    try:
+    with mock.patch.object(utils._mesh_resources, "num_devices_per_host", return_value=HOST_DEVICES):
         yield
-    finally:
-        utils._mesh_resources.num_devices_per_host = asked
-        utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def device_mesh(mesh: xs.Mesh) -> Any:

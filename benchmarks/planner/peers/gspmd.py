@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -88,11 +87,6 @@ class HloPlan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HloPlan:
         return cls(tuple(Collective(**c) for c in data["collectives"]), data["copied"], data["plan_s"])
-
-
-def version() -> str:
-    """Raises PackageNotFoundError if it is not installed."""
-    return f"jax {metadata.version('jax')}"
 
 
 def find_plan(case: Case) -> HloPlan | None:

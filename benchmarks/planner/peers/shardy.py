@@ -1,11 +1,8 @@
 """Shardy's reshard pass, as it ships in jaxlib; it runs without devices."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence
-from importlib import metadata
 
 import xshard as xs
 from benchmarks.cases import Case
@@ -20,11 +17,6 @@ KINDS = {
 }
 
 Subs = tuple[tuple[SubAxis, ...], ...]  # per dim, the sub-axes that cut it
-
-
-def version() -> str:
-    """Raises PackageNotFoundError if it is not installed."""
-    return f"jaxlib {metadata.version('jaxlib')}"
 
 
 def find_plan(case: Case) -> PeerPlan | None:
