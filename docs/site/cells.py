@@ -1,7 +1,7 @@
 """Cells of code, run as a notebook runs them.
 
-Decides how a cell is run and how its outputs stand on a page. All cells run in one kernel, which starts with
-the first of them; a page begins without the names of the page before.
+Runs each cell and lays out its outputs on the page. All cells run in one kernel, which starts with the first of
+them; a page begins without the names of the page before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stop() -> None:
 
 @functools.cache
 def _kernel() -> tuple[Any, Any]:
-    folder = tempfile.mkdtemp(prefix="xshard-site-")  # of this user alone: nobody else can listen
+    folder = tempfile.mkdtemp(prefix="xshard-site-")  # of this user alone: no other user can listen
     manager = KernelManager(transport="ipc", ip=str(Path(folder) / "kernel"))
     manager.start_kernel()
     client = manager.client()

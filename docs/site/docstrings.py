@@ -1,7 +1,7 @@
 """Docstrings as pages show them: their examples are code.
 
-Decides where an example begins and ends, and marks where an argument is explained. The prose of docstrings is
-markdown already.
+Finds the beginning and the end of each example, and marks the arguments that a docstring explains. The prose of
+docstrings is markdown already.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ class Examples(griffe.Extension):
             return
         prose, mark, rest = obj.docstring.value.partition(">>> ")
         if isinstance(obj, griffe.Function) and (names := "|".join(p.name for p in obj.parameters)):
-            # As in "src, dst: the ends. dtype: of both", which explains three arguments.
+            # As in "src, dst: the layouts. dtype: the dtype of both", which explains three arguments.
             prose = re.sub(rf"(?<![\w`.\"])({names})(?=(?:, \w+)*:\s)", r"**`\1`**", prose)
         obj.docstring.value = EXAMPLE.sub(lambda found: f"\n```pycon\n{found[0]}\n```\n", prose + mark + rest)

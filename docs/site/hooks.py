@@ -1,6 +1,6 @@
-"""What the site has beyond the documents: cells with what they show, notebooks, a page for every public name.
+"""Adds to the site's documents the outputs of cells, notebooks, and a page for every public name.
 
-Decides which files of the repository are pages too, and where their links lead.
+It also names the files of the repository that are pages too, and mends their links.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ API = (
     "jax_bridge.specs",
     "jax_bridge.torch_interop",
 )
-# A block of code that is a cell: what it prints and shows stands below it.
+# A block of code that is a cell; its outputs stand below it.
 CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 TABLE_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
