@@ -49,7 +49,7 @@ def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # both programs meet here
     started = []
 
-    def start(program: str, *arguments: int) -> subprocess.Popen[str]:
+    def start(program: str, *arguments: int) -> subprocess.Popen:
         command = [sys.executable, "-m", f"serving.{program}", *map(str, (store.port, last, *arguments))]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES))
         return started[-1]
