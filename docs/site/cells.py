@@ -1,7 +1,7 @@
 """Cells of code, run as a notebook runs them.
 
-Runs each cell and lays out its outputs on the page. All cells run in one kernel, which starts with the first of
-them; a page begins without the names of the page before.
+Runs each cell and lays out its outputs on the page. All cells run in one kernel, which starts with the first;
+a page begins without the names of the page before.
 """
 
 from __future__ import annotations

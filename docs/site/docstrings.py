@@ -1,7 +1,7 @@
 """Docstrings as pages show them: their examples are code.
 
-Finds the beginning and the end of each example, and marks the arguments that a docstring explains. The prose of
-docstrings is markdown already.
+Finds the beginning and the end of each example, and marks the arguments that a docstring explains. The prose
+of docstrings is markdown already.
 """
 
 from __future__ import annotations
