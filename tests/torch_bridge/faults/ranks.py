@@ -253,3 +253,5 @@ def take_part_on_node(folder: Path, width: int, timeout_s: float) -> None:
         store = dist.TCPStore(socket.gethostname(), int((folder / f"port{node}").read_text()))
     enter(number, store, timeout_s)
     take_part(folder, number, meeting, width, timeout_s)
+    dist.destroy_process_group()  # what torchrun's ranks do at the end waits for nobody who is lost
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

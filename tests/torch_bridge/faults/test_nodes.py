@@ -15,7 +15,7 @@ from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
 TIMEOUT_S = 5.0
 LONG_S = 120.0
-WIDTH = 20_000  # a block is 0.6 MB, which takes half a second at this rate, alone: all take a minute
+WIDTH = 10_000  # a block is 0.3 MB, which takes a quarter of a second at this rate, alone: all take long
 RATE = "10mbit"
 LEFT = (2, 3, 6, 7)  # where the first node is killed: half of the world, and the server
 
