@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -51,6 +53,24 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float 
     timeout_s: guards against a hang, far above what any test takes.
     """
     return xt.testing.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+
+
+def in_ranks(n: int, launch: Callable[..., Any] = on_ranks) -> Callable[..., Callable[..., None]]:
+    """The test, run on `n` ranks; `launch=on_threads`: on threads."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def there(**arguments: object) -> None:
+            launch(n, _run_here, test.__module__, test.__name__, arguments)
+
+        there.here = test  # type: ignore[attr-defined]
+        return there
+
+    return decorated
+
+
+def _run_here(module: str, name: str, arguments: dict[str, object]) -> None:
+    getattr(importlib.import_module(module), name).here(**arguments)
 
 
 def on_threads(n: int, function: Callable[..., Any], *args: Any) -> None:
@@ -196,6 +216,23 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
     own = [x.clone(memory_format=torch.contiguous_format) for x in (found, expected)]
     raw = [x.view(-1).view(torch.uint8) for x in own]
     return (found.dtype, found.shape) == (expected.dtype, expected.shape) and torch.equal(*raw)
+
+
+def assert_refused(
+    *cases: tuple[Callable[[], Any], str], is_alike: bool = True, is_whole: bool = False
+) -> None:
+    """Each call raises `Class: message`, ... for what the text leaves out, and its end unless it is whole.
+
+    is_alike: the same on all ranks.
+    """
+    matches = re.fullmatch if is_whole else re.match
+    said = [": ".join(error_of(call)) for call, _ in cases]
+    for text, (_, words) in zip(said, cases, strict=True):
+        assert matches(".*".join(map(re.escape, words.split("..."))), text, re.DOTALL), text
+    if dist.is_initialized():
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, said)
+        assert not is_alike or all(each == said for each in everywhere), everywhere
 
 
 def still_connected() -> bool:

@@ -12,17 +12,14 @@ from torch import Tensor
 
 import torch_bridge as xt
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import assert_refused, in_ranks
 from torch_bridge.testing.byte_counter import Meter
 from xshard.nn.attention import METHODS
 
 
+@in_ranks(4)
 def test_every_order_way_and_mask_is_that_of_one_device() -> None:
     """Values and the gradients of queries, keys and values; every order meets three masks."""
-    on_ranks(4, _orders)
-
-
-def _orders() -> None:
     for i, (name, case) in enumerate(ORDERS.items()):
         for j, how in enumerate(METHODS):
             mask = MASKS[(i + 2 * j) % 5]
@@ -61,11 +58,8 @@ def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, documents: Any =
     return xt.nn.attention(*blocks, case.layout, case.mesh, **options, **asked)
 
 
+@in_ranks(4)
 def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
-    on_ranks(4, _others)
-
-
-def _others() -> None:
     case, mask = Case(ROW, "b s/cp h k", (4, 4)), Mask(True, 3)
     given = problem(case, mask)
     q, k, v, _ = [mine(case, x) for x in given[:4]]
@@ -91,23 +85,18 @@ def _others() -> None:
         xt.nn.attention(*whole, case.layout, ROW, documents=one_row, shape=case.shape),
         xt.nn.attention(*whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape),
     )
-    said = [
-        error_of(lambda: attended(case, mask, "rings", q, k, v))[1],
-        error_of(lambda: attended(case, Mask(window=0), "ring", q, k, v))[1],
-        error_of(lambda: xt.nn.attention(q, k, v, "b t/cp h k", ROW))[1],
-        error_of(lambda: xt.nn.attention(q, k, v, "b s h k/cp", ROW))[1],
-        error_of(lambda: xt.nn.attention(q[:, :4, :3], k[:, :4, :2], v[:, :4, :2], case.layout, ROW))[1],
-        error_of(lambda: attended(case, mask, "ring", q, k[:1], v[:1]))[1],
-        error_of(lambda: attended(case, mask, "ring", q, k.float(), v))[1],
-        error_of(lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q))[1],
-    ]
-    parts = [
-        "unknown how='rings'",
-        "window=0",
-        "no dim 's'",
-        "the width of heads is sharded",
-        "3 heads of queries, 2 of keys",
-    ]
-    parts += ["the block has shape (1,", "keys torch.float32", "a ring under torch.func"]
-    assert all(part in text for part, text in zip(parts, said, strict=True)), said
-    assert still_connected()
+    heads = [x[:, :4, :n] for x, n in ((q, 3), (k, 2), (v, 2))]
+    assert_refused(
+        (lambda: attended(case, mask, "rings", q, k, v), "XshardError: unknown how='rings'"),
+        (lambda: attended(case, Mask(window=0), "ring", q, k, v), "XshardError: window=0"),
+        (lambda: xt.nn.attention(q, k, v, "b t/cp h k", ROW), "NotationError: ...no dim 's'"),
+        (lambda: xt.nn.attention(q, k, v, "b s h k/cp", ROW), "NotationError: the width of heads is sharded"),
+        (lambda: xt.nn.attention(*heads, case.layout, ROW), "ShapeError: 3 heads of queries, 2 of keys"),
+        (lambda: attended(case, mask, "ring", q, k[:1], v[:1]), "ShapeError: ...the block has shape (1,"),
+        (lambda: attended(case, mask, "ring", q, k.float(), v), "DtypeError: ...keys torch.float32"),
+        (
+            lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q),
+            "XshardError: a ring under torch.func",
+        ),
+        is_alike=False,
+    )

@@ -1,9 +1,5 @@
-"""`dtensor.redistribute`: every transition, its values, its gradients and what it sends.
-
-The transitions, sizes and numbers of collectives are those of torch's own tests of
-`DTensor.redistribute`; what that refuses or gets wrong is here too. Blocks are compared with those of
-`distribute_tensor`. Long because the table follows torch's own, transition by transition.
-"""
+"""Moved DTensors: every transition, its values, gradients and what it sends, as in torch's own tests of
+`DTensor.redistribute`; what that refuses or gets wrong, too. Blocks are those of `distribute_tensor`."""
 
 from __future__ import annotations
 
@@ -23,15 +19,16 @@ from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_bridge as xt
-from tests.torch_bridge.helpers import RECENT, error_of, on_ranks, on_threads, still_connected
+import xshard as xs
+from tests.torch_bridge.helpers import RECENT, assert_refused, in_ranks, on_threads
 from torch_bridge.testing.byte_counter import Meter
-from xshard import errors
+from xshard.layout.layout import parse_expression
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")
 REDUCED = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
+    "avg": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -77,41 +74,39 @@ def assert_is(y: DTensor, whole: Tensor, placements: Placements, mesh: DeviceMes
     block = y.to_local().detach().clone()
     for at, placement in enumerate(placements):
         if isinstance(placement, Partial):
-            averaged = placement.reduce_op == "avg"
-            dist.all_reduce(
-                block, dist.ReduceOp.SUM if averaged else REDUCED[placement.reduce_op], mesh.get_group(at)
-            )
-            block = block / mesh.size(at) if averaged else block
+            dist.all_reduce(block, REDUCED[placement.reduce_op], mesh.get_group(at))
+            block = block / mesh.size(at) if placement == MEAN else block
     assert torch.equal(block, blocks_of(whole, mesh, replicated(placements)).to(block.dtype))
 
 
-def case(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placements) -> None:
+def case(
+    mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placements, expression: str = ""
+) -> None:
     """Values, and the gradient in every form it may come in, of the array and of its blocks."""
+
+    def moved(x: DTensor) -> DTensor:
+        return xt.redistribute(x, expression) if expression else xt.dtensor.redistribute(x, dst)
+
     whole, weight = whole_array(*shape), whole_array(*shape).flip(0) * 2
     x = dtensor(whole, mesh, src).requires_grad_()
     kept = x.to_local().detach().clone()
-    y = xt.dtensor.redistribute(x, dst)
+    y = moved(x)
     assert_is(y, whole, dst)
-    forms = [replicated(dst), [P] * mesh.ndim]
-    for form in forms:
+    for form in (replicated(dst), [P] * mesh.ndim):
         (gradient,) = torch.autograd.grad(y, x, dtensor(weight, mesh, form), retain_graph=True)
-        # Addends of a gradient stay addends where the input is a sum too.
-        expected = [
-            g if isinstance(of, Partial) and isinstance(g, Partial) else R if isinstance(of, Partial) else of
-            for of, g in zip(src, form, strict=True)
+        # Addends of a gradient stay addends where the input is a sum too, unless an expression asks for more.
+        stays = [
+            isinstance(of, Partial) and g == P and not expression for of, g in zip(src, form, strict=True)
         ]
-        assert_is(gradient, weight, expected)
+        assert_is(gradient, weight, [P if s else p for s, p in zip(stays, replicated(src), strict=True)])
     assert torch.equal(x.to_local(), kept)
 
     block = kept.clone().requires_grad_()
-    y = xt.dtensor.redistribute(dtensor(whole, mesh, src, block), dst)
-    y.backward(dtensor(weight, mesh, replicated(dst)))
+    moved(dtensor(whole, mesh, src, block)).backward(dtensor(weight, mesh, replicated(dst)))
     share = blocks_of(weight, mesh, replicated(src))
     for at, (placement, index) in enumerate(zip(src, mesh.get_coordinate(), strict=True)):
-        if placement == MEAN:
-            share = share / mesh.size(at)
-        if placement in (MAX, MIN):
-            share = share * (index == 0)  # which has the largest, or the smallest
+        share = share / mesh.size(at) if placement == MEAN else share
+        share = share * (index == 0) if placement in (MAX, MIN) else share  # who has the largest, or smallest
     assert torch.equal(block.grad, share)
 
 
@@ -126,7 +121,8 @@ def cases(
             raise
 
 
-def _one_axis() -> None:
+@in_ranks(4, on_threads)
+def test_every_transition_on_one_axis() -> None:
     mesh = init_device_mesh("cpu", (4,))
     everything = [[R], [S0], [S1], [P], [MEAN], [MAX], [MIN]]
     pairs = [*itertools.product(everything, everything)]
@@ -137,11 +133,8 @@ def _one_axis() -> None:
     cases(mesh, [(2, 8), (0, 3)], random.Random(0).sample(cut, 8))
 
 
-def test_every_transition_on_one_axis() -> None:
-    on_threads(4, _one_axis)
-
-
-def _two_axes() -> None:
+@in_ranks(4, on_threads)
+def test_every_transition_on_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     src = [*itertools.product((R, S0, S1, P, MEAN), repeat=2), (MAX, S0), (S1, MAX), (MIN, MIN), (R, MAX)]
     dst = [*itertools.product((R, S0, S1, P), repeat=2), (MEAN, S0), (MAX, R), (S1, MIN), (P, MEAN)]
@@ -150,11 +143,8 @@ def _two_axes() -> None:
     cases(mesh, [(5, 3), (9, 5), (1, 3)], random.Random(1).sample(pairs, 10))
 
 
-def test_every_transition_on_two_axes() -> None:
-    on_threads(4, _two_axes)
-
-
-def _three_axes() -> None:
+@in_ranks(8, on_threads)
+def test_transitions_on_three_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2))
     src, dst = (itertools.product(kinds, repeat=3) for kinds in ((R, S0, S1, P), (R, S0, S1)))
     pairs = [*itertools.product(src, dst)]
@@ -162,27 +152,19 @@ def _three_axes() -> None:
     cases(mesh, [(5, 9)], random.Random(2).sample(pairs, 8))
 
 
-def test_transitions_on_three_axes() -> None:
-    on_threads(8, _three_axes)
-
-
-def _orders() -> None:
-    """Cuts nested in another order than the mesh's, which DTensor writes as strided shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    inner_first = (_StridedShard(0, split_factor=2), S0)
-    for shape in ((8, 4), (7, 3), (3, 2)):
-        cases(mesh, [shape], [(inner_first, dst) for dst in ((S0, S0), (R, R), (S1, S0), (R, S0), (P, S1))])
-        cases(
-            mesh, [shape], [(src, inner_first) for src in ((S0, S0), (R, R), (S1, S0), (P, S0), inner_first)]
-        )
-
-
+@in_ranks(4, on_threads)
 def test_orders_of_cuts() -> None:
-    on_threads(4, _orders)
+    """Cuts nested in another order than the mesh's, which DTensor writes as strided shards."""
+    mesh, first = init_device_mesh("cpu", (2, 2)), (_StridedShard(0, split_factor=2), S0)
+    pairs = [(first, dst) for dst in ((S0, S0), (R, R), (S1, S0), (R, S0), (P, S1))]
+    pairs += [(src, first) for src in ((S0, S0), (R, R), (S1, S0), (P, S0), first)]
+    cases(mesh, [(8, 4), (7, 3), (3, 2)], pairs)
 
 
-def _flattened() -> None:
-    """Cuts of a dim that others were flattened into: strided shards that are no nesting."""
+@pytest.mark.skipif(not RECENT, reason="DTensor flattens cut dims since torch 2.13")
+@in_ranks(4, on_threads)
+def test_cuts_of_a_flattened_dim() -> None:
+    """Of others that were flattened into it: strided shards that are no nesting."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), set()
     for shape in ((2, 8, 3), (2, 7, 3), (4, 6, 2)):
         whole = whole_array(*shape)
@@ -205,17 +187,37 @@ def _flattened() -> None:
     assert_is(y, whole_array(16, 3), [R, _StridedShard(0, split_factor=4)])
 
 
-@pytest.mark.skipif(not RECENT, reason="DTensor flattens cut dims since torch 2.13")
-def test_cuts_of_a_flattened_dim() -> None:
-    on_threads(4, _flattened)
+@in_ranks(4, on_threads)
+def test_expressions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    linear = ("n/a d/b -> n/b d/a", "n/b/a d -> n d/a", "n d/b -> n/a d", "n/a d -> n d")
+    for text in (*linear, *(f"n d | {kind}(a) -> n/a d" for kind in ("sum", "mean", "max"))):
+        src, dst = (xt.dtensor.to_placements(end, mesh, (7, 6)) for end in parse_expression(text))
+        case(mesh, (7, 6), src, dst, text)
+    # Dims in another order, alone and with others; copies, which have addends as gradients, at either end.
+    whole, weight = whole_array(7, 6), whole_array(7, 6).flip(0)
+    turned = ("n/a d/b -> d/a n/b", "n/b d -> d n/b", "n/a d -> d n | copy(a)")
+    for text in (*turned, "n/a d -> n d | copy(a)", "n d/b | copy(a) -> n/a d/b"):
+        src, dst = parse_expression(text)
+        order = [src.names.index(name) for name in dst.names]
+        start, stop = (xt.dtensor.to_placements(end, mesh) for end in (src, dst))
+        x = dtensor(whole, mesh, start).requires_grad_()
+        y = xt.redistribute(x, text)
+        for z in (y, xt.redistribute([x.detach()] * 2, text)[0]):
+            assert_is(z, whole.permute(order), stop)
+        pulled, wanted = (
+            [P if axis in end.tagged("copy") else p for axis, p in zip("ab", placements, strict=True)]
+            for end, placements in ((dst, stop), (src, start))
+        )
+        arrives = dtensor(weight.permute(order).contiguous(), mesh, pulled)
+        assert_is(torch.autograd.grad(y, x, arrives)[0], weight, wanted)
 
 
-def _counts() -> None:
+@in_ranks(4)
+def test_how_much_is_sent() -> None:
     """How many collectives run forward and backward: as in torch's tests, or fewer."""
-    mesh = init_device_mesh("cpu", (4,))
-    grid = init_device_mesh("cpu", (2, 2))
+    mesh, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     inner_first: list[Placement] = [_StridedShard(0, split_factor=2), S0]
-    cases(grid, [(8, 4)], [(inner_first, (S0, S0)), ((S0, S0), inner_first)])
     table: list[tuple[DeviceMesh, tuple[int, ...], list[Placement], list[Placement], int, int]] = [
         (mesh, (12, 3), [S0], [R], 1, 0),
         (mesh, (13, 3), [S0], [R], 1, 0),
@@ -248,26 +250,18 @@ def _counts() -> None:
             y.backward(weight)
         found = len(forward.received), len(backward.received)
         assert found == (there, back), f"{src} -> {dst}: {found}, not {(there, back)}"
-    # A gradient of addends for a replicated input: one all-reduce.
-    x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
-    y = xt.dtensor.redistribute(x, [R])
-    with Meter() as backward:
-        y.to_local(grad_placements=[P]).sum().backward()
-    assert len(backward.received) == 1 and x.grad.placements == (R,)
-    assert torch.equal(x.grad.to_local(), torch.full((4, 2), 4.0, dtype=torch.float64))
-    # ... or none, where the sum may wait.
-    x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
-    y = xt.dtensor.redistribute(x, [R], grad_placements=[P])
-    with Meter() as backward:
-        y.to_local(grad_placements=[P]).sum().backward()
-    assert len(backward.received) == 0 and x.grad.placements == (P,)
+    # A gradient of addends for a replicated input: one all-reduce, or none where the sum may wait.
+    for placement, sent in ((R, 1), (P, 0)):
+        x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
+        y = xt.dtensor.redistribute(x, [R], grad_placements=[placement])
+        with Meter() as backward:
+            y.to_local(grad_placements=[P]).sum().backward()
+        assert len(backward.received) == sent
+        assert_is(x.grad, torch.full((4, 2), 4.0), [placement])
 
 
-def test_how_much_is_sent() -> None:
-    on_ranks(4, _counts)
-
-
-def _dtypes() -> None:
+@in_ranks(4)
+def test_dtypes() -> None:
     mesh = init_device_mesh("cpu", (4,))
     kinds = [None, torch.float32, torch.bfloat16]
     for forward, backward, src in itertools.product(kinds, kinds, ([R], [S0])):
@@ -293,11 +287,8 @@ def _dtypes() -> None:
         assert xt.dtensor.redistribute(y, [R]).to_local().float().equal(whole.float()) or dtype.is_complex
 
 
-def test_dtypes() -> None:
-    on_ranks(4, _dtypes)
-
-
-def _right_where_dtensor_is_not() -> None:
+@in_ranks(4)
+def test_right_where_dtensor_is_not() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     # A flattened mesh, after which torch 2.13 gathers [0, 1, 2, 0, 3] (pytorch#194457).
@@ -314,10 +305,6 @@ def _right_where_dtensor_is_not() -> None:
     assert mean.placements == (MEAN, R)
     xt.dtensor.redistribute(mean, [R, R]).backward()
     assert torch.equal(x.grad.full_tensor(), torch.full((8, 4), 1 / 32, dtype=torch.float64))
-    # ... and one that was put together of blocks: the blocks' gradient.
-    block = torch.ones(2, requires_grad=True)
-    xt.dtensor.redistribute(DTensor.from_local(block, mesh, [MEAN, R]), [R, R]).to_local().sum().backward()
-    assert block.grad.tolist() == [0.5, 0.5]
     # Equal winners share.
     block = torch.tensor([float(rank // 2), 1.0], requires_grad=True)
     xt.dtensor.redistribute(DTensor.from_local(block, mesh, [MAX, R]), [R, R]).to_local().sum().backward()
@@ -332,20 +319,13 @@ def _right_where_dtensor_is_not() -> None:
     assert_is(xt.dtensor.redistribute(x, [P, MEAN]), torch.full((4,), 8.0), [P, MEAN])
 
 
-def test_right_where_dtensor_is_not() -> None:
-    on_ranks(4, _right_where_dtensor_is_not)
-
-
-def _meshes() -> None:
+@in_ranks(4)
+def test_other_meshes_of_the_same_processes() -> None:
     rank = dist.get_rank()
     whole, weight = whole_array(8, 6), whole_array(8, 6).flip(1)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    line = init_device_mesh("cpu", (4,))
-    others = [
-        line,
-        DeviceMesh("cpu", [[3, 1], [0, 2]]),
-        DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("a",)),
-    ]
+    turned_line = DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("a",))
+    others = [init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[3, 1], [0, 2]]), turned_line]
     ends: dict[int, list[list[Placement]]] = {
         1: [[R], [S0], [S1], [P], [MEAN], [MAX]],
         2: [[R, R], [S0, S1], [S1, S1], [P, S0], [R, MEAN], [MAX, S0]],
@@ -361,20 +341,16 @@ def _meshes() -> None:
                 (gradient,) = torch.autograd.grad(y, x, dtensor(weight, there, replicated(stop)))
                 assert_is(gradient, weight, replicated(start), here)
     # A part of the world, where the rest need not call.
-    pair = DeviceMesh("cpu", [[3, 1]])
-    turned = DeviceMesh("cpu", [1, 3])
+    pair, turned = DeviceMesh("cpu", [[3, 1]]), DeviceMesh("cpu", [1, 3])
     if rank in (1, 3):
         x = dtensor(whole, pair, [R, S0])
         assert_is(xt.dtensor.redistribute(x, [S0], device_mesh=turned), whole, [S0], turned)
     # If it calls, nothing happens there, as in torch.
     part = DeviceMesh("cpu", [[1, 3]], mesh_dim_names=("a", "b"))
     x = distribute_tensor(whole, part, [R, S0], src_data_rank=None).requires_grad_()
-    moves: list[Callable[[], DTensor]] = [
-        lambda: xt.dtensor.redistribute(x, [R, S1], debug=True),
-        lambda: xt.redistribute(x, "n/b d -> n d/b", debug=True, check_replicated=True),
-    ]
-    for move in moves:
-        y, theirs = move(), x.redistribute(placements=[R, S1])
+    by_layouts = xt.redistribute(x, "n/b d -> n d/b", debug=True, check_replicated=True)
+    for y in (xt.dtensor.redistribute(x, [R, S1], debug=True), by_layouts):
+        theirs = x.redistribute(placements=[R, S1])
         assert y.placements == theirs.placements and torch.equal(y.to_local(), theirs.to_local())
         (gradient,) = torch.autograd.grad(y, x, y.detach())
         assert gradient.placements == x.placements and torch.equal(gradient.to_local(), x.to_local())
@@ -383,23 +359,18 @@ def _meshes() -> None:
     assert again == grid
     assert xt.dtensor.redistribute(dtensor(whole, again, [R, S0]), [S0, R]).device_mesh is again
     # Of other processes: refused on all that call.
-    kind, text = error_of(
-        lambda: xt.dtensor.redistribute(dtensor(whole, grid, [R, R]), [R], device_mesh=turned)
-    )
-    assert kind == "MeshError" and "are of different processes" in text
-    assert still_connected()
+    x = dtensor(whole, grid, [R, R])
+    refused = "MeshError: ...are of different processes"
+    assert_refused((lambda: xt.dtensor.redistribute(x, [R], device_mesh=turned), refused), is_alike=False)
 
 
-def test_other_meshes_of_the_same_processes() -> None:
-    on_ranks(4, _meshes)
-
-
-def _blocks_of_any_size() -> None:
+@in_ranks(4)
+def test_blocks_of_any_size() -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     whole, weight = whole_array(9, 4), whole_array(9, 4).flip(0)
     sizes = [2, 0, 4, 3]
     block = whole.split(sizes)[rank].clone().requires_grad_()
-    x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
+    x = dtensor(whole, mesh, [S0], block)
     for dst in ([R], [S0], [S1], [P]):
         y = xt.dtensor.redistribute(x, dst, src_layout="n/sizes(a,2,0,4,3) d")
         assert_is(y, whole, dst)
@@ -415,18 +386,13 @@ def _blocks_of_any_size() -> None:
     assert_is(x.grad, weight, [S1])
     back = xt.dtensor.redistribute(z, [R], src_layout="n/zigzag(a) d")
     assert torch.equal(back.to_local(), even)
-    block = whole.split(sizes)[rank]
-    x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
-    said = error_of(lambda: xt.dtensor.redistribute(x, [R], debug=True))
-    assert said[0] == "ShapeError" and "blocks of other sizes need src_layout=" in said[1]
-    assert still_connected()
+    x = dtensor(whole, mesh, [S0], whole.split(sizes)[rank])
+    refused = "ShapeError: ...blocks of other sizes need src_layout="
+    assert_refused((lambda: xt.dtensor.redistribute(x, [R], debug=True), refused), is_alike=False)
 
 
-def test_blocks_of_any_size() -> None:
-    on_ranks(4, _blocks_of_any_size)
-
-
-def _higher_orders() -> None:
+@in_ranks(4, on_threads)
+def test_derivatives_of_higher_order() -> None:
     """Of sum(y**3), of the square of its gradient, and of that gradient: all in the array's terms."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(-8.0, 8.0, dtype=torch.float64).view(4, 4)
@@ -441,11 +407,8 @@ def _higher_orders() -> None:
         assert_is(third, 108 * whole**2, src)
 
 
-def test_derivatives_of_higher_order() -> None:
-    on_threads(4, _higher_orders)
-
-
-def _products() -> None:
+@in_ranks(4)
+def test_a_product_is_ended_as_dtensor_does() -> None:
     mesh = init_device_mesh("cpu", (4,))
     block = whole_array(8, 3) % 3 + dist.get_rank() + 1
     found = DTensor.from_local(block, mesh, [Partial("product")])
@@ -459,8 +422,7 @@ def _products() -> None:
         kept = Partial(op)
         for src, dst in itertools.product((R, S0, S1), repeat=2):
             block = blocks_of(whole, grid, [R, src]).requires_grad_()
-            x = DTensor.from_local(block, grid, [kept, src], shape=whole.shape, stride=whole.stride())
-            y = xt.dtensor.redistribute(x, [kept, dst])
+            y = xt.dtensor.redistribute(dtensor(whole, grid, [kept, src], block), [kept, dst])
             assert y.placements == (kept, dst)
             assert torch.equal(y.to_local(), blocks_of(whole, grid, [R, dst]))
             (gradient,) = torch.autograd.grad(y, block, dtensor(whole, grid, [R, dst]))
@@ -473,71 +435,58 @@ def _products() -> None:
     assert torch.equal(xt.dtensor.redistribute(rows, [R]).to_local(), whole_array(8, 2))
 
 
-def test_a_product_is_ended_as_dtensor_does() -> None:
-    on_ranks(4, _products)
-
-
-def _refused() -> list[tuple[str, str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    x = dtensor(whole_array(8, 4), mesh, [S0, R])
-    product = DTensor.from_local(whole_array(8, 4), mesh, [Partial("product"), R])
-    turned = dtensor(whole_array(8, 4), mesh, [S0, S0])
-    turned._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
-    wrong: list[Callable[[], Any]] = [
-        lambda: xt.dtensor.redistribute(x, [Partial("product"), R]),
-        lambda: xt.dtensor.redistribute(x, [R]),
-        lambda: xt.dtensor.redistribute(x, [Shard(2), R]),
-        lambda: xt.dtensor.redistribute(x, [P, MAX]),
-        lambda: xt.dtensor.redistribute(x, [MAX, MIN]),
-        lambda: xt.dtensor.redistribute(product, [Partial("product"), P]),
-        lambda: xt.dtensor.redistribute(x, [S0, R], dst_layout="n/b d"),
-        lambda: xt.dtensor.redistribute(x, [S0, R], dst_layout="n/sizes(a,2,3) d"),
-        lambda: xt.dtensor.redistribute(turned, [R, R]),
-    ]
-    found = [error_of(function) for function in wrong]
-    odd = dist.get_rank() == 3
-    found.append(error_of(lambda: xt.dtensor.redistribute(x, [S1 if odd else R, R], debug=True)))
-    found.append(error_of(lambda: xt.dtensor.redistribute(x, [Shard(5) if odd else R, R], debug=True)))
-    block = x.to_local()
-    with LocalTensorMode(4):
-        found.append(error_of(lambda: xt.dtensor.redistribute(x, [R, R])))
-        found.append(error_of(lambda: xt.redistribute(block, "n/a d -> n d", mesh)))
-    assert still_connected()
-    return found
-
-
+@in_ranks(4)
 def test_what_is_refused() -> None:
-    first, *others = on_ranks(4, _refused)
-    assert all(found == first for found in others), "on all ranks alike"
-    expected = [
-        ("PlanError", "Partial(product)"),
-        ("PlanError", "1 placements for"),
-        ("ShapeError", "no dim 2"),
-        ("NotationError", "max and sum in one layout"),
-        ("NotationError", "in one layout"),
-        ("PlanError", "keeps one reduction and has another"),
-        ("PlanError", "'n/b d' contradicts the placement S(0) of axis 'a'"),
-        ("ShapeError", "5"),
-        ("PlanError", "mesh dims (1, 0) cut dim 0 in that order"),
-        ("DesyncError", "disagree about a redistribution: placements"),
-        ("DesyncError", "no dim 5"),
-        ("MeshError", "LocalTensorMode runs the program of rank 0"),
-        ("MeshError", "LocalTensorMode runs the program of rank 0"),
-    ]
-    for (kind, text), (wanted, part) in zip(first, expected, strict=True):
-        assert kind == wanted and part in text, text
-    assert all(issubclass(getattr(errors, kind, ValueError), ValueError) for kind, _ in first)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole, by_layouts, move = whole_array(8, 4), xt.redistribute, xt.dtensor.redistribute
+    x = dtensor(whole, mesh, [S0, R])
+    product, average = (DTensor.from_local(whole, mesh, [p, R]) for p in (Partial("product"), MEAN))
+    turned = dtensor(whole, mesh, [S0, S0])
+    turned._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    odd, block = dist.get_rank() == 3, x.to_local()
+
+    def simulated(call: Callable[[], Any]) -> None:
+        with LocalTensorMode(4):
+            call()
+
+    one_rank, placed = "MeshError: LocalTensorMode runs the program of rank 0", "the DTensor is placed as"
+    assert_refused(
+        (lambda: move(x, [Partial("product"), R]), "PlanError: ...Partial(product)"),
+        (lambda: move(x, [R]), "PlanError: 1 placements for"),
+        (lambda: move(x, [Shard(2), R]), "ShapeError: no dim 2"),
+        (lambda: move(x, [P, MAX]), "NotationError: ...max and sum in one layout"),
+        (lambda: move(x, [MAX, MIN]), "NotationError: ...in one layout"),
+        (lambda: move(product, [Partial("product"), P]), "PlanError: ...keeps one reduction and has another"),
+        (
+            lambda: move(x, [S0, R], dst_layout="n/b d"),
+            "PlanError: 'n/b d' contradicts the placement S(0) of",
+        ),
+        (lambda: move(x, [S0, R], dst_layout="n/sizes(a,2,3) d"), "ShapeError: ...5"),
+        (lambda: move(turned, [R, R]), "PlanError: mesh dims (1, 0) cut dim 0 in that order"),
+        (
+            lambda: move(x, [S1 if odd else R, R], debug=True),
+            "DesyncError: ...disagree about a redistribution: placements",
+        ),
+        (lambda: move(x, [Shard(5) if odd else R, R], debug=True), "DesyncError: ...no dim 5"),
+        (lambda: simulated(lambda: move(x, [R, R])), one_rank),
+        (lambda: simulated(lambda: by_layouts(block, "n/a d -> n d", mesh)), one_rank),
+        (
+            lambda: by_layouts(x, "n d/a -> n d"),
+            f"NotationError: {placed} 'n/a d' in\n    'n d/a -> n d'\n     ^^^^^",
+        ),
+        (lambda: by_layouts(x, "n/a d -> n/zigzag(a) d"), "PlanError: "),
+        (lambda: by_layouts(x, "n/a d -> n d", xs.Mesh(a=2, b=2)), "MeshError: "),
+        (lambda: by_layouts(x, "n/a d -> n d", shape=(8, 6)), "ShapeError: "),
+        (lambda: by_layouts(average, "n d | sum(a) -> n d"), f"NotationError: {placed} 'n d | mean(a)'"),
+    )
 
 
-@pytest.mark.parametrize("placement", [S0, R, P])
-def test_helpers_can_fail(placement: Placement) -> None:
+@in_ranks(2)
+def test_helpers_can_fail() -> None:
     """A block with one wrong element is not the array."""
-    with pytest.raises(xt.testing.RankError, match="AssertionError"):
-        on_ranks(2, _one_wrong_element, placement)
-
-
-def _one_wrong_element(placement: Placement) -> None:
     mesh, whole = init_device_mesh("cpu", (2,)), whole_array(4, 2)
-    block = blocks_of(whole, mesh, [placement])
-    block[0, 0] += 1
-    assert_is(dtensor(whole, mesh, [placement], block), whole, [placement])
+    for placement in (S0, R, P):
+        block = blocks_of(whole, mesh, [placement])
+        block[0, 0] += 1
+        with pytest.raises(AssertionError):
+            assert_is(dtensor(whole, mesh, [placement], block), whole, [placement])

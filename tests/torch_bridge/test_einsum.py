@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
-from tests.contractions.cases import CASES, Case
-from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from tests.contractions.cases import CASES
+from tests.torch_bridge.helpers import assert_refused, block_of, error_of, in_ranks, numbers, on_ranks
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
@@ -36,22 +36,6 @@ def dense(names: list[tuple[str, ...]], result: tuple[str, ...]) -> str:
     letters = {name: chr(97 + i) for i, name in enumerate(dict.fromkeys(n for dims in names for n in dims))}
     left = ",".join("".join(letters[name] for name in dims) for dims in names)
     return f"{left}->{''.join(letters[name] for name in result)}"
-
-
-def planned(case: Case) -> ContractionPlan:
-    _, mesh, sizes, text = case
-    return xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
-
-
-def blocks_of(layout: xs.Layout, plan: ContractionPlan, seed: int) -> list[np.ndarray]:
-    """Whole numbers for every device."""
-    lengths = {
-        name: n
-        for layout_, shape in zip(plan.contraction.operands, plan.shapes, strict=True)
-        for name, n in zip(layout_.names, shape, strict=True)
-    }
-    shape = tuple(lengths[name] for name in layout.names)
-    return oracle.random_blocks(layout, plan.mesh, shape, np.random.default_rng(seed), unit=4)
 
 
 def _contracted(work: list[tuple[ContractionPlan, list[Any], Any]]) -> list[Any]:
@@ -85,7 +69,11 @@ def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
 
 @pytest.mark.parametrize("n", [4, 8])
 def test_values_gradients_and_bytes(n: int) -> None:
-    plans = [planned(case) for case in CASES if xs.Mesh(case[1]).n_devices == n]
+    plans = [
+        xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
+        for _, mesh, sizes, text in CASES
+        if xs.Mesh(mesh).n_devices == n
+    ]
     plans += [ring for plan in plans for ring in in_rounds(plan)]
     kinds = {
         (ring.operand is None, ring.dim in part.result.src.names, ring.pieces)
@@ -95,14 +83,12 @@ def test_values_gradients_and_bytes(n: int) -> None:
     }
     assert {kind[:2] for kind in kinds} == {(False, False), (False, True), (True, True)}
     assert {pieces for *_, pieces in kinds} == {1, 2, 4}
-    work = [
-        (
-            plan,
-            [blocks_of(layout, plan, i) for i, layout in enumerate(plan.contraction.operands)],
-            blocks_of(plan.contraction.result.dual, plan, 9),
-        )
-        for plan in plans
-    ]
+    draw, work = np.random.default_rng(0), []
+    for plan in plans:
+        ends = [*zip(plan.contraction.operands, plan.shapes, strict=True)]
+        ends += [(plan.contraction.result.dual, plan.result.target.shape)]
+        *operands, cotangent = (oracle.random_blocks(end, plan.mesh, n, draw, unit=4) for end, n in ends)
+        work.append((plan, operands, cotangent))
     ranks = on_ranks(n, _contracted, work)
     for at, (plan, operands, cotangent) in enumerate(work):
         given, case = plan.contraction, plan.text
@@ -165,7 +151,8 @@ def _derivatives(
     return tree_leaves(found)
 
 
-def _transformed() -> None:
+@in_ranks(4)
+def test_derivatives_of_the_second_order_and_transformations() -> None:
     for text, overlap in [*((text, "never") for text in SCHEMES), *((text, "always") for text in RINGS)]:
         sizes = {name: n for name, n in LENGTHS.items() if name in text}
         plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth", overlap=overlap)
@@ -201,7 +188,8 @@ def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]
     return sum(saved.values()), forward.received, backward.received
 
 
-def _blocks() -> None:
+@in_ranks(2)
+def test_what_torch_does_with_blocks_and_dtensors() -> None:
     rank = dist.get_rank()
     assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
     assert _kept("used", "always") == (48, [48], [48]), "in rounds a device's own part is the operand"
@@ -260,6 +248,7 @@ def _blocks() -> None:
         faked = xt.einsum(text, a, torch.ones(4, 3), mesh=TP)
         faked.sum().backward()
         assert isinstance(faked, FakeTensor) and a.grad.shape == (2, 4)
+    _placed()
 
 
 def _placed() -> None:
@@ -289,137 +278,69 @@ def _placed() -> None:
         assert part in error_of(partial(xt.einsum, text, rows, second, **options))[1]
 
 
-REFUSED = """
-NotationError: 1 tensors for 2 operands in 's/tp d, d f/tp -> s f/tp'
-  einsum(expression, x, w, mesh=mesh), with one tensor per operand
----
-NotationError: 3 tensors for 2 operands in 's/tp d, d f/tp -> s f/tp'
-  einsum(expression, x, w, mesh=mesh), with one tensor per operand
----
-MeshError: a tensor needs a mesh
-  einsum(expression, x, w, mesh=mesh), with one tensor per operand
----
-NotationError: unknown mesh axis 'q' in
-    's/q d, d f -> s f'
-       ^
-  the mesh has: tp=2
----
-DtypeError: one operand is torch.float32, another torch.float64 in
-    's/tp d, d f/tp -> s f/tp'
-             ^^^^^^
-  x.to(...): they are multiplied as they are
----
-MeshError: one operand is cpu, another meta in
-    's/tp d, d f/tp -> s f/tp'
-             ^^^^^^
-  x.to(...): they are multiplied as they are
----
-ShapeError: the block or gradient is sparse (torch.sparse_coo)
-  x.to_dense(); a gradient is dense with embedding(sparse=False)
----
-ShapeError: a block of shape (2,) for 's/tp d' in
-    's/tp d, d f/tp -> s f/tp'
-     ^^^^^^
-  one name per dim
----
-ShapeError: dim 'd' is 4 long in one operand and 5 in another in
-    's/tp d, d f/tp -> s f/tp'
-             ^
-  a name stands for one length
----
-ShapeError: the block of operand 2 on rank 0 has shape (4, 3), not (4, 2) in
-    's/tp d, d f/tp -> s f/tp'
-               ^
-  under 'd f/tp' that is the part of device 0 of Mesh(tp=2) of a (4, 4) array
----
-DtypeError: torch cannot multiply torch.bool: "bmm" not implemented for 'Bool' in 's/tp d, d f/tp -> s f/tp'
-  cast the operands first: x.to(...)
----
-PlanError: save is 'all'
-  "used": operands where they are contracted, or "given"
----
-PlanError: no overlap 'maybe'
-  there are: never, auto, always
----
-DtypeError: the plan is for float32, the operands have float64 in 's/tp d, d f/tp -> s f/tp'
-  pass the expression, or a plan made for them
----
-MeshError: {'tp': 2} is not a mesh
-  the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it
----
-NotationError: a contraction is text, not Tensor
-  it comes first: "layout, layout -> layout"
----
-XshardError: tensor 2 is 'w', not a tensor
-  einsum(expression, x, w, mesh=mesh), with one tensor per operand
----
-ShapeError: the block or gradient is nested
-  x.to_padded_tensor(0.0)
-"""
-
-
-def _refused() -> list[str]:
+@in_ranks(2)
+def test_errors_come_before_anything_is_sent() -> None:
     text, x, w = "s/tp d, d f/tp -> s f/tp", torch.ones(2, 4), torch.ones(4, 3)
-    plan = xs.plan(text, TP, shape=[(4, 4), (4, 6)])
-    calls: list[Callable[[], Any]] = [
-        lambda: xt.einsum(text, x, mesh=TP),
-        lambda: xt.einsum(text, x, w, TP),
-        lambda: xt.einsum(text, x, w),
-        lambda: xt.einsum("s/q d, d f -> s f", x, w, mesh=TP),
-        lambda: xt.einsum(text, x, w.double(), mesh=TP),
-        lambda: xt.einsum(text, x, w.to("meta"), mesh=TP),
-        lambda: xt.einsum(text, x, w.to_sparse(), mesh=TP),
-        lambda: xt.einsum(text, x[:, 0], w, mesh=TP),
-        lambda: xt.einsum(text, x, torch.ones(5, 3), mesh=TP),
-        lambda: xt.einsum(text, x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
-        lambda: xt.einsum(text, x.bool(), w.bool(), mesh=TP),
-        lambda: xt.einsum(text, x, w, mesh=TP, save="all"),
-        lambda: xt.einsum(text, x, w, mesh=TP, overlap="maybe"),
-        lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
-        lambda: xt.einsum(text, x, w, mesh={"tp": 2}),
-        lambda: xt.einsum(x, w, text, mesh=TP),
-        lambda: xt.einsum(text, x, "w", mesh=TP),
-        lambda: xt.einsum(text, x, torch.nested.nested_tensor([w]), mesh=TP),
-    ]
-    found = [": ".join(error_of(call)) for call in calls]
+    plan, nested = xs.plan(text, TP, shape=[(4, 4), (4, 6)]), torch.nested.nested_tensor([w])
+    call, hint = partial(xt.einsum, text), "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
+    first, second = (f" in\n    '{text}'\n{marks}\n  " for marks in (" " * 5 + "^" * 6, " " * 13 + "^" * 6))
+    d, f = (second.replace("^" * 6, marks) for marks in ("^", "  ^"))
+    assert_refused(
+        (lambda: call(x, mesh=TP), f"NotationError: 1 tensors for 2 operands in '{text}'\n  {hint}"),
+        (lambda: call(x, w, TP), f"NotationError: 3 tensors for 2 operands in '{text}'\n  {hint}"),
+        (lambda: call(x, w), f"MeshError: a tensor needs a mesh\n  {hint}"),
+        (lambda: xt.einsum("s/q d, d f -> s f", x, w, mesh=TP),
+            "NotationError: unknown mesh axis 'q' in\n    's/q d, d f -> s f'\n       ^\n  the mesh has: "
+            "tp=2"),
+        (lambda: call(x, w.double(), mesh=TP), "DtypeError: one operand is torch.float32, another torch.float"
+            f"64{second}x.to(...): they are multiplied as they are"),
+        (lambda: call(x, w.to("meta"), mesh=TP),
+            f"MeshError: one operand is cpu, another meta{second}x.to(...): they are multiplied as they are"),
+        (lambda: call(x, w.to_sparse(), mesh=TP), "ShapeError: the block or gradient is sparse "
+            "(torch.sparse_coo)\n  x.to_dense(); a gradient is dense with embedding(sparse=False)"),
+        (lambda: call(x[:, 0], w, mesh=TP),
+            f"ShapeError: a block of shape (2,) for 's/tp d'{first}one name per dim"),
+        (lambda: call(x, torch.ones(5, 3), mesh=TP),
+            f"ShapeError: dim 'd' is 4 long in one operand and 5 in another{d}a name stands for one length"),
+        (lambda: call(x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
+            f"ShapeError: the block of operand 2 on rank {dist.get_rank()} has shape (4, 3), not (4, 2){f}"
+            f"under 'd f/tp' that is the part of device {dist.get_rank()} of Mesh(tp=2) of a (4, 4) array"),
+        (lambda: call(x.bool(), w.bool(), mesh=TP), "DtypeError: torch cannot multiply torch.bool: "
+            f"\"bmm\" not implemented for 'Bool' in '{text}'\n  cast the operands first: x.to(...)"),
+        (lambda: call(x, w, mesh=TP, save="all"),
+            "PlanError: save is 'all'\n  \"used\": operands where they are contracted, or \"given\""),
+        (lambda: call(x, w, mesh=TP, overlap="maybe"),
+            "PlanError: no overlap 'maybe'\n  there are: never, auto, always"),
+        (lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP), "DtypeError: the plan is for float32, the "
+            f"operands have float64 in '{text}'\n  pass the expression, or a plan made for them"),
+        (lambda: call(x, w, mesh={"tp": 2}), "MeshError: {'tp': 2} is not a mesh\n  the mesh is a torch "
+            "DeviceMesh or an xshard.Mesh; the expression comes before it"),
+        (lambda: xt.einsum(x, w, text, mesh=TP), "NotationError: a contraction is text, not Tensor\n"
+            "  it comes first: \"layout, layout -> layout\""),
+        (lambda: call(x, "w", mesh=TP), f"XshardError: tensor 2 is 'w', not a tensor\n  {hint}"),
+        (lambda: call(x, nested, mesh=TP),
+            "ShapeError: the block or gradient is nested\n  x.to_padded_tensor(0.0)"),
+        is_alike=False, is_whole=True,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # as XSHARD_DEBUG=1
         patch.setattr(desync, "ALWAYS", True)
-        assert xt.einsum(text, x, w, mesh=TP).shape == (4, 3)
-        kind, message = error_of(lambda: xt.einsum(text, x, w[:, dist.get_rank() :], mesh=TP))
-    assert kind == "DesyncError" and "rank 1: 's/tp d, d f/tp -> s f/tp', blocks [(2, 4), (4, 2)]" in message
-    assert still_connected()
-    y = xt.einsum(text, x.clone().requires_grad_(), w, mesh=TP, profile="h100")
-    calls = [lambda: xt.einsum(text, x, w, mesh=TP, profile="h100"), lambda: y.sum().backward()]
+        assert call(x, w, mesh=TP).shape == (4, 3)
+        other = f"DesyncError: ...rank 1: '{text}', blocks [(2, 4), (4, 2)]"
+        assert_refused((lambda: call(x, w[:, dist.get_rank() :], mesh=TP), other))
+    y = call(x.clone().requires_grad_(), w, mesh=TP, profile="h100")
+    sends: list[Callable[[], Any]] = [lambda: call(x, w, mesh=TP, profile="h100"), lambda: y.sum().backward()]
     steps = "all_gather s/tp', of 's/tp d", "reduce_scatter sum -> s/tp', of 's d | sum(tp)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedCollective, "__call__", lambda *_: [][0])  # nobody sends
-        for call, step in zip(calls, steps, strict=True):
+        for send, step in zip(sends, steps, strict=True):
             with pytest.raises(IndexError) as caught:
-                call()
+                send()
             [note] = caught.value.__notes__
             assert note.startswith(f"in step 1 of 1, '{step}") and note.endswith(f", for '{text}'"), note
-    return found
 
 
-def test_what_torch_does_with_them() -> None:
-    on_ranks(2, _on_two)
-
-
-def _on_two() -> None:
-    _blocks()
-    _placed()
-
-
-def test_derivatives_of_the_second_order_and_transformations() -> None:
-    on_ranks(4, _transformed)
-
-
-def test_errors_come_before_anything_is_sent() -> None:
-    for found, expected in zip(on_ranks(2, _refused)[0], REFUSED.strip("\n").split("\n---\n"), strict=True):
-        assert found == expected
-
-
-def _compiled() -> None:
+@in_ranks(2)
+def test_compilers_record_them_as_one_graph() -> None:
     for text, shapes, save, overlap in (
         ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given", "never"),
         ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used", "never"),
@@ -439,7 +360,3 @@ def _compiled() -> None:
         assert all(map(torch.equal, found, wanted))
     wrong = torch.compile(lambda x: xt.einsum("s/q d -> s", x, mesh=TP), backend="aot_eager")
     assert "unknown mesh axis 'q'" in error_of(lambda: wrong(torch.ones(2, 2)))[1]
-
-
-def test_compilers_record_them_as_one_graph() -> None:
-    on_ranks(2, _compiled)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbers
 from torch_bridge.testing.byte_counter import Meter
-from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=2, b=2)
+
+
+def move(x: Any, layouts: Any, mesh: Any = MESH, **options: Any) -> Callable[[], Any]:
+    return partial(xt.redistribute, x, layouts, mesh, **options)
+
+
 # Moves of every kind, each twice and at another size or order, some that travel through two collectives.
 MOVES = [
     ("n/a d -> n d | copy(a)", (8, 8)),
@@ -42,37 +49,28 @@ MOVES = [
 ]
 
 
-def _blocks(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[str]]:
+@in_ranks(4)
+def test_values_and_gradients_are_those_alone() -> None:
     texts = [text for text, _ in MOVES]
-    sources = [str(parse_expression(text)[0]) for text in texts]
-    arrays = [numbers(*shape) % 9 for _, shape in MOVES]
-    values = [block_of(x, src, MESH, dtype) for x, src in zip(arrays, sources, strict=True)]
-    return [x.requires_grad_(dtype.is_floating_point) for x in values], texts
-
-
-def _alone_and_together() -> None:
-    xs_, texts = _blocks()
+    xs_ = [block_of(numbers(*n) % 9, text.partition(" ->")[0], MESH).requires_grad_() for text, n in MOVES]
+    alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
     for most in (None, 300, 1):
-        alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
         together = xt.redistribute(xs_, texts, MESH, bucket_bytes=most)
-        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+        assert all(map(torch.equal, together, alone))
         losses = (sum((y**2).sum() for y in ys) for ys in (together, alone))
         first, second = (torch.autograd.grad(loss, xs_, create_graph=True) for loss in losses)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(map(torch.equal, first, second))
         third, fourth = (torch.autograd.grad(sum((g**2).sum() for g in gs), xs_) for gs in (first, second))
-        assert all(torch.equal(a, b) for a, b in zip(third, fourth, strict=True))
-    alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
+        assert all(map(torch.equal, third, fourth))
     together = xt.redistribute(xs_, texts, MESH)
     for y in together:
         y.add_(1)  # a tensor of its own
     assert all(torch.equal(a, b + 1) for a, b in zip(together, alone, strict=True))
 
 
-def test_values_and_gradients_are_those_alone() -> None:
-    on_ranks(4, _alone_and_together)
-
-
-def _counted() -> tuple[list[int], ...]:
+@in_ranks(4)
+def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
+    """6 tensors of 4 x 2..7 floats: 432 bytes, once each way instead of six times."""
     names = [f"layer{i}" for i in range(6)]
     model = {name: torch.ones(4, 2 + i, requires_grad=True) for i, name in enumerate(names)}
     with Meter() as forward:
@@ -87,18 +85,13 @@ def _counted() -> tuple[list[int], ...]:
     with Meter() as by_dtype:
         ys = xt.redistribute(mixed, ["n/a d -> n d", "n/a d -> n d", "n/b d -> n d"], MESH)
     assert [y.dtype for y in ys] == [x.dtype for x in mixed]
-    return forward.received, backward.received, bucketed.received, by_dtype.received
+    assert forward.received == backward.received == [432]
+    assert sum(bucketed.received) == 432 and len(bucketed.received) == 2
+    assert by_dtype.received == [32, 64, 48]
 
 
-def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
-    """6 tensors of 4 x 2..7 floats: 432 bytes, once each way instead of six times."""
-    for forward, backward, bucketed, by_dtype in on_ranks(4, _counted):
-        assert forward == backward == [432]
-        assert sum(bucketed) == 432 and len(bucketed) == 2
-        assert by_dtype == [32, 64, 48]
-
-
-def _functional() -> None:
+@in_ranks(4)
+def test_torch_func_goes_through() -> None:
     texts = ["n/a d -> n d | copy(a)", "n/b d -> n d/b"]
     values = [block_of(numbers(8, 4) % 5, text.partition(" ->")[0], MESH) for text in texts]
 
@@ -119,11 +112,8 @@ def _functional() -> None:
     assert torch.equal(*(torch.func.vmap(f, in_dims)(batch[0], values[1]) for f in (together, alone)))
 
 
-def test_torch_func_goes_through() -> None:
-    on_ranks(4, _functional)
-
-
-def _uneven() -> None:
+@in_ranks(4)
+def test_uneven_blocks_and_casts() -> None:
     rank = dist.get_rank()
     rows = [2, 2, 2, 1][rank]
     x, y = torch.arange(rows * 3.0).view(rows, 3), torch.arange(4.0).view(1, 4) + rank
@@ -136,12 +126,8 @@ def _uneven() -> None:
     assert xt.redistribute([], [], mesh) == [] and xt.redistribute({}, {}, mesh) == {}
 
 
-def test_uneven_blocks_and_casts() -> None:
-    on_ranks(4, _uneven)
-
-
-def _trees() -> None:
-    rank = dist.get_rank()
+@in_ranks(4)
+def test_trees() -> None:
     x, y, z = (block_of(numbers(8, 4 + i), "n/a d", MESH) for i in range(3))
     tree = {"layers": [{"w": x, "b": (y, z)}, {"w": z}], "head": y}
     moved = xt.redistribute(tree, "n/a d -> n d", MESH)
@@ -165,14 +151,11 @@ def _trees() -> None:
     assert torch.equal(xt.redistribute((x,), [("n/a d", "n d")], MESH)[0], alone[0])
     in_flight = xt.redistribute(x.requires_grad_(), "n/a d -> n d | copy(a)", MESH, async_op=True)
     (y,) = xt.redistribute([in_flight], "n d -> n/b d", MESH)
-    assert y.shape == (4, 4) and torch.autograd.grad(y.sum(), x)[0].sum() == 16 * 2, rank
+    assert y.shape == (4, 4) and torch.autograd.grad(y.sum(), x)[0].sum() == 16 * 2
 
 
-def test_trees() -> None:
-    on_ranks(4, _trees)
-
-
-def _dtensors() -> None:
+@in_ranks(4)
+def test_dtensors_share_collectives() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rows = [Shard(0), Replicate()]
     state: dict[str, Tensor] = {}
@@ -191,13 +174,11 @@ def _dtensors() -> None:
             assert y.placements == (Replicate(), Shard(1)) and y.shape == state[name].shape
             assert torch.equal(y.full_tensor(), state[name].full_tensor())
 
-    def both(x: DTensor, text: str, **options: Any) -> tuple[DTensor, DTensor]:
-        return xt.redistribute([x], text, **options)[0], xt.redistribute(x, text, **options)
-
-    narrow = both(state["1.weight"] / 3, "n/a d -> n d", comm_dtype=torch.float32)
-    assert narrow[0].dtype == torch.float64 and torch.equal(*narrow)
     largest = DTensor.from_local(torch.full((4,), mesh.get_rank()), mesh, [Partial("max"), Replicate()])
-    assert torch.equal(*both(largest, "n | max(a) -> n"))
+    fraction, narrowed = state["1.weight"] / 3, {"comm_dtype": torch.float32}
+    for x, text, options in ((fraction, "n/a d -> n d", narrowed), (largest, "n | max(a) -> n", {})):
+        y = xt.redistribute([x], text, **options)[0]
+        assert y.dtype == x.dtype and torch.equal(y, xt.redistribute(x, text, **options))
     leaf = distribute_tensor(torch.ones(4, 4), mesh, rows).requires_grad_()
     texts = {"largest": "n | max(a) -> n", "leaf": "n/a d -> n d/b"}
     y = xt.redistribute({"largest": largest, "leaf": leaf}, texts)
@@ -205,76 +186,43 @@ def _dtensors() -> None:
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 4), 2.0))
 
 
-def test_dtensors_share_collectives() -> None:
-    on_ranks(4, _dtensors)
-
-
-def _debugged() -> list[tuple[str, str]]:
+@in_ranks(4)
+def test_debug_and_check_replicated_name_the_tensor() -> None:
     rank = dist.get_rank()
     x = torch.full((2,), float(rank), requires_grad=True)
-    tree = {"w": torch.ones(2), ("b" if rank else "v"): x}
-    found = [error_of(lambda: xt.redistribute(tree, "n/a -> n", MESH, debug=True))]
+    named, tree = {"w": torch.ones(2), ("b" if rank else "v"): x}, {"w": torch.ones(2), "b": x}
     texts = {"w": "n/a -> n", "b": "n/a -> n" if rank else "n/b -> n"}
-    tree = {"w": torch.ones(2), "b": x}
-    found += [error_of(lambda: xt.redistribute(tree, texts, MESH, debug=True))]
-    found += [error_of(lambda: xt.redistribute(tree, "n -> n/a", MESH, check_replicated=True))]
     whole = xt.redistribute([x.detach().requires_grad_()], "n/(a,b) -> n", MESH, check_replicated=True)[0]
-    found += [error_of(lambda: (whole * rank).sum().backward())]
+    disagree = "the ranks disagree about a redistribution:"
+    differ = "differ along 'a', where one value is meant"
+    wrong = move(tree, "n -> n/a", check_replicated=True)
+    assert_refused(
+        (move(named, "n/a -> n", debug=True), f"DesyncError: {disagree} tensors"),
+        (move(tree, texts, debug=True), f"DesyncError: leaf 'b': {disagree} "),
+        (wrong, f"ReplicaError: leaf 'b': blocks {differ}"),
+        (lambda: (whole * rank).sum().backward(), f"ReplicaError: leaf '0': cotangents {differ}"),
+    )
     y = xt.redistribute(tree, "n/(a,b) -> n", MESH, debug=True, check_replicated=True)
-    assert y["b"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and still_connected()
-    return found
+    assert y["b"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_debug_and_check_replicated_name_the_tensor() -> None:
-    first, *others = on_ranks(4, _debugged)
-    assert all(found == first for found in others)
-    expected = [
-        ("DesyncError", "the ranks disagree about a redistribution: tensors"),
-        ("DesyncError", "leaf 'b': the ranks disagree about a redistribution: "),
-        ("ReplicaError", "leaf 'b': blocks differ along 'a', where one value is meant"),
-        ("ReplicaError", "leaf '0': cotangents differ along 'a', where one value is meant"),
-    ]
-    for (kind, text), (expected_kind, start) in zip(first, expected, strict=True):
-        assert kind == expected_kind and text.startswith(start), text
-
-
-def _errors() -> list[tuple[str, str]]:
-    x = torch.ones(4, 4)
-    tree = {"w": x, "parts": [x, torch.ones(3)]}
-    found = [
-        error_of(lambda: xt.redistribute(tree, "n/a d -> n d", MESH)),
-        error_of(lambda: xt.redistribute({"w": x, "lr": 0.1}, "n/a d -> n d", MESH)),
-        error_of(lambda: xt.redistribute(tree, {"w": "n/a d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute(tree, {"w": "n d -> n d", "parts": ["n -> n"]}, MESH)),
-        error_of(lambda: xt.redistribute(tree, "n/q d -> n d", MESH, check_replicated=True)),
-        error_of(lambda: xt.redistribute(tree, "n/a d -> n d")),
-        error_of(lambda: xt.redistribute([x], 8, MESH)),
-        error_of(lambda: xt.redistribute([x], {"w": "n d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute([x, x], ["n/a d -> n d"], MESH)),
-        error_of(lambda: xt.redistribute({"w": x}, {"v": "n/a d -> n d"}, MESH)),
-        error_of(lambda: xt.redistribute([x], "n/a d -> n d", MESH, shape=[(8, 4), (8, 4)])),
-        error_of(lambda: xt.redistribute(tree, xs.Rules({"w": "n/a d -> n d", "v": "n -> n"}), MESH)),
-    ]
-    assert still_connected()
-    return found
-
-
+@in_ranks(4)
 def test_errors_say_which() -> None:
-    first, *others = on_ranks(4, _errors)
-    assert all(found == first for found in others)
-    expected = [
-        ("ShapeError", "leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
-        ("XshardError", "leaf 'lr' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
-        ("PlanError", "tensors and layouts differ: keys 'w', 'parts', and keys 'w'"),
-        ("PlanError", "tensors at 'parts' and layouts differ: 2 items, and 1 items"),
-        ("NotationError", "leaf 'w': unknown mesh axis 'q'"),
-        ("MeshError", "leaf 'w': a tensor needs a mesh"),
-        ("NotationError", "leaf '0': 8 is no expression"),
-        ("PlanError", "tensors and layouts differ: 1 items, and keys 'w'"),
-        ("PlanError", "tensors and layouts differ: 2 items, and 1 items"),
-        ("PlanError", "tensors and layouts differ: keys 'w', and keys 'v'"),
-        ("PlanError", "tensors and shapes differ: 1 items, and 2 items"),
-        ("XshardError", "no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
-    ]
-    for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
-        assert kind == expected_kind and part in text
+    x, text = torch.ones(4, 4), "n/a d -> n d"
+    tree, apart = {"w": x, "parts": [x, torch.ones(3)]}, "PlanError: tensors and layouts differ:"
+    rules, odd = xs.Rules({"w": text, "v": "n -> n"}), {"w": x, "r": 0.1}
+    inner = {"w": text, "parts": [text]}
+    assert_refused(
+        (move(tree, text), "ShapeError: leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
+        (move(odd, text), "XshardError: leaf 'r' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
+        (move(tree, {"w": text}), f"{apart} keys 'w', 'parts', and keys 'w'"),
+        (move(tree, inner), "PlanError: tensors at 'parts' and layouts differ: 2 items, and 1 items"),
+        (move(tree, "n/q d -> n", check_replicated=True), "NotationError: leaf 'w': unknown mesh axis 'q'"),
+        (move(tree, text, None), "MeshError: leaf 'w': a tensor needs a mesh"),
+        (move([x], 8), "NotationError: leaf '0': 8 is no expression"),
+        (move([x], {"w": text}), f"{apart} 1 items, and keys 'w'"),
+        (move([x, x], [text]), f"{apart} 2 items, and 1 items"),
+        (move({"w": x}, {"v": text}), f"{apart} keys 'w', and keys 'v'"),
+        (move([x], text, shape=[(8, 4)] * 2), "PlanError: tensors and shapes differ: 1 items, and 2 items"),
+        (move(tree, rules), "XshardError: no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
+    )
