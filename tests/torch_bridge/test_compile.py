@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
+from tests.torch_bridge.helpers import assert_refused, block_of, for_each, in_ranks, numbers, on_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.layout.layout import parse_expression
 
@@ -51,62 +51,46 @@ def _agrees(compiled, plain, x: Tensor) -> None:
     assert torch.equal(found, wanted)
 
 
-def _user(expression: str, mesh):
-    return lambda x: xt.redistribute(x * 2, expression, mesh) * 3
+def _compiled(expression: str, mesh: MeshLike, blocks: Iterable[Tensor]) -> int:
+    """How often a function is compiled, as one graph, for blocks of which each has the eager result."""
 
+    def user(x: Tensor) -> Tensor:
+        return xt.redistribute(x * 2, expression, mesh) * 3
 
-def _mesh(expression: str) -> xs.Mesh:
-    return WIDE if expression in TWO_AXES else MESH
-
-
-def _one_graph(expression: str, mesh: MeshLike) -> None:
-    src, on = parse_expression(expression)[0], _mesh(expression)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(_user(expression, mesh), backend=backend, fullgraph=True)
-    for i in range(4):
-        x = block_of(numbers(3, 8, 8) % (i + 5), str(src), on).requires_grad_()
-        _agrees(compiled, _user(expression, mesh), x)
-    assert backend.frame_count == 1
+    compiled = torch.compile(user, backend=backend, fullgraph=True)
+    for x in blocks:
+        _agrees(compiled, user, x.requires_grad_())
+    return backend.frame_count
 
 
-def _device_mesh(*names: str) -> None:
-    """Any kind of mesh: a collective along one axis, along two, and an exchange."""
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    expressions = (EVERY_STEP[0], EVERY_STEP[6]) if len(names) == 1 else TWO_AXES[:1]
-    for_each(expressions, functools.partial(_one_graph, mesh=mesh))
-
-
-def test_blocks_of_one_shape_are_one_graph_that_is_not_compiled_again() -> None:
-    on_ranks(2, _device_mesh, "a")  # every step on a mesh of names: in the test of dynamic lengths
-    on_ranks(4, _device_mesh, "a", "b")
-
-
-def _any_batch(expression: str) -> None:
-    src, mesh = parse_expression(expression)[0], _mesh(expression)
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(_user(expression, mesh), backend=backend, fullgraph=True)
-    for n in (4, 3, 7, 2):
-        x = block_of(numbers(n, 8, 8) % 11, str(src), mesh).requires_grad_()
+def _one_graph(expression: str, mesh: MeshLike | None) -> None:
+    """mesh: blocks of one shape on it; None: on one of names, of any length of the first dim."""
+    src, on = parse_expression(expression)[0], WIDE if expression in TWO_AXES else MESH
+    lengths = (4, 3, 7, 2) if mesh is None else (3,) * 4
+    blocks = [block_of(numbers(n, 8, 8) % (i + 5), str(src), on) for i, n in enumerate(lengths)]
+    for x in blocks if mesh is None else ():
         torch._dynamo.mark_dynamic(x, 0)
-        _agrees(compiled, _user(expression, mesh), x)
-    assert backend.frame_count == 1
+    assert _compiled(expression, mesh or on, blocks) == 1
+
+
+def _graphs(placed: list[str], named: list[str], *names: str) -> None:
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    for_each(placed, functools.partial(_one_graph, mesh=mesh))
+    for_each(named, functools.partial(_one_graph, mesh=None))
 
 
 def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change() -> None:
-    on_ranks(2, for_each, EVERY_STEP, _any_batch)
-    on_ranks(4, for_each, TWO_AXES[1:], _any_batch)  # the first: on a device mesh
+    """Also on a device mesh: a collective along one axis, along two, and an exchange."""
+    on_ranks(2, _graphs, [EVERY_STEP[0], EVERY_STEP[6]], EVERY_STEP, "a")
+    on_ranks(4, _graphs, TWO_AXES[:1], TWO_AXES[1:], "a", "b")
 
 
 def _specialised() -> None:
     """A dim that is cut is planned for as the number that it is: another length is compiled again."""
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(_user("n/a d -> n d/a", MESH), backend=backend, fullgraph=True)
-    for rows in (4, 6, 5):
-        x = torch.arange(rows * 8.0).view(rows, 8).requires_grad_()
-        _agrees(compiled, _user("n/a d -> n d/a", MESH), x)
-    assert backend.frame_count == 3
+    blocks = [torch.arange(rows * 8.0).view(rows, 8) for rows in (4, 6, 5)]
+    assert _compiled("n/a d -> n d/a", MESH, blocks) == 3
 
 
 def _options() -> None:
@@ -124,7 +108,8 @@ def _options() -> None:
         _agrees(torch.compile(function, backend="aot_eager", fullgraph=True), function, block)
 
 
-def _inductor() -> None:
+@in_ranks(2)
+def test_inductor() -> None:
     """Values of the whole way down: a reduction, an exchange with empty messages, a move."""
 
     def step(x: Tensor) -> Tensor:
@@ -140,27 +125,6 @@ def _inductor() -> None:
     assert torch.allclose(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, expected)))
 
 
-def test_inductor() -> None:
-    on_ranks(2, _inductor)
-
-
-class Turn(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return xt.redistribute(x, "s n/zigzag(a) d -> s n d/a", MESH)
-
-
-def _exported() -> None:
-    x = block_of(numbers(3, 8, 8), "s n/zigzag(a) d", MESH)
-    sizes = ({0: torch.export.Dim("batch")},)
-    program = torch.export.export(Turn(), (x,), dynamic_shapes=sizes)
-    names = [str(node.target) for node in program.graph.nodes]
-    assert sum("all_to_all_single" in name for name in names) == 1
-    assert "step" not in str(program.graph), "the groups have their own names"
-    for n in (3, 5):
-        block = block_of(numbers(n, 8, 8), "s n/zigzag(a) d", MESH)
-        assert torch.equal(program.module()(block), Turn()(block))
-
-
 class Calling(torch.nn.Module):
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -168,6 +132,18 @@ class Calling(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(x)
+
+
+def _exported() -> None:
+    x = block_of(numbers(3, 8, 8), "s n/zigzag(a) d", MESH)
+    turn = Calling(lambda x: xt.redistribute(x, "s n/zigzag(a) d -> s n d/a", MESH))
+    program = torch.export.export(turn, (x,), dynamic_shapes=(({0: torch.export.Dim("batch")},),))
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum("all_to_all_single" in name for name in names) == 1
+    assert "step" not in str(program.graph), "the groups have their own names"
+    for n in (3, 5):
+        block = block_of(numbers(n, 8, 8), "s n/zigzag(a) d", MESH)
+        assert torch.equal(program.module()(block), turn(block))
 
 
 def _not_exported() -> None:
@@ -201,44 +177,36 @@ def _between_graphs() -> None:
         _agrees(torch.compile(function, backend="aot_eager"), function, x)
 
 
-def _refused() -> list[str]:
+def _refused() -> None:
     """In all of these torch itself says nothing, or something else."""
     x = torch.ones(4, 8)
 
-    def compiled(function):
-        torch._dynamo.reset()
-        return error_of(lambda: torch.compile(function, backend="aot_eager", fullgraph=True)(x))[1]
+    def compiled(function: Callable[..., Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            torch._dynamo.reset()
+            return torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+
+        return call
 
     def turn(v: Tensor) -> Tensor:
         return xt.redistribute(v, "n/a d -> n d/a", MESH)
 
-    found = [
-        compiled(lambda v: xt.redistribute(v, "n/q d -> n d", MESH)),
-        compiled(lambda v: xt.redistribute(v, ("n/a d", "n d"), MESH)),
-        compiled(lambda v: torch.func.jvp(turn, (v,), (v,))),
-        compiled(torch.func.grad(lambda v: turn(v).sum())),
-        compiled(torch.func.vmap(turn, in_dims=0)),
-        compiled(lambda v: xt.redistribute([v], "n/a d -> n d/a", MESH)),
-    ]
+    transformed = "...torch.func inside torch.compile"
+    assert_refused(
+        (compiled(lambda v: xt.redistribute(v, "n/q d -> n", MESH)), "...axis 'q' in\n    'n/q d -> n'"),
+        (compiled(lambda v: xt.redistribute(v, ("n/a d", "n"), MESH)), "...with an expression that is text"),
+        (compiled(lambda v: torch.func.jvp(turn, (v,), (v,))), transformed),
+        (compiled(torch.func.grad(lambda v: turn(v).sum())), transformed),
+        (compiled(torch.func.vmap(turn, in_dims=0)), transformed),
+        (compiled(lambda v: xt.redistribute([v], "n/a d -> n d/a", MESH)), "...calls on plain tensors"),
+        is_alike=False,
+    )
     assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), "nothing is left behind"
-    assert dist.get_world_size() == 2
-    return found
 
 
-def _in_turn(names: tuple[str, ...]) -> list[str]:
-    def alone(name: str) -> None:
-        torch._dynamo.reset()
-        globals()[name]()
-
-    for_each(names, alone)
-    return _refused()
-
-
+@in_ranks(2)
 def test_lengths_options_exports_and_what_torch_cannot_do() -> None:
     """Two ranks do all of it: compiling the first function takes them longer than all others."""
-    names = ("_specialised", "_options", "_exported", "_not_exported", "_between_graphs")
-    parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "with an expression that is text"]
-    parts += ["torch.func inside torch.compile"] * 3 + ["calls on plain tensors"]
-    for found in on_ranks(2, _in_turn, names):
-        for part, text in zip(parts, found, strict=True):
-            assert part in text, text
+    for part in (_specialised, _options, _exported, _not_exported, _between_graphs, _refused):
+        torch._dynamo.reset()
+        part()

@@ -1,4 +1,4 @@
-"""The parts of lowering that need no second process: rules, packing, counting."""
+"""Parts of lowering: rules, packing, collectives, counting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import on_ranks
+from tests.torch_bridge.helpers import in_ranks, on_ranks
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import RULES, lower
@@ -19,24 +19,17 @@ from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
 from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
 from torch_bridge.testing.byte_counter import Meter
 from xshard.layout.partition import cut_nested
-from xshard.layout.runs import Run, Runs, as_index
+from xshard.layout.runs import Run, as_index
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer
 from xshard.steps import Step
 
 CPU = torch.device("cpu")
-
-
 STEPS = {kind: step for kind, step in Step.registry.items() if step is not Transfer}  # has a file of its own
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_every_step_has_a_rule(step: type[Step]) -> None:
-    assert step in RULES, f"add a rule for {step.kind} to torch_bridge/lower/rules.py"
-
-
-def test_no_rule_is_left_over() -> None:
-    assert set(RULES) == set(STEPS.values())
+def test_every_step_has_a_rule() -> None:
+    assert {step.kind for step in RULES} == STEPS.keys(), "torch_bridge/lower/rules.py has one for each"
 
 
 def _packing(shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None) -> Packing:
@@ -44,14 +37,9 @@ def _packing(shape: tuple[int, ...], dim: int, order: str, n: int, op: str | Non
     return Packing(shape, tuple(subarray(shape, {dim: part}, CPU) for part in parts), op=op)
 
 
-def _cells(m: Subarray, block: np.ndarray) -> np.ndarray:
-    return block[_index(m, block.shape)]
-
-
 def _index(m: Subarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return np.ix_(
-        *(range(n) if r is None else np.r_[as_index(r)] for r, n in zip(m.rows, shape, strict=True))
-    )
+    rows = zip(m.rows, shape, strict=True)
+    return np.ix_(*(range(n) if r is None else np.r_[as_index(r)] for r, n in rows))
 
 
 @pytest.mark.parametrize("order", ["block", "balanced", "zigzag", "cyclic"])
@@ -62,7 +50,7 @@ def test_packing_and_back(shape: tuple[int, ...], dim: int, order: str) -> None:
     packing = _packing(shape, dim, order, 4)
     block = torch.arange(np.prod(shape)).view(shape)
     packed = packing.pack(block)
-    expected = [_cells(m, block.numpy()).ravel() for m in packing.messages]
+    expected = [block.numpy()[_index(m, shape)].ravel() for m in packing.messages]
     assert packed.tolist() == np.concatenate(expected).tolist()
     assert torch.equal(packing.unpack(packed.clone().view(packing.arriving)), block)
     assert torch.equal(packing.pack(block.mT.contiguous().mT if block.ndim > 1 else block), packed)
@@ -92,22 +80,20 @@ def test_many_rows_are_listed_once() -> None:
     for chosen in ({0: scattered}, {1: scattered}, {0: scattered, 1: scattered}):
         m = subarray(shape, chosen, CPU)
         assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for _, i in m.boxes[0].block)
-        cells = _cells(m, block.numpy())
-        assert np.array_equal(m.read(block), cells)
-        alone = Packing(shape, (m,)).place(torch.from_numpy(cells), [torch.from_numpy(cells)])
-        expected = np.zeros_like(block.numpy())
-        expected[_index(m, shape)] = cells
-        assert np.array_equal(alone, expected)
-        twice = Packing(shape, (m, m), op="sum").place(torch.from_numpy(cells), [torch.from_numpy(cells)] * 2)
-        assert np.array_equal(twice, 2 * expected)
+        at = _index(m, shape)
+        cells, expected = block[at], torch.zeros_like(block)
+        expected[at] = cells
+        assert torch.equal(m.read(block), cells)
+        for n in (1, 2):
+            placed = Packing(shape, (m,) * n, op="sum" if n > 1 else None).place(cells, [cells] * n)
+            assert torch.equal(placed, n * expected)
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
     shape = (6, 4)
-    top: dict[int, Runs] = {0: (Run(0, 2),)}
-    rest: dict[int, Runs] = {0: (Run(2, 3),)}
-    messages = tuple(subarray(shape, part, CPU) for part in (top, rest, top, rest, top))
+    top, rest = (subarray(shape, {0: (run,)}, CPU) for run in (Run(0, 2), Run(2, 3)))
+    messages = (top, rest, top, rest, top)
     rng = random.Random(0)
     values = [torch.tensor([[rng.randint(-5, 5)] * 4] * m.shape[0]) for m in messages]
     out = Packing(shape, messages, op=op).place(values[0], values)
@@ -117,7 +103,9 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
     assert out[5].tolist() == [0] * 4, "a row that nobody sends is zero, not a leftover"
 
 
-def _reduce_scatters(op: str) -> None:
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@in_ranks(4)
+def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
     x = torch.arange(24.0).view(12, 2) * (1 - 2 * (dist.get_rank() % 2)) + dist.get_rank()
     plan = xs.plan(f"n d | {op}(a) -> n/a d", xs.Mesh(a=4), (12, 2))
     ours, native = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}}), process_mesh(plan.mesh)
@@ -130,22 +118,16 @@ def _reduce_scatters(op: str) -> None:
     assert meter.received == [72, 72]
 
 
-@pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
-    on_ranks(4, _reduce_scatters, op)
-
-
-def _sums() -> list[float]:
+@in_ranks(4)
+def test_replicas_and_copies_add_in_one_order() -> None:
     x = torch.tensor([1e8, 1.0, -1e8, 1.0][dist.get_rank()])  # with another order, another sum
     ends = "()", "() | copy(a)"
-    return [float(xt.redistribute(x, f"() | sum(a) -> {e}", xs.Mesh(a=4), profile="gloo")) for e in ends]
+    sums = [float(xt.redistribute(x, f"() | sum(a) -> {e}", xs.Mesh(a=4), profile="gloo")) for e in ends]
+    assert sums == [1.0, 1.0]
 
 
-def test_replicas_and_copies_add_in_one_order() -> None:
-    assert on_ranks(4, _sums) == [[1.0, 1.0]] * 4
-
-
-def _slices() -> None:
+@in_ranks(4)
+def test_a_slice_is_copied_only_where_it_is_the_result() -> None:
     mesh = xs.Mesh(x=2, y=2)
     for text, kinds, is_copied in (
         ("n/y d -> n/x/y d", ["slice", "permute"], False),
@@ -162,11 +144,9 @@ def _slices() -> None:
     dist.barrier()
 
 
-def test_a_slice_is_copied_only_where_it_is_the_result() -> None:
-    on_ranks(4, _slices)
-
-
-def _counted() -> list[int]:
+@in_ranks(3)
+def test_the_meter_counts_what_arrives() -> None:
+    """Two of three equal pieces; 3 elements on rank 0 alone; and by convention 2 * 2/3 of an all-reduce."""
     x = torch.ones(6, dtype=torch.float64)
     with Meter() as meter:
         dist.all_to_all_single(torch.empty(6, dtype=torch.float64), x)
@@ -175,14 +155,7 @@ def _counted() -> list[int]:
         dist.all_to_all_single(torch.empty(sum(sizes)), torch.ones(sum(sent)), sizes, sent)
         dist.all_reduce(x)
         dist.barrier()
-    return meter.received
-
-
-def test_the_meter_counts_what_arrives() -> None:
-    """Two of three equal pieces; 3 elements on rank 0 alone; and by convention 2 * 2/3 of an all-reduce."""
-    first, *others = on_ranks(3, _counted)
-    assert first == [32, 12, 64]
-    assert all(found == [32, 0, 64] for found in others)
+    assert meter.received == [32, 0 if dist.get_rank() else 12, 64]
 
 
 def _split_sizes(plans: list[xs.Plan]) -> list[list[bool]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import on_ranks
+from tests.torch_bridge.helpers import in_ranks
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
@@ -46,7 +46,8 @@ def _blocks(plan: xs.Plan) -> list[np.ndarray]:
     return [(whole * (7 * device + 3)) % 11 for device in range(plan.mesh.n_devices)]
 
 
-def _in_phases() -> None:
+@in_ranks(4)
+def test_values_by_phases() -> None:
     rank, links = dist.get_rank(), xs.load_profile(NODES)
     for expression, mesh, shape, kinds in CASES:
         plan = xs.plan(expression, mesh, shape, "int64", profile=links)
@@ -66,10 +67,6 @@ def _in_phases() -> None:
             assert np.array_equal(y, want[rank]), expression
     move = functools.partial(xt.redistribute, layouts=plan, mesh=mesh)
     assert np.array_equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), want[rank])
-
-
-def test_values_by_phases() -> None:
-    on_ranks(4, _in_phases)
 
 
 def test_large_blocks_are_received_before_they_are_sent() -> None:

@@ -1,9 +1,5 @@
-"""The table of transformations: every step under every one of torch's, beside one process without any.
-
-A chain takes the whole array through layouts and back, so that it is the identity, on every rank alike:
-what a transformation makes of it must be what it makes of the identity. In integers, so that equality is
-exact.
-"""
+"""Every step under every transformation of torch's. A chain takes the whole array through layouts and back: a
+transformation makes the same of it as of the identity. In integers, so that equality is exact."""
 
 from __future__ import annotations
 
@@ -18,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
@@ -106,11 +103,31 @@ def array(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randint(-3, 4, shape, generator=generator).double()
 
 
-TABLE: dict[str, Callable[[Map, Tensor, Tensor], Any]] = {}
+# A transformation of a map at x, with a weight or tangent w.
+TABLE: dict[str, Callable[[Map, Tensor, Tensor], Any]] = {
+    "func_grad": lambda f, x, w: grad(lambda v: (f(v) ** 3 * w).sum())(x),
+    "func_jvp": lambda f, x, w: jvp(lambda v: f(v) ** 3, (x,), (w,)),
+    "hvp_forward_over_reverse": lambda f, x, w: jvp(grad(lambda v: (f(v) ** 3).sum()), (x,), (w,)),
+    "hvp_reverse_over_forward": lambda f, x, w: grad(
+        lambda v: jvp(lambda u: (f(u) ** 3).sum(), (v,), (w,))[1]
+    )(x),
+    "hvp_reverse_over_reverse": lambda f, x, w: grad(
+        lambda v: (grad(lambda u: (f(u) ** 3).sum())(v) * w).sum()
+    )(x),
+    "vmap": lambda f, x, w: [vmap(f, in_dims=d)(torch.stack([x, w, x - w], d)) for d in (0, 1, -1)],
+    "vmap_of_vmap": lambda f, x, w: vmap(vmap(f))(torch.stack([torch.stack([x, w]), torch.stack([w, x])])),
+    "vmap_of_grad": lambda f, x, w: vmap(grad(lambda v: (f(v) ** 3).sum()))(torch.stack([x, w])),
+    "vmap_of_jvp": lambda f, x, w: vmap(lambda t: jvp(f, (x,), (t,))[1])(torch.stack([x, w])),
+    "grad_of_vmap": lambda f, x, w: grad(lambda v: (vmap(f)(torch.stack([v, v * w])) ** 2).sum())(x),
+    "gradcheck": lambda f, x, w: gradcheck(lambda v: f(v) ** 2, (x + w / 7).requires_grad_(), fast_mode=True),
+    "gradgradcheck": lambda f, x, w: gradgradcheck(
+        lambda v: f(v) ** 3, (x + w / 7).requires_grad_(), fast_mode=True
+    ),
+}
 
 
 def row(function: Callable[[Map, Tensor, Tensor], Any]) -> Callable[[Map, Tensor, Tensor], Any]:
-    """A transformation of a map at x, with a weight or tangent w."""
+    """A row of more than an expression."""
     TABLE[function.__name__] = function
     return function
 
@@ -132,19 +149,9 @@ def triple_backward(f: Map, x: Tensor, w: Tensor) -> Any:
 
 
 @row
-def func_grad(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.grad(lambda v: (f(v) ** 3 * w).sum())(x)
-
-
-@row
 def func_vjp(f: Map, x: Tensor, w: Tensor) -> Any:
-    y, pull = torch.func.vjp(lambda v: f(v) ** 2, x)
+    y, pull = vjp(lambda v: f(v) ** 2, x)
     return y, *pull(w)
-
-
-@row
-def func_jvp(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.jvp(lambda v: f(v) ** 3, (x,), (w,))
 
 
 @row
@@ -154,51 +161,11 @@ def dual_numbers(f: Map, x: Tensor, w: Tensor) -> Any:
 
 
 @row
-def hvp_forward_over_reverse(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.jvp(torch.func.grad(lambda v: (f(v) ** 3).sum()), (x,), (w,))
-
-
-@row
-def hvp_reverse_over_forward(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.grad(lambda v: torch.func.jvp(lambda u: (f(u) ** 3).sum(), (v,), (w,))[1])(x)
-
-
-@row
-def hvp_reverse_over_reverse(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.grad(lambda v: (torch.func.grad(lambda u: (f(u) ** 3).sum())(v) * w).sum())(x)
-
-
-@row
-def vmap(f: Map, x: Tensor, w: Tensor) -> Any:
-    return [torch.func.vmap(f, in_dims=dim)(torch.stack([x, w, x - w], dim)) for dim in (0, 1, -1)]
-
-
-@row
-def vmap_of_vmap(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.vmap(torch.func.vmap(f))(torch.stack([torch.stack([x, w]), torch.stack([w, x])]))
-
-
-@row
-def vmap_of_grad(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.vmap(torch.func.grad(lambda v: (f(v) ** 3).sum()))(torch.stack([x, w]))
-
-
-@row
-def vmap_of_jvp(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.vmap(lambda t: torch.func.jvp(f, (x,), (t,))[1])(torch.stack([x, w]))
-
-
-@row
-def grad_of_vmap(f: Map, x: Tensor, w: Tensor) -> Any:
-    return torch.func.grad(lambda v: (torch.func.vmap(f)(torch.stack([v, v * w])) ** 2).sum())(x)
-
-
-@row
 def jacobians(f: Map, x: Tensor, w: Tensor) -> Any:
     def some(v: Tensor) -> Tensor:
         return (f(v) ** 2)[:2, :2]
 
-    return torch.func.jacrev(some)(x), torch.func.jacfwd(some)(x)
+    return jacrev(some)(x), jacfwd(some)(x)
 
 
 @row
@@ -234,18 +201,6 @@ def autocast(f: Map, x: Tensor, w: Tensor) -> Any:
     assert y.dtype == torch.bfloat16, "a move keeps the dtype that it is given"
     y.float().sum().backward()
     return y.detach(), leaf.grad
-
-
-@row
-def gradcheck(f: Map, x: Tensor, w: Tensor) -> Any:
-    leaf = (x + w / 7).requires_grad_()
-    return torch.autograd.gradcheck(lambda v: f(v) ** 2, leaf, fast_mode=True)
-
-
-@row
-def gradgradcheck(f: Map, x: Tensor, w: Tensor) -> Any:
-    leaf = (x + w / 7).requires_grad_()
-    return torch.autograd.gradgradcheck(lambda v: f(v) ** 3, leaf, fast_mode=True)
 
 
 def _rows() -> dict[tuple[str, str], str]:
