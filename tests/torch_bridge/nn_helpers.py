@@ -52,19 +52,26 @@ def check_layer(
     alone = copy.deepcopy(module)
     found = [whole_gradients(alone, x) if dist.get_rank() == 0 else None, list(alone.buffers())]
     dist.broadcast_object_list(found)  # computed once: the ranks share two cores
-    (y, of_x, of_parameters), buffers = found
     layer = xt.nn.domain_parallel(module, layout, mesh, shape=shape, **options)
     block = scattered(x, layout, mesh).requires_grad_()
-    mine = layer(block)
+    sharding = compare(layer(block), block, layout, module, found[0])
+    for (name, buffer), wanted in zip(module.named_buffers(), found[1], strict=True):
+        same(buffer, wanted, name)
+    return sharding
+
+
+def compare(
+    mine: Tensor, block: Tensor, layout: str, module: nn.Module, wanted: tuple[Tensor, Tensor, list[Tensor]]
+) -> xs.Sharding:
+    """Outputs of a block, and the gradients, are those that `whole_gradients` found; returns where they stand."""
+    y, of_x, of_parameters = wanted
     sharding = xt.nn.sharding_of(mine)
     assert sharding.shape == tuple(y.shape)
-    same(mine, scattered(y, sharding.layout, mesh), "outputs")
-    (mine * scattered(weights_of(y), sharding.layout, mesh)).sum().backward()
-    same(block.grad, scattered(of_x, layout, mesh), "gradient of the input")
-    for (name, p), wanted in zip(module.named_parameters(), of_parameters, strict=True):
-        same(p.grad, wanted, f"gradient of {name}")
-    for (name, buffer), wanted in zip(module.named_buffers(), buffers, strict=True):
-        same(buffer, wanted, name)
+    same(mine, scattered(y, sharding.layout, sharding.mesh), "outputs")
+    (mine * scattered(weights_of(y), sharding.layout, sharding.mesh)).sum().backward()
+    same(block.grad, scattered(of_x, layout, sharding.mesh), "gradient of the input")
+    for (name, p), gradient in zip(module.named_parameters(), of_parameters, strict=True):
+        same(p.grad, gradient, f"gradient of {name}")
     return sharding
 
 

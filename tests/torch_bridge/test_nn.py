@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,16 @@ import torch_bridge as xt
 import xshard as xs
 from tests.nn import cases
 from tests.nn.cases import CASES, GRID, HALOS, NATTEN, PAIR, PUBLISHED, ROW, Case
-from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, same, scattered, sizes
+from tests.torch_bridge.helpers import for_each, in_ranks, on_ranks
+from tests.torch_bridge.nn_helpers import check_layer, same, scattered, sizes
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.placed import placed_as
 from xshard import reference
 
 MOST_RANKS = 9  # larger cases run in JAX
 MODES = {"zero": "zeros", "periodic": "circular", "reflect": "reflect", "edge": "replicate"}
-UPSAMPLE = {
-    "linear": ("linear", "bilinear", "trilinear"),
-    "nearest": ("nearest",) * 3,
-    "cubic": (None, "bicubic"),
-}
-
+UPSAMPLE = {"nearest": ("nearest",) * 3, "linear": ("linear", "bilinear", "trilinear")}
+UPSAMPLE |= {"cubic": ("", "bicubic", "")}
 Layer = tuple[Callable[[], nn.Module], tuple[int, ...], str, xs.Mesh]
 
 # Layers without windows, and options of torch's modules that the table of windows does not have.
@@ -99,10 +96,8 @@ def check_causal(case: Case) -> None:
     x, kernel = draw.normal(size=case.shape), draw.normal(size=case.kernel_shape)
     y, of_x, of_kernel = cases.one_device(case, x, kernel, cosines)
     block = scattered(torch.from_numpy(x), case.layout, case.mesh).requires_grad_()
-    weight, placement = (
-        torch.from_numpy(kernel).requires_grad_(),
-        placed_as(block, case.layout, case.mesh, case.shape),
-    )
+    weight = torch.from_numpy(kernel).requires_grad_()
+    placement = placed_as(block, case.layout, case.mesh, case.shape)
     convolution = Convolution(case.k, case.s, case.p, case.d, case.groups)
     mine = conv(block, placement, weight, None, convolution)[0]
     mine.backward(scattered(torch.from_numpy(cosines(y.shape)), case.layout, case.mesh))
@@ -149,35 +144,22 @@ def check_neighbourhood() -> None:
     wide = [xt.redistribute(part, f"{src} -> {dst}", mesh, shape=shape) for part in block]
     out = xt.redistribute(cases.neighbourhood(torch, *wide), f"{dst} -> {src}", mesh, shape=shape)
     out.backward(scattered(weights, src, mesh))
-    assert (out - scattered(y, src, mesh)).abs().max() <= TOLERANCE
-    assert (block.grad - scattered(x.grad, f"q {src}", mesh)).abs().max() <= TOLERANCE
+    same(out, scattered(y, src, mesh), "outputs")
+    same(block.grad, scattered(x.grad, f"q {src}", mesh), "gradients")
 
 
 def check_all(n: int, device: str = "cpu") -> int:
     """Every case on `n` devices -> their number."""
-    checks: dict[str, Callable[[], Any]] = {
-        name: lambda case=case: check(case, device)
-        for name, case in {**CASES, **PUBLISHED}.items()
-        if case.mesh.n_devices == n
+    checks: dict[str, tuple[xs.Mesh, Callable[[], Any]]] = {
+        name: (case.mesh, partial(check, case, device)) for name, case in {**CASES, **PUBLISHED}.items()
     }
-    checks |= {
-        name: lambda layer=layer: check_layer(layer[0](), *layer[1:], device=device)
-        for name, layer in MODULES.items()
-        if layer[-1].n_devices == n
-    }
+    for name, (make, *layer) in MODULES.items():
+        checks[name] = layer[-1], lambda m=make, layer=layer: check_layer(m(), *layer, device=device)
     if device == "cpu":
-        checks |= {
-            name: lambda data=data: check_halo(data)
-            for name, data in HALOS.items()
-            if cases.device_mesh(data).n_devices == n
-        }
-    for name, run in checks.items():
-        try:
-            run()
-        except Exception as error:
-            error.add_note(f"in '{name}'")
-            raise
-    return len(checks)
+        checks |= {name: (cases.device_mesh(data), partial(check_halo, data)) for name, data in HALOS.items()}
+    here = {name: run for name, (mesh, run) in checks.items() if mesh.n_devices == n}
+    for_each([*here], lambda name: here[name]())
+    return len(here)
 
 
 ALL_MESHES = [case.mesh for case in (*CASES.values(), *PUBLISHED.values())]
@@ -190,7 +172,8 @@ def test_every_case_is_that_of_one_device(n: int) -> None:
     assert numbers[0] >= sum(mesh.n_devices == n for mesh in ALL_MESHES) and len(set(numbers)) == 1
 
 
-def _on_two() -> None:
+@in_ranks(2)
+def test_neighbourhood_attention_and_second_derivatives_of_a_convolution() -> None:
     check_neighbourhood()
     torch.manual_seed(0)
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
@@ -208,14 +191,10 @@ def _on_two() -> None:
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
-def test_neighbourhood_attention_and_second_derivatives_of_a_convolution() -> None:
-    on_ranks(2, _on_two)
-
-
-def _adjoint(source: str, shape: tuple[int, ...], mesh: xs.Mesh, layout: str) -> None:
+def _adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
     x = torch.arange(torch.tensor(shape).prod()).reshape(shape) % 11 - 5.0
-    block = scattered(x.double(), layout, mesh).requires_grad_()
-    y = xt.redistribute(block, f"{layout} -> {source}", mesh, shape=shape)
+    block = scattered(x.double(), layout, ROW).requires_grad_()
+    y = xt.redistribute(block, f"{layout} -> {source}", ROW, shape=shape)
     z = (torch.arange(y.numel()).reshape(y.shape) * (dist.get_rank() + 3)) % 7 - 3.0
     y.backward(z.double())
     inner = torch.stack([(y.detach() * z).sum(), (block.detach() * block.grad).sum()])
@@ -234,9 +213,11 @@ def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
     return f"h/{order} w", f"h/{order}:{overlap} w", (length, 4)
 
 
-def _on_four(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    for layout, source, shape in sources:
-        _adjoint(source, shape, ROW, layout)
+@in_ranks(4)
+def test_gradients_of_overlaps_are_exact_adjoints_and_halos_are_exchanged() -> None:
+    draw = random.Random(0)
+    for _ in range(48):
+        _adjoint(*_overlap(draw))
     rank, x = dist.get_rank(), torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
     y = xt.ops.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")
@@ -250,8 +231,3 @@ def _on_four(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
     assert torch.equal(layer.trim(wide), torch.from_numpy(part))
     if rank == 0:
         assert torch.equal(wide, x[[1, 0, 1, 2]])
-
-
-def test_gradients_of_overlaps_are_exact_adjoints_and_halos_are_exchanged() -> None:
-    draw = random.Random(0)
-    on_ranks(4, _on_four, [_overlap(draw) for _ in range(48)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
-from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, same, scattered, weights_of, whole_gradients
+from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks
+from tests.torch_bridge.nn_helpers import check_layer, compare, same, scattered, weights_of, whole_gradients
 from torch_bridge.testing.byte_counter import Meter
 
 ROW = xs.Mesh(sp=4)
@@ -60,7 +61,8 @@ class UNet(nn.Module):
         return self.leave(torch.cat((a + 2 * b, F.relu(b - 1)), dim=1)) / 3
 
 
-def _unet() -> None:
+@in_ranks(4)
+def test_a_model_with_code_between_its_layers() -> None:
     torch.manual_seed(0)
     model = UNet().double()
     alone = copy.deepcopy(model)
@@ -76,19 +78,13 @@ def _unet() -> None:
         x = every[:, :, :rows].clone()
         alone.zero_grad()
         model.zero_grad()
-        y, of_x, of_parameters = whole_gradients(alone, x, time)
+        wanted = whole_gradients(alone, x, time)
         parallel = xt.nn.domain_parallel(model, layout, mesh, shape=x.shape)
         assert parallel.state_dict().keys() == model.state_dict().keys()
         assert all(p is q for p, q in zip(parallel.parameters(), model.parameters(), strict=True))
         block = scattered(x, layout, mesh).requires_grad_()
         mine = parallel(block, time=time)
-        sharding = xt.nn.sharding_of(mine)
-        assert str(sharding.layout) == layout and sharding.shape == y.shape
-        same(mine, scattered(y, layout, mesh), "outputs")
-        (mine * scattered(weights_of(y), layout, mesh)).sum().backward()
-        same(block.grad, scattered(of_x, layout, mesh), "gradient of the input")
-        for (name, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
-            same(p.grad, wanted, f"gradient of {name}")
+        assert str(compare(mine, block, layout, model, wanted).layout) == layout
         for a, b in zip(model.buffers(), alone.buffers(), strict=True):
             same(a, b, "statistics")
         elsewhere = pickle.loads(pickle.dumps(mine.detach())), copy.deepcopy(mine.detach())
@@ -96,7 +92,7 @@ def _unet() -> None:
         assert not hasattr(x, "_xshard_placed") and not hasattr(block, "_xshard_placed")
     # The ordinary model is as it was, and by now has the statistics that it would have had on one device.
     assert type(model.enter) is nn.Conv2d and not model._forward_pre_hooks
-    assert (model.eval()(x, time) - alone.eval()(x, time)).abs().max() <= TOLERANCE
+    same(model.eval()(x, time), alone.eval()(x, time), "outputs of the ordinary model")
 
 
 class Recomputed(nn.Module):
@@ -124,13 +120,7 @@ class Forgetful(nn.Module):
         return (torch.utils.checkpoint.checkpoint(by, x, use_reentrant=True) + 1,)
 
 
-def _forgets() -> tuple[str, str]:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), Forgetful())
-    parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, converters={Forgetful: lambda m: m})
-    return error_of(lambda: parallel(torch.ones(1, 2, 4, 6)))
-
-
-def _checkpoints() -> tuple[str, str]:
+def _checkpoints() -> None:
     torch.manual_seed(0)
     model = Recomputed(xt.nn.checkpoint).double()
     check_layer(model, (1, 2, 8, 6), "b c h/sp w", PAIR)
@@ -140,8 +130,12 @@ def _checkpoints() -> tuple[str, str]:
     )
     parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR)
     y = parallel(torch.ones(1, 2, 4, 6, dtype=torch.float64, requires_grad=True))
-    assert _forgets()[1].startswith("1: a reentrant checkpoint inside a converted module")
-    return error_of(lambda: y.sum().backward())
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Forgetful())
+    forgets = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, converters={Forgetful: lambda m: m})
+    assert_refused(
+        (lambda: forgets(torch.ones(1, 2, 4, 6)), "...: 1: a reentrant checkpoint inside a converted module"),
+        (lambda: y.sum().backward(), "...second: nothing is known of an input...xt.nn.checkpoint"),
+    )
 
 
 class Rows(nn.Module):
@@ -185,7 +179,7 @@ def _parts() -> None:
             nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), Gate(4), nn.Conv2d(4, 2, 3, 2, 1)
         ).double()
         x = torch.randn(1, 2, rows, 6, dtype=torch.float64)
-        y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
+        wanted = whole_gradients(copy.deepcopy(model), x)
         parallel = xt.nn.domain_parallel(model, layout, PAIR, shape=x.shape)
 
         def one_by_one(block: Tensor, parallel: nn.Module = parallel) -> Tensor:
@@ -196,13 +190,7 @@ def _parts() -> None:
         for run in (one_by_one, parallel, lambda z, f=parallel: xt.nn.checkpoint(f, z)):
             model.zero_grad()
             block = scattered(x, layout, PAIR).requires_grad_()
-            mine = run(block)
-            cut = xt.nn.sharding_of(mine).layout
-            same(mine, scattered(y, cut, PAIR), "outputs")
-            (mine * scattered(weights_of(y), cut, PAIR)).sum().backward()
-            same(block.grad, scattered(of_x, layout, PAIR), "gradient of the input")
-            for (name, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
-                same(p.grad, wanted, f"gradient of {name}")
+            compare(run(block), block, layout, model, wanted)
 
 
 def _inference() -> None:
@@ -216,19 +204,13 @@ def _inference() -> None:
     check_layer(model, (1, 1, 4, 4), "b c h/sp w", PAIR)
 
 
-NO_LAYER: dict[str, tuple[Callable[[], Any], str]] = {
-    "a layer of no kind": (
-        lambda: nn.Sequential(nn.ReLU(), nn.ModuleDict({"rnn": nn.LSTM(2, 2)})),
-        "1.rnn (LSTM) lacks an exact form",
-    ),
-    "channel dropout": (lambda: nn.Sequential(nn.Dropout2d(0.1)), "0 (Dropout2d) lacks an exact form"),
-    "adaptive pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2)), "0: output_size=2"),
-    "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "0: return_indices=True"),
-    "a kind of its own": (
-        lambda: nn.Sequential(type("Periodic", (nn.Conv2d,), {})(1, 1, 3)),
-        "0 (Periodic) is a subclass of Conv2d",
-    ),
-}
+NO_LAYER: tuple[tuple[nn.Module, str], ...] = (
+    (nn.ModuleDict({"rnn": nn.LSTM(2, 2)}), "1.rnn (LSTM) lacks an exact form"),
+    (nn.Dropout2d(0.1), "1 (Dropout2d) lacks an exact form"),
+    (nn.AdaptiveAvgPool2d(2), "1: output_size=2"),
+    (nn.MaxPool2d(2, return_indices=True), "1: return_indices=True"),
+    (type("Periodic", (nn.Conv2d,), {})(1, 1, 3), "1 (Periodic) is a subclass of Conv2d"),
+)
 
 
 class Code(nn.Module):
@@ -243,72 +225,51 @@ class Code(nn.Module):
         return self.function(x)
 
 
-NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "rows of a block": (lambda x: x[:, :, ::2], "a slice needs dim 'h' whole"),
-    "a mean of rows": (lambda x: x.mean((2, 3)), "mean() needs dim 'h' whole"),
-    "a mean of all": (lambda x: x.mean(), "mean() needs dim 'h' whole"),
-    "cat of rows": (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
-    "cat with rows": (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
-    "padding of rows": (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
-    "a function of neighbours": (
-        lambda x: F.max_pool2d(x, 2),
-        "of a block is not a block of max_pool2d() of the array",
-    ),
-    "a flip": (lambda x: x.flip(1, 2), "flip() needs dim 'h' whole"),
-    "rows of unknown origin": (
-        lambda x: x + torch.ones(4, 1),
-        "4 rows without a recorded sharding meet dim 'h/sp'",
-    ),
-    "a view": (lambda x: x.view(-1), "view() needs dim 'h' whole"),
-    "a sum over rows": (lambda x: x.cumsum(2), "cumsum() needs dim 'h' whole"),
-    "a maximum over rows": (lambda x: x.max(2), "max() needs dim 'h' whole"),
-    "half of the rows, as many as a block has": (lambda x: x[:, :, :4], "a slice needs dim 'h' whole"),
-    "a row": (lambda x: x[:, :, 0], "a slice needs dim 'h' whole"),
-    "groups of as many rows as a block has": (
-        lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2),
-        "view() puts a dim of length 1 beside 'h/sp'",
-    ),
-    "rows by their numbers": (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
-    "an equality of all": (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
-    "a product over rows": (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),
-    "a product of blocks": (lambda x: x @ x.mT, "of a block is not a block of"),
-    "a norm of rows": (lambda x: F.layer_norm(x, (4, 6)), "layer_norm() needs dim 'h' whole"),
-}
+NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
+    (lambda x: x[:, :, ::2], "a slice needs dim 'h' whole"),
+    (lambda x: x[:, :, :4], "a slice needs dim 'h' whole"),  # half of the rows, as many as a block has
+    (lambda x: x[:, :, 0], "a slice needs dim 'h' whole"),
+    (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
+    (lambda x: x.mean((2, 3)), "mean() needs dim 'h' whole"),
+    (lambda x: x.mean(), "mean() needs dim 'h' whole"),
+    (lambda x: x.cumsum(2), "cumsum() needs dim 'h' whole"),
+    (lambda x: x.max(2), "max() needs dim 'h' whole"),
+    (lambda x: x.flip(1, 2), "flip() needs dim 'h' whole"),
+    (lambda x: x.view(-1), "view() needs dim 'h' whole"),
+    # Groups of as many rows as a block has.
+    (lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2), "view() puts a dim of length 1 beside 'h/sp'"),
+    (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
+    (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
+    (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
+    (lambda x: F.layer_norm(x, (4, 6)), "layer_norm() needs dim 'h' whole"),
+    (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),
+    (lambda x: x @ x.mT, "of a block is not a block of"),
+    (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
+    (lambda x: F.max_pool2d(x, 2), "of a block is not a block of max_pool2d() of the array"),  # of neighbours
+    (lambda x: x + torch.ones(4, 1), "4 rows without a recorded sharding meet dim 'h/sp'"),
+)
 
 
-def _refusals() -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, (model, _) in NO_LAYER.items():
-        found[name] = error_of(lambda model=model: xt.nn.domain_parallel(model(), "b c h/sp w", PAIR))
-    x = torch.ones(1, 2, 4, 6)
-    for name, (function, _) in NO_FUNCTION.items():
-        model = xt.nn.domain_parallel(nn.Sequential(Code(function)), "b c h/sp w", PAIR)
-        found[name] = error_of(lambda model=model: model(x))
-    conv = xt.nn.domain_parallel(nn.Conv2d(2, 2, 9), "b c h/sp w", PAIR)
-    found["a kernel larger than the array"] = error_of(lambda: conv(x))
-    found["channels"] = error_of(lambda: conv(torch.ones(1, 3, 8, 6)))
-    wide = nn.Conv2d(2, 2, 3, padding=(1, 7), padding_mode="circular")
-    wide = xt.nn.domain_parallel(wide, "b c h/sp w", PAIR)
-    found["padding wider than the array"] = error_of(lambda: wide(x))
-    cut = xt.nn.domain_parallel(nn.Conv2d(4, 2, 3), "b c/sp h w", PAIR)
-    found["channels that are cut"] = error_of(lambda: cut(x))
-    lost = nn.Sequential(Code(lambda x: x.data), nn.Conv2d(2, 2, 3))
-    lost = xt.nn.domain_parallel(lost, "b c h/sp w", PAIR)
-    found["a lost record"] = error_of(lambda: lost(x))
-    assert still_connected()
-    return found
+def _refused() -> None:
+    x, wrap = torch.ones(1, 2, 4, 6), {"padding": (1, 7), "padding_mode": "circular"}
+
+    def parallel(*layers: nn.Module, layout: str = "b c h/sp w") -> nn.Module:
+        return xt.nn.domain_parallel(layers[0] if len(layers) == 1 else nn.Sequential(*layers), layout, PAIR)
+
+    conv, wide, cut = nn.Conv2d(2, 2, 9), nn.Conv2d(2, 2, 3, **wrap), nn.Conv2d(4, 2, 3)
+    lost = parallel(Code(lambda x: x.data), nn.Conv2d(2, 2, 3))
+    assert_refused(
+        *((partial(parallel, nn.ReLU(), layer), f"...{text}") for layer, text in NO_LAYER),
+        *((partial(parallel(Code(f), nn.ReLU()), x), f"...0: ...{text}") for f, text in NO_FUNCTION),
+        (lambda: parallel(conv)(x), "...Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'"),
+        (lambda: parallel(conv)(torch.ones(1, 3, 8, 6)), "...Conv2d: 3 channels, the layer has 2"),
+        (lambda: parallel(wide)(x), "...Conv2d: circular padding 7 of 6 rows"),
+        (lambda: parallel(cut, layout="b c/sp h w")(x), "...Conv2d: this layer needs dim 'c' whole"),
+        (lambda: lost(x), "...1: nothing is known of an input of shape (1, 2, 4, 6)"),
+    )
 
 
-REFUSED = {name: text for name, (_, text) in (*NO_LAYER.items(), *NO_FUNCTION.items())} | {
-    "a kernel larger than the array": "Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'",
-    "padding wider than the array": "Conv2d: circular padding 7 of 6 rows",
-    "channels": "Conv2d: 3 channels, the layer has 2",
-    "channels that are cut": "Conv2d: this layer needs dim 'c' whole",
-    "a lost record": "1: nothing is known of an input of shape (1, 2, 4, 6)",
-}
-
-
-def _summed() -> tuple[int, int]:
+def _summed() -> None:
     """Gradients of all parameters in one collective; `verify`, the norm and the check take the model."""
     chain = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(10)))
     with Meter() as meter:
@@ -330,26 +291,10 @@ def _summed() -> tuple[int, int]:
     whole = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert torch.isclose(xt.grad_norm(parallel), whole) and "gradients, in buckets" in xt.explain(parallel)
     xt.check_replicas(parallel)
-    return len(list(chain.parameters())), len(meter.received)
+    assert len(list(chain.parameters())) == 20 and len(meter.received) == 1
 
 
-def _on_two() -> Any:
-    told = _checkpoints()[1]
-    assert "second: nothing is known of an input" in told and "xt.nn.checkpoint" in told
-    for check in (_rows, _parts, _inference):
-        check()
-    assert _summed() == (20, 1)
-    return _refusals()
-
-
-def test_a_model_with_code_between_its_layers() -> None:
-    on_ranks(4, _unet)
-
-
+@in_ranks(2)
 def test_records_follow_blocks_gradients_are_summed_together_and_what_has_no_form_is_refused() -> None:
-    for found in on_ranks(2, _on_two):
-        assert found.keys() == REFUSED.keys()
-        for name, text in REFUSED.items():
-            assert text in found[name][1], name
-        for name in NO_FUNCTION:
-            assert "0: " in found[name][1], "the path in the model"
+    for check in (_checkpoints, _rows, _parts, _inference, _summed, _refused):
+        check()
