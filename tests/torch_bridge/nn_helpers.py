@@ -63,7 +63,7 @@ def check_layer(
 def compare(
     mine: Tensor, block: Tensor, layout: str, module: nn.Module, wanted: tuple[Tensor, Tensor, list[Tensor]]
 ) -> xs.Sharding:
-    """Outputs of a block, and the gradients, are those that `whole_gradients` found; returns where they stand."""
+    """A block's outputs, and then gradients, are what `whole_gradients` found; returns their sharding."""
     y, of_x, of_parameters = wanted
     sharding = xt.nn.sharding_of(mine)
     assert sharding.shape == tuple(y.shape)
