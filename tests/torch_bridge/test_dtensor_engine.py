@@ -1,5 +1,5 @@
-"""xshard as DTensor's engine: both make each call of `redistribute_local_tensor`, where DTensor moves blocks, and
-must agree. The program goes on with xshard's block; its results are those of whole tensors."""
+"""xshard as DTensor's engine: both make each call of `redistribute_local_tensor`, where DTensor moves blocks,
+and must agree. The program goes on with xshard's block; its results are those of whole tensors."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ for expression, shape, names in (
     for name in names:
         QUESTIONS[f"{name} {expression}"] = plan_question(xs.plan(expression, xs.Mesh(a=4), shape, name))
 
-# Exchanges that add up as they arrive, which a planner rarely prefers; those whose senders are replicas in the
-# receiver's node, of three devices.
+# Exchanges that add up as they arrive, which a planner rarely prefers; and with senders that are replicas in
+# the receiver's node, of three devices.
 for text, mesh, shape, *node in (
     ("n d | sum(a) -> n/a d", "a=2,b=2", (7, 5)),
     ("n/b d | sum(a) -> n d/a", "a=2,b=2", (7, 5)),
@@ -78,7 +78,6 @@ for text, mesh, shape, *node in (
 UNEVEN = "a permutation of which the largest block need not move"
 QUESTIONS[UNEVEN] = plan_question(xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (7, 5)))
 assert [type(step) for step in QUESTIONS[UNEVEN].plan.steps] == [Permute]
-RIGHT = Verdict(0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +88,10 @@ def answers() -> dict[str, Answer]:
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_values_gradients_and_bytes(name: str, answers: dict[str, Answer]) -> None:
     question, answer = QUESTIONS[name], answers[name]
-    assert judge(answer, answer_in_numpy(question)) == RIGHT
-    assert answer.forward_bytes == question.plan.bytes_received
-    if question.plan.src.is_linear:
+    assert judge(answer, answer_in_numpy(question)) == Verdict(0, 0)
+    planned, received = question.plan.bytes_received, answer.forward_bytes
+    assert received is not None and (0 < received <= planned if name == UNEVEN else received == planned)
+    if question.plan.src.is_linear and name != UNEVEN:
         assert answer.backward_bytes == question.plan.backward.bytes_received
 
 
@@ -102,13 +102,3 @@ def test_a_wrong_answer_is_seen(answers: dict[str, Answer]) -> None:
     blocks[-1].flat[-1] += 1
     wrong = replace(answers[name], outputs={"output": tuple(blocks)})
     assert judge(wrong, answer_in_numpy(QUESTIONS[name])) == Verdict(1, 0)
-
-
-def test_bytes_of_an_uneven_permutation_are_at_most_planned() -> None:
-    """Its price is that of the largest block, which need not be one that moves."""
-    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (7, 5))
-    assert [type(step) for step in plan.steps] == [Permute]
-    question = plan_question(plan)
-    (answer,) = TORCH.answers([question], timeout_s=120)
-    assert answer.forward_bytes is not None and 0 < answer.forward_bytes <= plan.bytes_received
-    assert judge(answer, answer_in_numpy(question)) == RIGHT
