@@ -6,7 +6,6 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -47,9 +46,8 @@ X, TURN = torch.ones(2, 4), "n/tp d -> n d/tp"
 
 @in_ranks(N)
 def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not() -> None:
-    move, ops = partial(xt.redistribute, X), cast(Any, xt.ops)
-    plan, by_placements = partial(xs.plan, "n/tp d -> n d", shape=(8, 4)), cast(Any, xt.dtensor.redistribute)
-    float8 = X[0].to(torch.float8_e4m3fn)
+    move, plan = partial(xt.redistribute, X), partial(xs.plan, "n/tp d -> n d", shape=(8, 4))
+    ops, float8 = xt.ops, X[0].to(torch.float8_e4m3fn)
     assert xt.redistribute(float8, "n/tp -> n | copy(tp)", MESH).float().sum() == 16
     assert_refused(
         (lambda: move("b s/cq -> b s", MESH),
@@ -95,7 +93,7 @@ def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not()
         (lambda: ops.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),
             "XshardError: ...is not text\n  it is"),
         (lambda: ops.halo_exchange(X, 1.5, 0, "tp", MESH), "ShapeError: ...a halo of width 1.5"),
-        (lambda: by_placements(X, []),
+        (lambda: xt.dtensor.redistribute(X, []),
             "XshardError: ... is not a DTensor\n  redistribute(x, layouts, mesh) moves tensors"),
         is_alike=False,
     )  # fmt: skip
