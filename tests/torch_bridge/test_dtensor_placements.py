@@ -94,7 +94,7 @@ def case(
     assert_is(y, whole, dst)
     for form in (replicated(dst), [P] * mesh.ndim):
         (gradient,) = torch.autograd.grad(y, x, dtensor(weight, mesh, form), retain_graph=True)
-        # Addends of a gradient stay addends where the input is a sum too, unless an expression asks for more.
+        # Addends of a gradient stay addends where the input is a sum too, but under expressions.
         stays = [
             isinstance(of, Partial) and g == P and not expression for of, g in zip(src, form, strict=True)
         ]
