@@ -193,8 +193,11 @@ def _refused() -> None:
 
     transformed = "...torch.func inside torch.compile"
     assert_refused(
-        (compiled(lambda v: xt.redistribute(v, "n/q d -> n", MESH)), "...axis 'q' in\n    'n/q d -> n'"),
-        (compiled(lambda v: xt.redistribute(v, ("n/a d", "n"), MESH)), "...with an expression that is text"),
+        (
+            compiled(lambda v: xt.redistribute(v, "n/q -> n", MESH)),
+            "...unknown mesh axis 'q' in\n    'n/q -> n'",
+        ),
+        (compiled(lambda v: xt.redistribute(v, ("n/a d", "n d"))), "...with an expression that is text"),
         (compiled(lambda v: torch.func.jvp(turn, (v,), (v,))), transformed),
         (compiled(torch.func.grad(lambda v: turn(v).sum())), transformed),
         (compiled(torch.func.vmap(turn, in_dims=0)), transformed),
