@@ -191,13 +191,10 @@ def _refused() -> None:
     def turn(v: Tensor) -> Tensor:
         return xt.redistribute(v, "n/a d -> n d/a", MESH)
 
-    transformed = "...torch.func inside torch.compile"
+    transformed, axis, pair = "...torch.func inside torch.compile", "n/q d -> n d", ("n/a d", "n d")
     assert_refused(
-        (
-            compiled(lambda v: xt.redistribute(v, "n/q -> n", MESH)),
-            "...unknown mesh axis 'q' in\n    'n/q -> n'",
-        ),
-        (compiled(lambda v: xt.redistribute(v, ("n/a d", "n d"))), "...with an expression that is text"),
+        (compiled(lambda v: xt.redistribute(v, axis, MESH)), f"...unknown mesh axis 'q' in\n    '{axis}'"),
+        (compiled(lambda v: xt.redistribute(v, pair, MESH)), "...with an expression that is text"),
         (compiled(lambda v: torch.func.jvp(turn, (v,), (v,))), transformed),
         (compiled(torch.func.grad(lambda v: turn(v).sum())), transformed),
         (compiled(torch.func.vmap(turn, in_dims=0)), transformed),
