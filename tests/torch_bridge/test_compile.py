@@ -137,7 +137,7 @@ class Calling(torch.nn.Module):
 def _exported() -> None:
     x = block_of(numbers(3, 8, 8), "s n/zigzag(a) d", MESH)
     turn = Calling(lambda x: xt.redistribute(x, "s n/zigzag(a) d -> s n d/a", MESH))
-    program = torch.export.export(turn, (x,), dynamic_shapes=(({0: torch.export.Dim("batch")},),))
+    program = torch.export.export(turn, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     names = [str(node.target) for node in program.graph.nodes]
     assert sum("all_to_all_single" in name for name in names) == 1
     assert "step" not in str(program.graph), "the groups have their own names"
