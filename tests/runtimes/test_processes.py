@@ -141,7 +141,7 @@ def test_one_process_per_package_and_environment() -> None:
         (0, True, [(300, 0.05, None)]),
         (5, True, [(30, 0.5, None), (15, 0.001, None), (1, 0.001, "it stood still for 10 s")]),
         (0, True, [(10, 2.0, None), (1, 2.0, "it took more than 20 s of processor time")]),
-        (0, True, [(8, 1.0, None), (1, -7.0, None), (9, 0.0, None)]),
+        (0, True, [(8, 1.0, None), (1, -7.0, None), (10, 0.0, None)]),
         (0, False, [(10, 0.0, None), (1, 0.0, "it took more than 10 s")]),
     ],
     ids=["slow", "stands still", "computes for ever", "a process has ended", "no processor time"],
