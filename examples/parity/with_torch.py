@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
@@ -63,14 +62,15 @@ def train(steps: int, place: Place, move: Move, attend: Attention = attention) -
     """Train on the shared batches from the shared start; yield each loss, then the accuracy."""
     train_set, test_set = digits()
     weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
-    # It works element by element, so blocks need nothing from each other.
-    optimiser = torch.optim.SGD([w.requires_grad_() for w in weights.values()], LEARNING_RATE, MOMENTUM)
+    leaves = [weight.requires_grad_() for weight in weights.values()]
+    momenta = [torch.zeros_like(leaf) for leaf in leaves]
     for batch in batches(train_set, steps):
         images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
         loss = mean_loss(weights, images, labels, move, attend)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        gradients = torch.autograd.grad(loss, leaves)
+        with torch.no_grad():  # SGD works element by element: blocks need nothing from each other
+            for leaf, momentum, gradient in zip(leaves, momenta, gradients, strict=True):
+                leaf -= LEARNING_RATE * momentum.mul_(MOMENTUM).add_(gradient)
         yield {"loss": loss.item()}
     with torch.no_grad():
         scores = logits(weights, place(test_set.images, shardings.IMAGES), move, attend)
