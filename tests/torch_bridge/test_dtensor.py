@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks, numbers
+from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks, numbers, on_threads
 from xshard import reference
 
 AXES = xs.Mesh(a=2, b=2, c=2)
@@ -120,7 +120,7 @@ def test_what_a_dtensor_cannot_hold() -> None:
         assert kind == "PlanError" and "shape=" not in said, "a shape does not help"
 
 
-@in_ranks(8)
+@in_ranks(8, on_threads)
 def test_blocks_are_those_of_distribute_tensor() -> None:
     """Where they are not, the layout is refused."""
     mesh, compared = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c")), 0
