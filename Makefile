@@ -27,7 +27,7 @@ JAX  := $(VENV)/.installed-dev-jax
 # The demo needs little, and has an environment of its own.
 DEMO := .venv-demo
 
-# The part of the suite that needs no torch, without the longest files. test_nn.py compares with torch.
+# The part of the suite that needs no torch, without the longest files.
 JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/contractions tests/pictures tests/state \
 	tests/jax_bridge tests/test_rules.py tests/test_models.py \
 	tests/test_arguments.py tests/test_errors.py tests/test_planner.py tests/test_reference.py tests/test_replicas.py \
