@@ -40,5 +40,5 @@ def pytest_addoption(parser):
 def pytest_collection_finish():
     """What is there now is never looked at again."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(500_000, 50, 100)
     gc.enable()

@@ -1,11 +1,6 @@
-"""The program of every process of a test: `python -m tests.interop.processes DEVICES` under torchrun.
-
-Torch's ranks and JAX's processes are the same; a failed assertion in one of them ends all.
-"""
+"""The program of every process of a test: torch's ranks and JAX's processes are the same."""
 
 from __future__ import annotations
-
-import sys
 
 import jax
 import numpy as np
@@ -158,8 +153,9 @@ def functions(mesh: jax.sharding.Mesh) -> None:
         assert same(to_torch(array, layout), mine(layout, HERE, 2 * X)), layout
 
 
-if __name__ == "__main__":
-    local_devices = int(sys.argv[1])
+def everything(local_devices: int) -> None:
+    """What each process does; a failed assertion in one of them ends all."""
+    jax.config.update("jax_platforms", "cpu")
     initialize(local_devices=local_devices)
     initialize(local_devices=local_devices)  # what is set up is left as it is
     assert (jax.process_index(), jax.process_count()) == (dist.get_rank(), dist.get_world_size())

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 import torch
@@ -13,20 +9,14 @@ import torch.distributed as dist
 
 import xshard as xs
 from jax_bridge.torch_interop import initialize, to_jax
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
-
-TIMEOUT_S = 900  # against a hang: about fifty times what it takes
+from tests.interop.processes import everything
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected, torchrun
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(4, 1), (2, 2)])
 def test_arrays_and_functions_over_processes(processes, devices) -> None:
-    """Started by torchrun; set up by one call."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "tests.interop.processes", str(devices)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "env": environment}
-    done = subprocess.run(command, check=False, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Started as torchrun does; set up by one call."""
+    torchrun(processes, everything, devices)
 
 
 def wrong_calls() -> None:

@@ -28,19 +28,8 @@ from torch_bridge.models.parallel import parallel_of
 from xshard import reference
 
 # Ranks are forked from a server that has only imported modules: pytest's own process may have run JAX or a
-# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, and models
-# take a second to import: once here, not on every rank.
-PRELOADED = [
-    "torch_bridge",
-    "pytest",
-    "hypothesis",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral",
-    "torch._dynamo.testing",
-    "torch._functorch.aot_autograd",
-    "torch._inductor.pattern_matcher",  # of a graph with a backward pass
-]
-multiprocessing.set_forkserver_preload(PRELOADED)
+# backward pass before, after which it cannot be forked safely.
+multiprocessing.set_forkserver_preload(["tests.torch_bridge.preloaded"])
 
 
 # Since 2.13 gloo exchanges lists, and DTensor flattens cut dims.

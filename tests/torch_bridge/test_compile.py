@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import assert_refused, block_of, for_each, in_ranks, numbers, on_ranks
+from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbers, on_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.layout.layout import parse_expression
 
@@ -65,20 +64,40 @@ def _compiled(expression: str, mesh: MeshLike, blocks: Iterable[Tensor]) -> int:
     return backend.frame_count
 
 
-def _one_graph(expression: str, mesh: MeshLike | None) -> None:
-    """mesh: blocks of one shape on it; None: on one of names, of any length of the first dim."""
-    src, on = parse_expression(expression)[0], WIDE if expression in TWO_AXES else MESH
-    lengths = (4, 3, 7, 2) if mesh is None else (3,) * 4
-    blocks = [block_of(numbers(n, 8, 8) % (i + 5), str(src), on) for i, n in enumerate(lengths)]
-    for x in blocks if mesh is None else ():
-        torch._dynamo.mark_dynamic(x, 0)
-    assert _compiled(expression, mesh or on, blocks) == 1
+def _one_graph(expressions: list[str], mesh: MeshLike | None) -> None:
+    """All expressions in one function. mesh: blocks of one shape on it; None: on one of names, of any length
+    of the first dim."""
+    on = WIDE if expressions[0] in TWO_AXES else MESH
+
+    def user(xs: list[Tensor]) -> list[Tensor]:
+        return [xt.redistribute(x * 2, e, mesh or on) * 3 for x, e in zip(xs, expressions, strict=True)]
+
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(user, backend=backend, fullgraph=True)
+    for i, n in enumerate((4, 3, 7, 2) if mesh is None else (3,) * 4):
+        blocks = [block_of(numbers(n, 8, 8) % (i + 5), e, on).requires_grad_() for e in expressions]
+        for x in blocks if mesh is None else ():
+            torch._dynamo.mark_dynamic(x, 0)
+        for expression, *same in zip(
+            expressions, *_pulled(compiled, blocks), *_pulled(user, blocks), strict=True
+        ):
+            y, gradient, expected_y, expected_gradient = same
+            assert torch.equal(y, expected_y) and torch.equal(gradient, expected_gradient), expression
+    assert backend.frame_count == 1
+
+
+def _pulled(function, blocks: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The values, and the gradients of their weighted sum."""
+    values = function(blocks)
+    weights = [torch.arange(float(y.numel()), dtype=y.dtype).view(y.shape) % 7 for y in values]
+    return values, torch.autograd.grad(values, blocks, weights)
 
 
 def _graphs(placed: list[str], named: list[str], *names: str) -> None:
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    for_each(placed, functools.partial(_one_graph, mesh=mesh))
-    for_each(named, functools.partial(_one_graph, mesh=None))
+    _one_graph(placed, mesh)
+    _one_graph(named, None)
 
 
 def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change() -> None:

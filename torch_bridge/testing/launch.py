@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -91,6 +92,7 @@ def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
 def _work(
     rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # a collection would copy every page that the ranks share with their parent
     torch.set_num_threads(1)
     # All ranks are on this machine: without this gloo listens where its host name leads others.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

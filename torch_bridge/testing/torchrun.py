@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import socket
 import sys
@@ -50,6 +51,7 @@ def run(
 
 def _rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
+    gc.freeze()  # a collection would copy every page that the ranks share with the agent
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     rank = dist.get_rank()

@@ -69,8 +69,8 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
     """The answer to every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
-    if any(question.update is not None for question in questions):
-        preload(["torch._dynamo"], timeout_s)  # every optimiser imports it: 0.6 s in each rank
+    if any(question.update is not None or not isinstance(question.function, bytes) for question in questions):
+        preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
     try:
         return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
     except RankError as error:

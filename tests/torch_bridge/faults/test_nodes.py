@@ -13,7 +13,7 @@ from tests.torch_bridge.faults.ranks import ALL, ends_of, say, take_part_on_node
 from tests.torch_bridge.faults.table import check_column
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 LONG_S = 120.0
 WIDTH = 10_000  # a block is 0.3 MB, which takes a quarter of a second at this rate, alone: all take long
 RATE = "10mbit"

@@ -13,7 +13,7 @@ from tests.torch_bridge.faults.ranks import ALL, Ranks, ends_of, say, take_part
 from tests.torch_bridge.faults.table import check_column
 
 VICTIMS, OTHERS = (1, 5), (0, 2, 3, 4, 6, 7)  # the second rank of the world, and of the trainer
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 WIDTH = 16
 
 
