@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import torch_bridge as xt
 import tests.torch_bridge.helpers  # noqa: F401  the server of forks has torch_bridge already
+import torch_bridge as xt
 from torch_bridge.live import endpoint
 from torch_bridge.state import files, leaves, transfer
 from xshard import Mesh, XshardError
 from xshard.state.files import open_checkpoint, saving, verify
-
 
 # The files whose lines are counted.
 LIVE = str(Path(endpoint.__file__).parent), str(Path(transfer.__file__).parent)
