@@ -82,11 +82,11 @@ def test_every_process_plans_the_same():
     """Whatever its hash seed: a set's order in a planner is a deadlock in a training run."""
     command, options = [sys.executable, "-c", DUMP_PLANS], {"cwd": ROOT, "stdout": subprocess.PIPE}
     processes = [
-        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, **options) for seed in "012"
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, **options) for seed in "01"
     ]
-    first, *others = [process.communicate()[0] for process in processes]
+    first, second = [process.communicate()[0] for process in processes]
     assert len(first) > 100_000
-    assert others == [first, first]
+    assert second == first
 
 
 LIMITED = [
