@@ -27,14 +27,14 @@ os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 
 # The same examples on every machine and in every run; no example is judged by its time.
-settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=150)
+settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=100)
 settings.load_profile("xshard")
 
 gc.disable()  # while frameworks are imported and tests are collected, all of which stay
 
 
 def pytest_addoption(parser):
-    parser.addoption("--pairs", default="5", help="pairs of layouts per mesh of three axes, or: all")
+    parser.addoption("--pairs", default="3", help="pairs of layouts per mesh of three axes, or: all")
 
 
 def pytest_collection_finish():

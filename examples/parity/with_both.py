@@ -41,5 +41,5 @@ def train(steps: int) -> None:
 
 if __name__ == "__main__":
     # Forked from a server that has imported both frameworks and run nothing: importing them once is enough.
-    multiprocessing.set_forkserver_preload(["jax_bridge.torch_interop", "parity.with_torch"])
+    multiprocessing.set_forkserver_preload(["jax_bridge.torch_interop", "parity.with_torch", "torch._dynamo"])
     xt.testing.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")

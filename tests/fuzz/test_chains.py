@@ -16,7 +16,7 @@ from tests.fuzz.runtimes import on_numpy
 from tests.fuzz.shrinking import shrunk
 
 SEED = 0
-MOVES = {"numpy": 300, "numpy-between": 100, "numpy-einsum": 36, "numpy-trees": 60}
+MOVES = {"numpy": 200, "numpy-between": 70, "numpy-einsum": 36, "numpy-trees": 60}
 MOVES |= {"torch": 40, "torch-between": 20, "torch-einsum": 12, "torch-trees": 15}
 MOVES |= {"jax": 12, "jax-einsum": 6, "jax-trees": 6}
 
