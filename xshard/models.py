@@ -6,6 +6,7 @@ activations vary (they shard, copy or sum where these arrive) and that do not sh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -51,12 +52,16 @@ def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozense
 
 
 class KnownDim(NamedTuple):
-    """A dim inside a module: the axes that shard it, its global length, and the length of this block."""
+    """A dim inside a module: the axes that shard it, its global length, and the length of this block.
+
+    source: the rule that says so, for errors.
+    """
 
     name: str
     axes: frozenset[str]
     length: int
     rows: int
+    source: str = ""
 
 
 def arriving_shape(
@@ -75,27 +80,34 @@ def arriving_shape(
     if expected != local_shape:
         dims = zip(layout.dims, expected, local_shape, shape, strict=True)
         dim, want, rows, length = next(each for each in dims if each[1] != each[2])
-        raise ShapeError(
-            f"the block has shape {local_shape}, not {expected}",
-            text=rule.text,
-            hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
-            f"{dim.name!r} names another dim outside, and this one needs a name of its own",
-        )
+        hint = f"{rows} rows of '{dim}', not {want} of {length}"
+        if source := next((each.source for each in known if each.name == dim.name), ""):
+            hint += f" as by {source}: it arrives under another layout, or {dim.name!r} names another dim"
+            hint += " there, and this one needs a name of its own"
+        raise ShapeError(f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint)
     return shape
 
 
 def known_inside(
-    rule: ActivationRule, shape: Sequence[int], local_shape: Sequence[int], outside: Iterable[KnownDim]
+    rule: ActivationRule,
+    shape: Sequence[int],
+    local_shape: Sequence[int],
+    outside: Iterable[KnownDim],
+    where: str = "",
 ) -> tuple[KnownDim, ...]:
-    """The dims inside a module. shape: global shape on arrival; local_shape: shape of the block after it."""
+    """The dims with a name inside a module. shape: global shape on arrival; local_shape: shape of the block
+    after it; where: the tensor that the rule is for. Dims of `...` have no name that rules could share.
+    """
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, rows in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
+        if dim.name not in rule.dst.names:
+            continue
         before = dims.get(dim.name)
         axes, length = frozenset(dim.axes), lengths[dim.name]
         if before is not None:
             axes, length = axes | before.axes - set(rule.axes), before.length
-        dims[dim.name] = KnownDim(dim.name, axes, length, rows)
+        dims[dim.name] = KnownDim(dim.name, axes, length, rows, f"'{rule.text}' of the {where}")
     return tuple(dims.values())
 
 
@@ -146,3 +158,8 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
     """The axes over which the gradient is summed once, after all uses: they do not shard the parameter."""
     return frozenset.intersection(*(use.copied for use in uses)) - set(uses[0].stored.axes)
+
+
+def written(layout: Layout | str) -> str:
+    """A layout with `...` for dims that have no name of their own."""
+    return re.sub(r"\b_0( _\d+)*", "...", str(layout))

@@ -23,7 +23,7 @@ from torch_bridge.models.parameters import Init, ParallelContext, ShardedParamet
 from xshard import Profile, Rules, Sharding, XshardError
 from xshard.arguments import limit_of, shown
 from xshard.errors import PlanError, with_path
-from xshard.models import ParameterUse, rule_of, summed_later, use_of, varying
+from xshard.models import ParameterUse, rule_of, summed_later, use_of, varying, written
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
@@ -210,7 +210,8 @@ def _parameters(
             raise with_path(error, name) from None
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
-            what = f"{name} is {each.name}, and stored as '{sharding.layout}', not '{each.sharding.layout}'"
+            texts = written(sharding.layout), written(each.sharding.layout)
+            what = f"{name} is {each.name}, and stored as '{texts[0]}', not '{texts[1]}'"
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
             raise PlanError(what, hint=hint)
         each.names.append(name)
@@ -266,7 +267,7 @@ def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwar
         axes = ",".join(sorted(use.unsummed))
         raise PlanError(
             f"{name} is sharded over '{axes}', and its module's input is equal along it",
-            text=str(use.used),
+            text=written(use.used),
             hint=f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
             "of the rule for the input of this module, or of one around it",
         )

@@ -16,6 +16,7 @@ from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison
 from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.dtypes import name_of
+from xshard.models import written
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
@@ -47,7 +48,7 @@ class ParallelContext:
 
     def compare(self, block: Tensor, sharding: Sharding, name: str) -> None:
         """Raise ReplicaError, on all processes, if blocks that should be equal are not."""
-        text, dtype = str(sharding.layout), name_of(block.dtype)
+        text, dtype = written(sharding.layout), name_of(block.dtype)
         check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
         if check.axes:
             Comparison(check, self.processes.ranks, self.processes, self.processes)(block.detach())

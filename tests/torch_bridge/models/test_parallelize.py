@@ -282,12 +282,13 @@ REFUSED = [
     "XshardError: rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, ",
     "XshardError: rule 'blocks' fits no module",  # a list of modules is not called
     "NotationError: embed: unknown mesh axis 'cp' in\n    'b s/cp'\n         ^^\n",
-    "PlanError: head.weight is embed.weight, and stored as 'v/tp c', not '_0 _1'",
+    "PlanError: head.weight is embed.weight, and stored as 'v/tp c', not '...'",
     "NotationError: head.weight: a parameter is stored and used as values, not as 'v c | sum(tp)'",
     "ShapeError: blocks.0.norm.weight: 2 dims, the parameter has 1 in 'o/tp i'",
     "PlanError: extra: no rule says how activations lie in 'the model'",
     "XshardError: no rule for 13 of 15 parameters: extra, embed.weight, ",
-    "ShapeError: input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'",
+    "ShapeError: input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'\n  4 rows of "
+    "'s', not 7 of 7 as by 'b s -> b/dp s' of the input of the model: it arrives under another",
     "ShapeError: input of embed: 'b s c' has 3 dims, the array has 2",
     "PlanError: blocks.0.up.weight is sharded over 'tp', and its module's input is equal along it",
     "ReplicaError: the gradient of blocks.1.norm.weight: blocks differ along 'tp', where one value is",
