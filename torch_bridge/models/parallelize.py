@@ -210,8 +210,8 @@ def _parameters(
             raise with_path(error, name) from None
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
-            texts = written(sharding.layout), written(each.sharding.layout)
-            what = f"{name} is {each.name}, and stored as '{texts[0]}', not '{texts[1]}'"
+            ways = written(sharding.layout), written(each.sharding.layout)
+            what = f"{name} is {each.name}, and stored as '{ways[0]}', not '{ways[1]}'"
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
             raise PlanError(what, hint=hint)
         each.names.append(name)
