@@ -60,12 +60,29 @@ def test_names_and_rules_that_do_not_meet_are_listed_together() -> None:
     assert str(error.value) == (
         "no rule for 1 of 2 parameters: a.weight; rule '*.weigth' fits no parameter\n"
         "  the rules are for: '*.weigth', '*.bias'; '**' is for all others, '...' for whole arrays\n"
+        "  '*.weigth': did you mean 'weight'?\n"
         "  the parameters are: a.weight, a.bias"
     )
     with pytest.raises(XshardError, match=r"^rule '\*.weigth' fits no name") as error:
         Rules(rules).match(["a.bias"], partial=True)
     with pytest.raises(XshardError, match=r"for 30 of 30 names: a0, .*a7 and 22 more\n"):
         Rules({}).match([f"a{i}" for i in range(30)])
+
+
+@pytest.mark.parametrize(("pattern", "idle", "near"), [
+    ("**.{q,k,upp}_proj.weight", ["**.upp_proj.weight"], "up_proj"),
+    ("model.layers.*|model.nrom", ["model.nrom"], "norm"),
+    ("*.{layers,heads}.**|model.**", ["*.heads.**"], ""),
+])  # fmt: skip
+def test_each_alternative_has_to_fit(pattern: str, idle: list[str], near: str) -> None:
+    names = [f"model.layers.{i}.{x}_proj.weight" for i in (0, 1) for x in ("q", "k", "up")]
+    names += ["model.layers.0", "model.norm"]
+    with pytest.raises(XshardError) as error:
+        Rules({pattern: "...", "**": "..."}).match(names)
+    said = str(error.value)
+    assert said.startswith("; ".join(f"'{each}' in rule '{pattern}' fits no name" for each in idle))
+    assert (f"did you mean '{near}'?" in said) == bool(near)
+    assert Rules({pattern: "...", "**": "..."}).match([]) == {}
 
 
 def test_a_rule_that_comes_too_late_is_an_error() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from xshard import reference
 from xshard.contractions.plan import ContractionPlan
-from xshard.dtypes import itemsize, numpy_dtype, precision
-from xshard.errors import DtypeError, XshardError
+from xshard.dtypes import itemsize, n_bytes, numpy_dtype, precision
+from xshard.errors import DtypeError, ShapeError, XshardError
+from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
@@ -23,6 +24,8 @@ from xshard.steps.local import Scale
 from xshard.testing.diagnosis.evidence import largest_error, settle
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
+
+MOST_BYTES = 2**32  # of all devices' blocks, which one process holds
 
 
 def sources_of(plan: AnyPlan) -> tuple[Sharding, ...]:
@@ -48,13 +51,18 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError.
+    """A plan with blocks of whole numbers: contributions arbitrary, copies equal.
 
+    Raises DtypeError for contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES.
     Values are multiples of every mesh size, so that means are whole too.
     """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
     rng, sources, target = np.random.default_rng(seed), sources_of(plan), target_of(plan)
+    sizes = [n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)]
+    if sum(sizes) > MOST_BYTES:
+        hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
+        raise ShapeError(f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint)
     unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
     dual = target.with_layout(target.layout.dual if target.layout.is_linear else target.layout)
     *inputs, cotangents = (
