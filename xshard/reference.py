@@ -125,11 +125,11 @@ def pullback(
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    best = run(plans.result, run(plan, xs))
+    best = run(plans.result, run(plan, xs) if plans.result.src.is_linear else xs)
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
     counts = run(plans.count, won)
     pulled = run(plans.cotangent, cotangents)
-    return [g * w / n for g, w, n in zip(pulled, won, counts, strict=True)]
+    return [g * w / np.maximum(n, 1) for g, w, n in zip(pulled, won, counts, strict=True)]
 
 
 Operand = list[Block]  # its blocks
