@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
-from xshard.arguments import lengths_of, limit_of, shown
+from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
 from xshard.contractions.expression import contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
@@ -78,10 +78,11 @@ def plan(
 ) -> Plan | ContractionPlan:
     """The cheapest plan of a move, `"layout -> layout"`, or of a contraction, `"layout, layout -> layout"`.
 
-    A contraction sums the dims that the result lacks; its plan chooses where it is computed.
+    A contraction sums the dims that the result lacks; its plan chooses where it is computed. It has several
+    operands, or one with `sizes` or a list of its shape: with a plain shape it is a move, which sums nothing.
 
-    shape: the global shape; for a contraction, the shape of every operand, unless `sizes` has the length of
-    every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
+    shape: the global shape; for a contraction, a list with the shape of every operand, unless `sizes` has the
+    length of every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
     profile: the machine: a shipped name, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto"
     (`xshard.use_profile`). memory_limit: bytes that no device may exceed, as a number or as "2GiB".
     objective: "forward" (default of a move) plans the move; its gradient is planned when it is needed.
@@ -121,7 +122,8 @@ def plan(
         if each is not None:
             check_mesh(each)
     two = src_mesh, dst_mesh, src_devices, dst_devices
-    if is_contraction(expression):
+    named = sizes is not None or any(isinstance(n, list | tuple) for n in whole_numbers(shape) or ())
+    if is_contraction(expression, named=named):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
         operations: Any = flops_limit
@@ -130,9 +132,9 @@ def plan(
             raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
         limits: tuple[Any, ...] = limit_of(memory_limit), operations
         lengths_by_name, shapes = whole_lengths(sizes, shape)
-        named = None if lengths_by_name is None else tuple(lengths_by_name.items())
+        by_name = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return plan_contraction(
-            expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
+            expression, mesh, by_name, shapes, dtype, profile, *limits, objective or BOTH, overlap
         )
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
@@ -216,7 +218,11 @@ def _plan_between(
     request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
-    return find_plan(request, objective)
+    try:
+        return find_plan(request, objective)
+    except ShapeError as error:  # more pieces of rows than can be compared
+        with mark_errors(text):
+            raise error from None
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:

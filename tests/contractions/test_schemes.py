@@ -160,6 +160,14 @@ def test_what_is_wrong_with_a_text_comes_before_what_its_options_are_for():
         xs.plan("a b -> b a/tp", xs.Mesh(tp=2), sizes={"a": 4, "b": 4})
 
 
+def test_one_operand_with_a_plain_shape_is_a_move_which_sums_nothing():
+    mesh = xs.Mesh(tp=2)
+    with pytest.raises(xs.errors.NotationError, match="dim names differ across the arrow"):
+        xs.plan("b s/tp c -> b c/tp", mesh, (2, 4, 6))
+    summed = xs.plan("b s/tp c -> b c/tp", mesh, [(2, 4, 6)])
+    assert summed.local == "b s/tp c -> b c | sum(tp)"
+
+
 def test_a_sum_of_one_operand_has_no_products():
     """So devices may repeat it rather than gather what it sums."""
     sizes, mesh = {"a": 8, "b": 64, "c": 16}, xs.Mesh(x=2, y=2)

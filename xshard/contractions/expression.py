@@ -22,16 +22,22 @@ class Contraction:
     text: str
 
 
-def is_contraction(expression: Any) -> bool:
-    """Whether an expression has several operands, or one with dims that the result lacks."""
-    return isinstance(expression, str) and _is_contraction(expression)
+def is_contraction(expression: Any, *, named: bool) -> bool:
+    """Whether an expression has several operands, or one with dims that the result lacks.
+
+    named: the lengths are those of a contraction: by name, or a shape for each operand. Without them a result
+    that lacks dims of its one operand is a mistake in a move.
+    """
+    return isinstance(expression, str) and _is_contraction(expression, named)
 
 
 @lru_cache(maxsize=4096)
-def _is_contraction(text: str) -> bool:
+def _is_contraction(text: str, named: bool) -> bool:
     depths = itertools.accumulate((char in "([") - (char in ")]") for char in text)
     if any(char == "," and not depth for char, depth in zip(text, depths, strict=True)):
         return True  # or meant as one, so that errors speak of operands
+    if not named:
+        return False
     try:
         operands, (kept, _) = parse_operands(text)
     except NotationError:

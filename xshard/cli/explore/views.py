@@ -92,11 +92,12 @@ def _shown(fields: dict[str, str]) -> dict[str, str]:
 
 def lengths_for(expression: str, text: str) -> dict[str, Any]:
     """The lengths of dims, by name or in order -> the argument of `plan` that has them."""
-    if "=" not in text and not is_contraction(expression):
+    summed = is_contraction(expression, named="=" in text)
+    if "=" not in text and not summed:
         return {"shape": _small(parse_shape(text))}
     sizes = parse_sizes(text)
     _small(tuple(sizes.values()))
-    if is_contraction(expression):
+    if summed:
         return {"sizes": sizes}
     names = parse_expression(expression)[0].names
     if missing := [name for name in names if name not in sizes]:

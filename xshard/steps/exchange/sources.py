@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows, boundary_at
 from xshard.layout.partition import all_owned_rows
-from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
-from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
+from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
+from xshard.layout.runs import Intervals, Runs, Segment, common_segments, extents, n_rows
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, unfolded
 from xshard.notation.parser import Dim
@@ -102,7 +102,8 @@ def sources(
     rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain:
         every = all_owned_rows(src.dim, length, src_sizes)
-        met = ((i, common_segments(every[i], rows)) for i in _near_indices(extents(every), rows))
+        near = _near_indices(_ranges(src, length, src_sizes), rows)
+        met = ((i, common_segments(every[i], rows)) for i in near)
         return tuple(Source(i, segments) for i, segments in met if segments)
     taken: list[Source] = []
     if not isinstance(src.dim.overlap, Fold):
@@ -111,12 +112,18 @@ def sources(
         if not once:
             own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
             taken.append(Source(me, common_segments(own, rows)))
-            rows = without(rows, own)
+            rows = lacking(rows, own)
     lists = offered_rows(src.dim, length, src_sizes, src.side, src.shift)
-    ranges = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
-    for i in _near_indices(ranges, rows):
+    for i in _near_indices(_ranges(src, length, src_sizes), rows):
         taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
+
+
+@lru_cache(maxsize=4096)
+def _ranges(src: DimEnd, length: int, sizes: tuple[int, ...]) -> Intervals:
+    """For every sender, the smallest [start, stop) that contains all that it offers."""
+    offered = offered_rows(src.dim, length, sizes, src.side, src.shift)
+    return extents(tuple(tuple(itertools.chain(*each)) for each in offered))
 
 
 def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:

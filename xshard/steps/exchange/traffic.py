@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows
-from xshard.layout.runs import Runs, common_segments
+from xshard.layout.pieces import shared_rows
+from xshard.layout.runs import Runs
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
@@ -136,9 +138,12 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     mesh, src, dst = before.mesh, before.layout, after.layout
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
-    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
+    # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
+    most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
+    kind: Any = np.int64 if most < 2**62 else object
+    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), kind)
     for pairs in _all_dim_ends(before, after):
-        boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
+        boxes = parts = np.full((1,) * len(mesh.axes), addends, kind)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
@@ -167,27 +172,31 @@ def _received_of_dim(
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
         return count_sources(a, b, length, fixed, mesh, once)
-    src, dst = a.dim, b.dim
-    src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
-    shared = rows_in_common(all_owned_rows(src, length, src_sizes), all_owned_rows(dst, length, dst_sizes))
-    # Over (destination indices, source indices); along fixed axes the source has the receiver's index.
-    shared = shared.reshape((*dst_sizes, *src_sizes))
-    over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
-    left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
-    shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
-    # An axis on both sides is summed on its diagonal: receiver and sender share the index.
-    elements, senders = (
-        np.einsum(table, left, sorted(set(left))).reshape(shape)
-        for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
-    )
-    return elements, senders
+    ends = a.dim, b.dim
+    receivers, givers, rows = shared_rows(*(all_owned_rows(d, length, mesh.sizes_of(d.axes)) for d in ends))
+    theirs, mine = _coords(mesh, ends[0].axes, givers), _coords(mesh, ends[1].axes, receivers)
+    theirs = {axis: at for axis, at in theirs.items() if axis in fixed}
+    # Along fixed axes the sender has the receiver's index.
+    agree = np.all([at == mine.get(axis, at) for axis, at in theirs.items()] or [rows > 0], axis=0)
+    along, none = theirs | mine, np.zeros_like(rows)
+    shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
+    at = np.zeros_like(rows[agree])
+    for axis, n in zip(mesh.axes, shape, strict=True):
+        at = at * n + along.get(axis, none)[agree]
+    elements, senders = np.zeros((2, math.prod(shape)), np.int64)
+    np.add.at(elements, at, rows[agree])
+    np.add.at(senders, at, 1)
+    return elements.reshape(shape), senders.reshape(shape)
+
+
+def _coords(mesh: Mesh, axes: tuple[str, ...], indices: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Indices along the axes, row-major -> the coordinate along each."""
+    return dict(zip(axes, np.unravel_index(indices, mesh.sizes_of(axes)), strict=True)) if axes else {}
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
-    """Number of rows that every block of `dst` (first index) shares with every block of `src`."""
-    if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
-        a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
-        stops: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
-        shared: NDArray[np.int64] = np.maximum(stops - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
-        return shared
-    return np.array([[sum(s.length for s in common_segments(a, b)) for a in src] for b in dst])
+    """Rows that every block of `src` (first index), all distinct, shares with every block of `dst`."""
+    receivers, givers, rows = shared_rows(src, dst)
+    table = np.zeros((len(src), len(dst)), np.int64)
+    table[givers, receivers] = rows
+    return table
