@@ -233,6 +233,8 @@ def test_nothing_is_sent_between_layouts_that_mean_the_same(expression, devices,
         ("n/zigzag(x) -> n/zigzag(y)", {"x": 32, "y": 32}, 10_007, 1256),
         ("n/x -> n/x:halo(3,3)", {"x": 8}, 2**40, 24),
         ("n/x -> n/x:window(k=3,s=2,p=1)", {"x": 8}, 2**58, 4),
+        ("n/x -> n/cyclic(x)", {"x": 8}, 2**58, 2**57 // 8 * 7),
+        ("n/cyclic(x)/cyclic(y) -> n/x/y", {"x": 2, "y": 2}, 2**58, 2**58 // 4 * 3),
         ("n/x:fold(halo(3,3,periodic)) -> n/x", {"x": 8}, 2**58, 24),
     ],
 )

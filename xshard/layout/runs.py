@@ -225,9 +225,8 @@ def are_equal(a: Runs, b: Runs) -> bool:
 
 
 def unrolled(runs: Runs) -> Iterable[Run]:
-    """The same rows as runs without repeats. Raises ShapeError for too many."""
+    """The same rows as runs without repeats, one after the other."""
     for run in runs:
-        check_pieces(run.repeats, MOST_LISTED)
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
 
@@ -243,6 +242,7 @@ def select(runs: Runs, part: Run) -> Runs:
     if len(runs) == 1 and not part.stride % whole.length and first + part.length <= whole.length:
         start, step = whole.start + chunk * whole.stride + first, part.stride // whole.length * whole.stride
         return (part._replace(start=start, stride=step),)
+    check_pieces(part.repeats, MOST_LISTED)
     return tuple(
         itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from xshard.errors import NotationError, ShapeError
+from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import block_length, misfit, owned_rows
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, ends_of, unfolded
@@ -73,7 +74,10 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     if dim.overlap is None:
         return most
     overlap = unfolded(dim.overlap)
-    pieces = max(1, sum(run.repeats for run in owned_rows(dim, length, sizes, (0,) * len(sizes))))
+    first = (0,) * len(sizes)
+    pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
+    if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own
+        pieces = max(pieces, sum(run.repeats for run in window_outputs(dim, overlap, length, sizes, first)))
     if pieces > MOST_WIDENED:
         hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
         raise ShapeError(f"{pieces} pieces of a block, each with an overlap", text=str(dim), hint=hint)
@@ -85,9 +89,9 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
             hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
             raise ShapeError(f"{rows} rows of '{end}' beyond an end", text=str(dim), hint=hint)
     if isinstance(overlap, Halo):
-        return most + pieces * (lo + hi)
+        return most + max(pieces, 1) * (lo + hi)
     read = overlap.d * (overlap.k - 1) + 1, overlap.s, overlap.s
-    return most + lo + hi + pieces * sum(min(rows, length + lo + hi) for rows in read)
+    return most + lo + hi + max(pieces, 1) * sum(min(rows, length + lo + hi) for rows in read)
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
