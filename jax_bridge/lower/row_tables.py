@@ -98,7 +98,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
             along[dim] = -1
             constants = mine(values, axes).astype(x.dtype).reshape(along)
             x = jnp.where(mine(outside, axes).reshape(along), constants, x)
-    return x
+    return without_padding(x, sharding)  # constants along one dim reach the padding of the others
 
 
 def _chunk(positions: Table, length: int) -> int:

@@ -84,6 +84,7 @@ CASES: tuple[Case, ...] = (
     _case("uneven", TP4, "s/tp d, d f/tp -> s f/tp", s=7, f=10),
     _case("uneven_summed", TP4, "s d/tp, d/tp f -> s/tp f", s=5, d=6),
     _case("empty_blocks", TP8, "s/tp d, d/tp f -> s f/tp", s=3, d=5),
+    _case("one_row", SQUARE, "s/x f, f/y -> s f", s=1, f=1),
     _case("sizes", TP4, "n/sizes(tp,5,0,8,3) d, d f -> f n/tp"),
     _case("addends", TP4, "s d | sum(tp), d f/tp -> s f/tp"),
     _case("addends_cut", BOTH, "s d/dp | sum(tp), d/dp f -> s/tp f"),

@@ -36,7 +36,7 @@ def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
 
     with jax.enable_x64(True):
         inputs = list(zip(all_of("blocks"), all_of("inputs"), strict=True))
-        program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode)
+        program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode, np.nan)
         results = iter(program.blocks(program()))
     made = ([list(next(results)) for _ in way.outputs] for way in ways)
     return [Arrived(each[: trip.moves], each[trip.moves :]) for trip, each in zip(trips, made, strict=True)]

@@ -92,7 +92,7 @@ def run_in_shard_map(cases: Sequence[Case], mode: str = "vma") -> DeviceProgram:
 
     given = [pair for case in cases for pair in zip(case.blocks(), case.taken, strict=True)]
     made = [end for case in cases for end in case.made]
-    program = DeviceProgram(one_device, cases[0].mesh, given, made, mode)
+    program = DeviceProgram(one_device, cases[0].mesh, given, made, mode, np.nan)
     found = iter(program.blocks(program()))
     for case in cases:
         case.check([next(found) for _ in case.made])
