@@ -92,7 +92,7 @@ class Rules(Mapping[Pattern, Any]):
             return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
         reasons, hints = [], []
         if missing:
-            reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {_listed(missing)}")
+            reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {listed(missing)}")
             rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
             hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
         for pattern in unused:
@@ -105,7 +105,7 @@ class Rules(Mapping[Pattern, Any]):
             for each in idle[pattern]:
                 of = f"'{text_of(each)}' in " if each != pattern else ""
                 reasons.append(f"{of}rule '{text_of(pattern)}' fits no {what}")
-                hints += filter(None, (nearest(each, names), f"the {what}s are: {_listed(names)}"))
+                hints += filter(None, (nearest(each, names), f"the {what}s are: {listed(names)}"))
         raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
 
 
@@ -136,7 +136,8 @@ def text_of(pattern: Pattern) -> str:
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names as an error lists them: the first few, and how many more."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(name or "''" for name in names[:NAMED]) + more
 

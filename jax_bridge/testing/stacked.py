@@ -125,7 +125,7 @@ def unstacked(
 
 
 def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
-    """One block per device -> one array [device, *largest block], padded with `fill` (integers: 1 for NaN)."""
+    """One block per device -> one array [device, *largest block], padded with `fill`, integers with 1."""
     if np.isnan(fill) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
         fill = 1
     result = np.full((len(blocks), *sharding.max_local_shape), fill, blocks[0].dtype)
