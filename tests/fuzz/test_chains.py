@@ -99,6 +99,8 @@ FOUND = {
         ("x=4,y=1", (12,), "h100")),
     "a pole negates no constants": (("b/x s", "b:halo(2,0,constant(2)) s:halo(5,1,pole(-1),periodic)"),
         ("x=2", (1, 1), "tpu_v5e")),
+    "a dim is gathered over nodes beside a halo": (("b/cyclic(y,5) c:halo(1,1)", "b c:halo(1,1)"),
+        ("x=2,y=3,z=2", (7, 4), "h100")),
     "a max of blocks with constants": (("a:halo(1,1,constant(1)) | max(x)", "a"), ("x=2", (3,), "h100")),
     "a max of which not all rows stay": (("a/y:halo(1,1) | min(x)", "a:window(k=1,s=2,p=1)"),
         ("x=2,y=2", (6,), "h100")),

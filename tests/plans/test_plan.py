@@ -16,6 +16,8 @@ from tests.messages import refused
 from xshard.errors import PlanError
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
+from xshard.pictures.grid import picture
+from xshard.pictures.html import html
 from xshard.steps import AllGather, AllReduce, Exchange, ReduceScatter, Retag, Scale, Slice
 
 MESH = xs.Mesh(a=2, b=2)
@@ -231,6 +233,7 @@ def test_nothing_is_sent_between_layouts_that_mean_the_same(expression, devices,
     [
         ("n/zigzag(x) -> n/x", {"x": 1024}, 10_007, 40),
         ("n/zigzag(x) -> n/zigzag(y)", {"x": 32, "y": 32}, 10_007, 1256),
+        ("n/balanced(x):halo(1,1) -> n/zigzag(x):halo(2,2)", {"x": 1024}, 10_007, 72),
         ("n/x -> n/x:halo(3,3)", {"x": 8}, 2**40, 24),
         ("n/x -> n/x:window(k=3,s=2,p=1)", {"x": 8}, 2**58, 4),
         ("n/x -> n/cyclic(x)", {"x": 8}, 2**58, 2**57 // 8 * 7),
@@ -242,5 +245,6 @@ def test_planning_takes_a_moment_however_many_devices_and_rows(expression, mesh,
     start = time.process_time()
     plan = xs.plan(expression, xs.Mesh(mesh), (shape,))
     assert plan.bytes_received == plan.bytes_lower_bound == received
-    assert str(plan) and str(plan.backward) and plan.backward.bytes_received >= received
+    assert plan.backward.bytes_received >= received
+    assert all((str(plan), str(plan.backward), *(html(picture(end)) for end in (plan.source, plan.target))))
     assert time.process_time() - start < 3

@@ -110,7 +110,7 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """The pairs of blocks with rows in common: their numbers in `dst`, in `src`, and how many rows.
 
-    src: its rows are distinct, in all blocks together. Where long cyclic cuts repeat, one period is counted.
+    A row counts as often as both have it. Where long cyclic cuts repeat, one period is counted.
     """
     tables = run_table(src), run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
@@ -118,11 +118,17 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
         times: Any = np.ones(len(b.start), np.int64)
     else:
         (a, _), (b, times) = _one_period(*tables)
-    a = a.take(np.argsort(a.start, kind="stable"))
-    in_a, in_b, start, stop = met(a, b)
-    pairs, which = np.unique(b.block[in_b] * len(src) + a.block[in_a], return_inverse=True)
+    parts, interval, which = at_edges(joined(a, b))
+    mine = which < len(a.start)
+    there = np.flatnonzero(mine)[np.argsort(interval[mine], kind="stable")]
+    here, asked = np.flatnonzero(~mine), interval[~mine]
+    first = np.searchsorted(interval[there], asked, side="left")
+    many = np.searchsorted(interval[there], asked, side="right") - first
+    check_pieces(int(many.sum()), MOST_PIECES)
+    of_a, of_b = there[counted(many, first)], np.repeat(here, many)
+    pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
     rows = np.zeros(len(pairs), np.int64)
-    np.add.at(rows, which.reshape(-1), (stop - start) * times[in_b])
+    np.add.at(rows, same.reshape(-1), parts.length[of_b] * times[which[of_b] - len(a.start)])
     return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
 
 

@@ -148,8 +148,9 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
         to = getattr(step, "to", None)
         if not isinstance(to, Layout):
             return step
-        dims = tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims))
-        return replace(step, to=replace(to, dims=dims))  # type: ignore[type-var]
+        to = replace(to, dims=tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims)))
+        # Node-local senders are not for blocks that overlap.
+        return Exchange(to) if isinstance(step, Exchange) else replace(step, to=to)  # type: ignore[type-var]
 
     space = Space(plain(bare), plain(aim), dtype, machine)
     return tuple(map(restored, Search(space, None).best_path()))

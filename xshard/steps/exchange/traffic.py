@@ -16,7 +16,7 @@ from xshard.layout.partition import all_owned_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.runs import Runs
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
+from xshard.steps.exchange.sources import DimEnd, coords_of, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 
@@ -174,7 +174,10 @@ def _received_of_dim(
         return count_sources(a, b, length, fixed, mesh, once)
     ends = a.dim, b.dim
     receivers, givers, rows = shared_rows(*(all_owned_rows(d, length, mesh.sizes_of(d.axes)) for d in ends))
-    theirs, mine = _coords(mesh, ends[0].axes, givers), _coords(mesh, ends[1].axes, receivers)
+    theirs, mine = (
+        dict(zip(d.axes, coords_of(indices, mesh.sizes_of(d.axes)), strict=True))
+        for d, indices in zip(ends, (givers, receivers), strict=True)
+    )
     theirs = {axis: at for axis, at in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
     agree = np.all([at == mine.get(axis, at) for axis, at in theirs.items()] or [rows > 0], axis=0)
@@ -187,11 +190,6 @@ def _received_of_dim(
     np.add.at(elements, at, rows[agree])
     np.add.at(senders, at, 1)
     return elements.reshape(shape), senders.reshape(shape)
-
-
-def _coords(mesh: Mesh, axes: tuple[str, ...], indices: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Indices along the axes, row-major -> the coordinate along each."""
-    return dict(zip(axes, np.unravel_index(indices, mesh.sizes_of(axes)), strict=True)) if axes else {}
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
