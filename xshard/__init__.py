@@ -17,6 +17,8 @@ from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan
 from xshard.rules import Rules
+from xshard.step.op import Op
+from xshard.step.step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -25,10 +27,12 @@ __all__ = [
     "Layout",
     "Link",
     "Mesh",
+    "Op",
     "Plan",
     "Profile",
     "Rules",
     "Sharding",
+    "TrainingStep",
     "XshardError",
     "load_profile",
     "plan",
