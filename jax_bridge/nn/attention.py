@@ -20,7 +20,7 @@ from xshard.contractions.prices import fastest_attention
 from xshard.errors import DtypeError
 from xshard.layout.lengths import global_shape
 from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, RING, SEQUENCE
+from xshard.nn.attention import AUTO, METHODS, RING, SEQUENCE
 
 Implementation = Literal["xla", "cudnn"] | None
 
@@ -75,7 +75,7 @@ def attention(
         raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
     here, machine = machine_here(mesh, (layout, kv_layout), text, profile)
     shardings = [_sharding(q, layout, here, dict(zip(layout.names, shape or (), strict=bool(shape))))]
-    lengths = core.key_lengths(shardings[0], heads, kv_heads)
+    lengths = core.key_lengths(shardings[0], kv_layout, heads, kv_heads, None)
     shardings += [_sharding(x, kv_layout, here, lengths) for x in (k, v)]
     q, k, v = (
         without_padding(x, s).transpose(*map(s.layout.names.index, names))
@@ -83,11 +83,11 @@ def attention(
     )
     in_order = (s.in_order(names) for s in shardings)
     attn = core.attention(*in_order, how=how, causal=causal, window=window)
-    attn = fastest_attention(attn, q.dtype.name, machine)
+    attn = fastest_attention(attn, q.dtype.name, machine, METHODS[:3])
     if documents is not None:
-        layouts, whole, dim = core.document_move(attn, layout, documents.ndim)
-        documents = redistribute(documents, layouts, here, shape=whole)
-        documents = jnp.moveaxis(documents, dim, -1).reshape(-1, whole[dim])
+        layouts, whole, order = core.document_move(attn, layout, documents.ndim)
+        documents = redistribute(documents, layouts, here, shape=whole).transpose(order)
+        documents = documents.reshape(-1, documents.shape[-1])
     blocks = DeviceAttention(attn, q.shape[-1] ** -0.5 if scale is None else scale)
     batch = q.shape[:-3]
     q = _flat(_moved(q, attn.q, attn.queries))

@@ -13,7 +13,7 @@ from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.nn.attention import AUTO, HEADS, METHODS, RING, SEQUENCE, WIDTH, Attention
+from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.move_costs import estimate
@@ -175,11 +175,12 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
 
 def _operations(attn: Attention) -> float:
     """Forward operations of the busiest device: two products over the scores that are not empty."""
-    batch, window = (math.prod(attn.queries.max_local_shape[:HEADS]), attn.window or attn.q.shape[SEQUENCE])
-    sees = 0
+    batch, heads, *_ = math.prod(attn.queries.max_local_shape[:HEADS]), attn.queries.max_local_shape[HEADS]
+    n, sees = attn.kv.shape[SEQUENCE], 0
     for device in attn.devices:
-        rows = attn.query_rows(device)
-        before = (rows + 1).clip(max=window)
-        after = 0 if attn.causal else (attn.q.shape[SEQUENCE] - 1 - rows).clip(max=window - 1)
-        sees = max(sees, int((before + after).sum()))
-    return 2.0 * batch * attn.queries.max_local_shape[HEADS] * sees * attn.kv.shape[WIDTH]
+        place = attn.query_rows(device) + attn.offset
+        first = 0 if attn.left is None else (place - attn.left).clip(min=0)
+        last = n if attn.right is None else (place + attn.right + 1).clip(max=n)
+        sees = max(sees, int((last - first + 0 * place).clip(min=0).sum()))
+    share = len(attn.devices) if attn.how == REDUCE else 1
+    return 2.0 * batch * heads * sees * attn.kv.shape[WIDTH] / share
