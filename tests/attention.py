@@ -90,14 +90,26 @@ FEW, MANY, ELSEWHERE = "b s h k", "b t/cp h k", "b t/tp h k"
 # Two sequences, and what becomes of scores and weights.
 CROSS = {
     "whole queries, sharded keys": (Case(ROW, FEW, (4, 2), MANY, kv_length=23), Mask()),
-    "sharded queries, whole keys": (Case(ROW, "b s/cp h k", (4, 2), "b t h k", kv_length=5), Mask(softcap=2.0)),
+    "sharded queries, whole keys": (
+        Case(ROW, "b s/cp h k", (4, 2), "b t h k", kv_length=5),
+        Mask(softcap=2.0),
+    ),
     "a prompt before, keys in any order": (
         Case(ROW, "b s/zigzag(cp) h k", (4, 4), "b t/sizes(cp,9,0,3,11) h k", kv_length=23),
         Mask(True, None, True, 4, has_alibi=True, return_lse=True),
     ),
-    "rows that see nothing": (Case(ROW, FEW, (4, 1), MANY, kv_length=23), Mask(True, offset=-7, return_lse=True)),
-    "before and after": (Case(ROW, "b s/cp h k", (4, 2), MANY, kv_length=30), Mask(False, (2, None), dropout=0.5)),
-    "keys over the axis of heads": (Case(GRID, "b s/cp h/tp k", (4, 2), ELSEWHERE, kv_length=9), Mask(False, (3, 1))),
+    "rows that see nothing": (
+        Case(ROW, FEW, (4, 1), MANY, kv_length=23),
+        Mask(True, offset=-7, return_lse=True),
+    ),
+    "before and after": (
+        Case(ROW, "b s/cp h k", (4, 2), MANY, kv_length=30),
+        Mask(False, (2, None), dropout=0.5),
+    ),
+    "keys over the axis of heads": (
+        Case(GRID, "b s/cp h/tp k", (4, 2), ELSEWHERE, kv_length=9),
+        Mask(False, (3, 1)),
+    ),
     "keys over an axis of their own": (Case(GRID, "b s/cp h k", (4, 2), ELSEWHERE, kv_length=9), Mask(**ALL)),
     "one sequence, all at once": (Case(ROW, "b s/zigzag(cp) h k", (6, 2)), Mask(**ALL)),
     "heads and batch sharded, all at once": (Case(GRID, "h/tp b s/cp k", (6, 3)), Mask(**ALL)),
@@ -132,7 +144,7 @@ def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
 
 
 def one_device(given: Problem, mask: Mask) -> list[NDArray]:
-    """The result, and the gradients of q, k and v, by products of whole arrays; the log-sum-exps if returned."""
+    """The result, the gradients of q, k and v, by products of whole arrays; log-sum-exps if returned."""
     q, k, v, cotangent, documents, kv_documents, alibi, of_lse = given
     group, scale, keys = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5, np.arange(k.shape[1])
     rows = np.arange(q.shape[1])[:, None] + mask.offset

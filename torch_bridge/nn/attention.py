@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError
 from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, FIRST_DERIVATIVES, METHODS, REDUCE, RING, tiles
+from xshard.nn.attention import AUTO, FIRST_DERIVATIVES, METHODS, REDUCE, RING, SEQUENCE, tiles
 
 
 def attention(
@@ -65,26 +64,26 @@ def attention(
     sequence; "ring" passes blocks of keys and values on, so that no device holds all of them; "reduce" brings
     all queries to a device's keys and adds the results up, for few queries and many keys; "auto" takes the
     cheapest on the machine of `profile`.
-    kv_layout: layout of keys and values, by default the queries' layout. Keys of another sequence have another
-    name for their rows, as in `b t/cp h k`, and a length of their own. They may have fewer heads, each for a
-    group of queries' heads, also fewer than there are devices.
-    causal: a row sees none after it. window: rows see only rows fewer than that away; (left, right): only so
-    many rows before and after their own, None: all. offset: row i of queries stands at row i + offset of keys.
+    kv_layout: layout of keys and values, by default as of queries. Rows of another sequence have another
+    name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, each for a group of queries'
+    heads, also fewer than there are devices.
+    causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many rows
+    before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
     documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see only
-    their own document. kv_documents: documents of keys, sharded like the dims of `k`, if they are not one sequence.
+    their own document. kv_documents: documents of keys, sharded like `k`, where keys are another sequence.
     scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi: slopes
     `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et al. 2021).
-    dropout: the part of weights that is dropped, by numbers from `seed` and positions: the same on any devices.
+    dropout: the part of weights that is dropped, by `seed` and positions: the same on any devices.
     return_lse: return `(y, lse)`, lse `[*batch, heads, sequence]` in the order of `layout`: the natural
     logarithm of the sum of the exponentials of scores, in float32 or wider.
-    shape, kv_heads, kv_length: the global shape of `q`, the heads and the rows of keys, if blocks differ in
-    size; a length of None is the block's, times the number of parts. sequence, heads: the names of these dims.
+    shape, kv_heads, kv_length: global shape of `q`, heads and rows of keys, if blocks differ; a None length is
+    the block's, times the number of parts. sequence, heads: the names of these dims.
 
-    A row that sees nothing has 0 and -inf. First derivatives only, none under torch.func: "ring", "reduce",
-    softcap, dropout, return_lse, and masks where a row may see nothing. None: alibi. Under torch.compile it
-    runs between two graphs.
+    A row that sees nothing has 0 and -inf. "ring", "reduce", softcap, dropout, return_lse, and masks between
+    two sequences have first derivatives, none under torch.func. Slopes of alibi are constants. Under
+    torch.compile it runs between two graphs.
 
-    Raises as `redistribute` does; XshardError for another method, window, dropout or softcap.
+    Raises as `redistribute` does; XshardError for options that make no sense, or miss each other.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -117,20 +116,15 @@ def attention(
     k, v = (x.permute([*map(kv_layout.names.index, kv_names)]) for x in (k, v))
     in_order = placement.sharding.in_order(names), *(s.in_order(kv_names) for s in shardings)
     attn = core.attention(*in_order, how=how, causal=causal, window=window, offset=offset)
-    core.check_scores(attn, softcap, None if alibi is None else alibi.shape, dropout, seed)
-    core.check_documents(attn, documents is not None, kv_documents is not None)
-    may_be_blind = documents is not None or attn.left is not None or attn.right is not None
-    is_plain = not (softcap or dropout or return_lse or (may_be_blind and not attn.is_one_sequence))
+    core.check_options(attn, softcap, alibi, dropout, seed, (documents, kv_documents))
+    is_masked = documents is not None or attn.left is not None or attn.right is not None
+    one_sequence = attn.q.layout.names == attn.kv.layout.names and not offset
+    sees_some = attn.kv.shape[SEQUENCE] > 0 and (one_sequence or not is_masked)
+    is_plain = sees_some and not (softcap or dropout or return_lse)
     methods = tuple(m for m in METHODS if m not in FIRST_DERIVATIVES or not is_transformed())
     if is_transformed() and (how in FIRST_DERIVATIVES or not is_plain):
-        what = (
-            f"a {how}"
-            if how in FIRST_DERIVATIVES
-            else "softcap, dropout, return_lse, or masks of two sequences"
-        )
-        raise XshardError(
-            f"{what} under torch.func", hint='plain "gather" and "ulysses" have all derivatives'
-        )
+        what = f"a {how}" if how in FIRST_DERIVATIVES else "softcap, dropout, return_lse, blind rows"
+        raise XshardError(f"{what} under torch.func", hint='how="gather" or "ulysses", without these options')
     attn = fastest_attention(attn, name_of(q.dtype), load_profile(machine(profile, q.device)), methods)
 
     def of_whole(numbers: Tensor, layout: Layout, of_keys: bool) -> Tensor:
@@ -142,10 +136,10 @@ def attention(
     if documents is not None:
         of_rows = of_whole(documents, layout, False)
         both = of_rows, of_rows if kv_documents is None else of_whole(kv_documents, kv_layout, True)
-    blocks = ProcessAttention(
-        attn, q.shape[-1] ** -0.5 if scale is None else scale, processes, q.new_empty(0), both, softcap,
-        None if alibi is None else alibi.detach().to(q.device), dropout, seed,
-    )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    slopes = None if alibi is None else alibi.detach().to(q.device)
+    options = scale, processes, q.new_empty(0), both, softcap, slopes, dropout, seed
+    blocks = ProcessAttention(attn, *options)
     batch = q.shape[:-3]
     q = _flat(_moved(q, attn.q, attn.queries, processes))
     kv = _flat(_moved(torch.cat((k, v), -1), attn.kv, attn.keys, processes))
@@ -160,35 +154,24 @@ def attention(
         y, lse = _merged(attn, y, lse, processes)
     else:
         y = _moved(y, attn.result, attn.target, processes)
-        lse = (
-            _moved(lse, _of_width(attn.result, 1), _of_width(attn.target, 1), processes)
-            if return_lse
-            else lse
-        )
+        lse = _moved(lse, attn.result, attn.target, processes) if return_lse else lse
     y, lse = (x.permute([*map(names.index, layout.names)]) for x in (y, lse))
     return (y, lse.squeeze(-1)) if return_lse else y
 
 
 def _merged(attn: core.Attention, y: Tensor, lse: Tensor, processes: ProcessMesh) -> tuple[Tensor, Tensor]:
-    """Results and log-sum-exps of all queries for each device's keys -> for all keys, as blocks of queries."""
-    one, home = _of_width(attn.result, 1), attn.q.layout
-    highest, whole = (Layout(one.layout.dims, tags) for tags in ((("max", attn.axes),), ()))
-    top = redistribute(lse.detach(), (highest, whole), processes, shape=one.shape)
+    """Results and log-sum-exps of queries by each device's keys -> by all keys, under the queries' layout."""
+    result, whole = attn.result, Layout(attn.result.layout.dims)
+    highest = result.with_layout(Layout(whole.dims, (("max", attn.axes),)))
+    top = _moved(lse.detach(), highest, result.with_layout(whole), processes)
     top = top.clamp(min=torch.finfo(lse.dtype).min)
     weight = (lse - top).exp()
-    parts = torch.cat((y.to(lse.dtype) * weight, weight), -1)
-    total = _moved(
-        parts, _of_width(attn.result, parts.shape[-1]), _of_width(attn.target, parts.shape[-1]), processes
-    )
-    top = redistribute(top, (whole, home), processes, shape=one.shape)
+    total = _moved(torch.cat((y * weight, weight), -1), result, attn.target, processes)
     total, share = total[..., :-1], total[..., -1:]
+    top = _moved(top, result.with_layout(whole), attn.target, processes)
     counted = share.clamp(min=torch.finfo(lse.dtype).tiny)
     lse = (top + counted.log()).masked_fill(share == 0, float("-inf"))
     return (total / counted).to(y.dtype), lse
-
-
-def _of_width(array: Sharding, width: int) -> Sharding:
-    return replace(array, shape=(*array.shape[:-1], width))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -197,9 +180,10 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _moved(x: Tensor, src: Sharding, dst: Sharding, processes: ProcessMesh) -> Tensor:
+    """An array of any width."""
     if src.layout == dst.layout:
         return x
-    return redistribute(x, (src.layout, dst.layout), processes, shape=src.shape)
+    return redistribute(x, (src.layout, dst.layout), processes, shape=(*src.shape[:-1], x.shape[-1]))
 
 
 def _attended(blocks: ProcessAttention, q: Tensor, kv: Tensor) -> Tensor:
@@ -217,6 +201,6 @@ def _attended(blocks: ProcessAttention, q: Tensor, kv: Tensor) -> Tensor:
                 bias, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
         options: Any = {"is_causal": is_causal, "scale": blocks.scale}
         parts.append(F.scaled_dot_product_attention(rows, keys, values, bias, **options))
-    if not q.numel():  # without queries, too, the keys have a gradient, that other devices wait for
+    if not parts:  # without queries, too, the keys have a gradient, that other devices wait for
         return q @ k.mT @ v
     return torch.cat(parts, 2)

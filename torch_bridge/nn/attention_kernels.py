@@ -16,8 +16,8 @@ _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
 class Mask(NamedTuple):
     """What becomes of a block's scores.
 
-    visible: the scores that count. is_causal: for each query only its own key and earlier ones do; there are as
-    many queries as keys. bias: added to scores, `[1, heads, rows, keys]`. softcap: bounds them before that.
+    visible: the scores that count. is_causal: for each query only its own key and earlier ones do; there are
+    as many queries as keys. bias: added to scores, `[1, heads, rows, keys]`, after softcap, their bound.
     kept: factors of the weights, `[batch, heads, rows, keys]`: 0 for dropped ones.
     """
 

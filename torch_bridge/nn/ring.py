@@ -1,6 +1,6 @@
-"""Attention in blocks, merged by log-sum-exps, with first derivatives. In a ring, in every round a device uses
-the keys and values of another, while the next ones are sent; the backward pass sends the blocks again with their
-gradients. All send all blocks, so that none waits."""
+"""Attention in blocks, merged by log-sum-exps, with first derivatives. In a ring, a device uses the keys and
+values of another in every round, while the next ones are sent; the backward pass sends the blocks again with
+their gradients. All send all blocks, so that none waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from xshard.nn.attention import ALL, CAUSAL, HEADS, RING, Attention, Rows, Tile,
 class ProcessAttention:
     """This process's part of an attention; softcap, alibi, dropout and seed as in `attention`.
 
-    like: an empty tensor of their dtype and device. documents: of rows of queries and of keys, `[batch or 1, rows of the whole sequence]`.
+    like: an empty tensor of their dtype and device. documents: of all queries and of all keys, each
+    `[batch or 1, rows of the whole sequence]`.
     """
 
     attn: Attention
@@ -81,9 +82,8 @@ class ProcessAttention:
             return None
         queries = self.attn.queries
         heads = self._tensor(row_numbers(queries.held(len(queries.shape) + HEADS, self.device)))
-        return -self.alibi[heads, None, None][None] * self._tensor(
-            abs(rows[:, None] + self.attn.offset - keys)
-        )
+        distances = self._tensor(abs(rows[:, None] + self.attn.offset - keys))
+        return -self.alibi[heads, None, None][None] * distances
 
     def _kept(self, rows: Rows, keys: Rows) -> Tensor | None:
         """`[batch, heads, rows, keys]`: the factors of weights, some of them dropped."""
@@ -104,8 +104,7 @@ class ProcessAttention:
 
 
 class BlockAttention(torch.autograd.Function):
-    """`BlockAttention.apply(blocks, q, kv)`: the result for a device's queries, and their log-sum-exps, of the
-    keys of all rounds; kv: keys beside values."""
+    """A device's result and its log-sum-exps, over the keys of all rounds; kv: keys beside values."""
 
     @staticmethod
     def forward(ctx: Any, blocks: ProcessAttention, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,9 +134,7 @@ class BlockAttention(torch.autograd.Function):
         blocks: ProcessAttention = ctx.blocks
         wait: Any = None
         cotangent = torch.zeros_like(y) if cotangent is None else cotangent
-        if (
-            of_log_sum is not None
-        ):  # a column without values adds them to `(cotangent * y).sum(-1)` in any kernel
+        if of_log_sum is not None:  # one more column adds it to `(cotangent * y).sum(-1)` in any kernel
             cotangent = torch.cat((cotangent, -of_log_sum[..., None].to(y.dtype)), -1)
             y = F.pad(y, (0, 1), value=1.0)
         # Weights are exp(score - log_sum): none for rows that see nothing.

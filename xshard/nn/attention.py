@@ -58,7 +58,7 @@ class Attention:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that share the sequences out: the axes of queries, else of keys; in "reduce" first of keys."""
+        """The mesh axes that shard the work: the axes of queries, else of keys; in "reduce" first of keys."""
         own, keys = (x.layout.dims[SEQUENCE].axes for x in (self.q, self.kv))
         taken = {axis for dim in self.q.layout.dims[:SEQUENCE] for axis in dim.axes}
         free = tuple(axis for axis in keys if axis not in taken)
@@ -104,11 +104,6 @@ class Attention:
     def group(self) -> int:
         """The number of heads of queries that share a head of keys."""
         return self.q.shape[HEADS] // self.kv.shape[HEADS]
-
-    @property
-    def is_one_sequence(self) -> bool:
-        """True if queries and keys are rows of one sequence; else a query may see no key."""
-        return self.q.layout.names == self.kv.layout.names and not self.offset
 
     def _key_rows(self) -> Dim:
         """The rows of keys on a device: all, or in a ring and in "reduce" a part."""
@@ -257,10 +252,6 @@ def attention(
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
         hint = "keys have the batch and the width of queries"
         raise ShapeError(f"queries of shape {q.shape}, keys of shape {k.shape}", text=text, hint=hint)
-    if q.layout.names == k.layout.names and q.shape[SEQUENCE] != k.shape[SEQUENCE]:
-        what = f"{q.shape[SEQUENCE]} rows of queries, {k.shape[SEQUENCE]} of keys"
-        hint = "rows of another sequence have another name: kv_layout='b t/cp h k'"
-        raise ShapeError(what, text=text, hint=hint)
     if v.shape[:WIDTH] != k.shape[:WIDTH]:
         raise ShapeError(f"keys of shape {k.shape}, values of shape {v.shape}", text=text)
     if q.shape[HEADS] % (k.shape[HEADS] or 1):
@@ -284,32 +275,31 @@ def _sight(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def check_scores(
-    attn: Attention, softcap: float | None, alibi: Sequence[int] | None, dropout: float, seed: Any
+def check_options(
+    attn: Attention, softcap: float | None, slopes: Any, dropout: float, seed: Any, documents: Sequence[Any]
 ) -> None:
-    """Raise for options of scores and weights that make no sense. alibi: the shape of the slopes."""
-    if softcap is not None and not softcap > 0:
-        raise XshardError(f"softcap={softcap}", hint="scores are between -softcap and softcap: more than 0")
-    if alibi is not None and tuple(alibi) != (heads := attn.q.shape[HEADS],):
-        hint = "one slope for each head of the whole array of queries"
-        raise ShapeError(
-            f"alibi of shape {tuple(alibi)} for {heads} heads", text=str(attn.q.layout), hint=hint
-        )
-    if not 0 <= dropout < 1:
-        raise XshardError(
-            f"dropout={dropout}", hint="the part of weights that is dropped: from 0 to less than 1"
-        )
-    if dropout and seed is None:
-        hint = "seed=: a number that all devices share, another one for each layer and step"
-        raise XshardError(f"dropout={dropout} without a seed", hint=hint)
-
-
-def check_documents(attn: Attention, of_rows: bool, of_keys: bool) -> None:
-    """Raise XshardError if documents of queries or of keys are missing."""
-    if of_rows != of_keys and (of_keys or attn.q.layout.names != attn.kv.layout.names):
-        have, need = ("documents", "kv_documents")[:: 1 if of_rows else -1]
-        hint = "both, as queries and keys are rows of two sequences"
-        raise XshardError(f"{have}= without {need}=", text=str(attn.kv.layout), hint=hint)
+    """Raise XshardError for options that make no sense. slopes: of heads. documents: of queries, of keys."""
+    shape, heads = tuple(getattr(slopes, "shape", ())), attn.q.shape[HEADS]
+    of_rows, of_keys = (numbers is not None for numbers in documents)
+    needs_both = of_keys or attn.q.layout.names != attn.kv.layout.names
+    for is_right, what, hint in (
+        (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
+        (
+            not getattr(slopes, "requires_grad", False),
+            "alibi with a gradient",
+            "alibi.detach(): slopes are constants",
+        ),
+        (
+            slopes is None or shape == (heads,),
+            f"alibi {shape}, {heads} heads",
+            "slopes of all heads of queries",
+        ),
+        (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
+        (not dropout or seed is not None, f"dropout={dropout} without seed=", "one number on all devices"),
+        (of_rows == of_keys or not needs_both, "documents of one sequence", "documents= and kv_documents="),
+    ):
+        if not is_right:
+            raise XshardError(what, text=str(attn.kv.layout), hint=hint)
 
 
 def dropped(seed: Any, cells: Any, rows: Any, keys: Any, part: float) -> Any:
