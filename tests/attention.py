@@ -167,16 +167,18 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
     if alibi is not None:
         scores = scores - alibi[:, None, None] * abs(rows - keys)
     scores = np.where(seen, scores, -np.inf)
+    top = scores.max(-1, keepdims=True).clip(min=-1e30)
+    weights, kept = np.exp(scores - top), np.ones(())
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total, total, 1)
     with np.errstate(divide="ignore"):
-        top = scores.max(-1, keepdims=True).clip(min=-1e30)
-        lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-    weights, kept = np.exp(scores - lse.clip(min=-1e30)), np.ones(())
+        lse = top + np.log(total)
     if mask.dropout:
         cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
         kept = ~dropped(SEED, cells, rows - mask.offset, keys, mask.dropout) / (1 - mask.dropout)
     y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)
     change = np.einsum("bqhk,bshk->bhqs", cotangent, v) * kept
-    change = change - np.einsum("bqhk,bqhk->bhq", cotangent, y)[..., None]
+    change = change - (weights * change).sum(-1, keepdims=True)
     if mask.return_lse:
         change = change + of_lse.swapaxes(1, 2)[..., None]
     change = weights * change * slope

@@ -16,7 +16,7 @@ from jax import lax
 from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from xshard.nn.attention import HEADS, Attention, run_starts
+from xshard.nn.attention import HEADS, SEQUENCE, Attention, run_starts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DeviceAttention:
         """The numbers of the rows of queries, or of keys in a later round; -1 in padding."""
         axes = self.attn.axes
         rows_of = partial(self.attn.key_rows, turn=turn) if turn else self.attn.query_rows
-        return mine(table(self.attn.q.mesh, axes, self.attn.block_rows, rows_of), axes)
+        return mine(table(self.attn.q.mesh, axes, self.attn.q.max_local_shape[SEQUENCE], rows_of), axes)
 
     def visible(self, rows: jax.Array, keys: jax.Array, documents: jax.Array | None) -> jax.Array:
         """The scores that count, `[batch or 1, 1, rows, keys]`. documents: `[batch or 1, all rows]`."""

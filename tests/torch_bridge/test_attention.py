@@ -115,6 +115,13 @@ def _others() -> None:
         error_of(lambda: attended(case, mask, "ring", q, k.float(), v))[1],
         error_of(lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q))[1],
     ]
+    wrong: list[dict[str, Any]] = [{"window": (3, -1)}, {"softcap": 0.0}, {"dropout": 1.0}, {"dropout": 0.5}]
+    wrong += [{"alibi": torch.ones(3)}, {"alibi": torch.ones(4, requires_grad=True)}, {"kv_length": 7}]
+    wrong += [{"kv_documents": one_row}, {"kv_layout": "b t/cp j k"}]
+    for options in wrong:
+        said += [
+            error_of(lambda o=options: xt.nn.attention(*whole, case.layout, ROW, shape=case.shape, **o))[1]
+        ]
     parts = [
         "unknown how='rings'",
         "window=0",
@@ -123,5 +130,13 @@ def _others() -> None:
         "3 heads of queries, 2 of keys",
     ]
     parts += ["the block has shape (1,", "keys torch.float32", "a ring under torch.func"]
+    parts += [
+        "window=(3, -1)",
+        "softcap=0.0",
+        "dropout=1.0",
+        "dropout=0.5 without seed=",
+        "alibi (3,), 4 heads",
+    ]
+    parts += ["alibi with a gradient", "kv_length=7", "documents of one sequence", "other dims of keys"]
     assert all(part in text for part, text in zip(parts, said, strict=True)), said
     assert still_connected()

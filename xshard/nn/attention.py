@@ -25,7 +25,7 @@ GATHER, ULYSSES, RING, REDUCE = METHODS = "gather", "ulysses", "ring", "reduce"
 HEADS, SEQUENCE, WIDTH = -3, -2, -1
 ALL, CAUSAL, SOME = "all", "causal", "some"  # kinds of tiles
 FIRST_DERIVATIVES = RING, REDUCE  # only these, and in reverse mode
-BITS = 2**32 - 1
+BITS = 2**31 - 1
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
@@ -306,7 +306,7 @@ def dropped(seed: Any, cells: Any, rows: Any, keys: Any, part: float) -> Any:
     """Whether weights are dropped: arrays of whole numbers that broadcast -> booleans.
 
     The bits of a weight follow from its position in the whole array, so they are equal on any devices.
-    Operators of integers of 64 bits, or of unsigned ones of 32 bits, do it in every framework.
+    Integers of 64 bits, or unsigned ones of 32 bits, give the same bits.
     """
     bits = seed & BITS
     for numbers in (cells, rows, keys):
