@@ -76,7 +76,8 @@ def attention(
     dropout: the part of weights that is dropped, by `seed` and positions: the same on any devices.
     return_lse: return `(y, lse)`, lse `[*batch, heads, sequence]` in the order of `layout`: the natural
     logarithm of the sum of the exponentials of scores, in float32 or wider.
-    shape, kv_heads, kv_length: global shape of `q`, heads and rows of keys, if blocks differ in size. sequence, heads: the names of these dims.
+    shape, kv_heads, kv_length: global shape of `q`, heads and rows of keys, if blocks differ in size.
+    sequence, heads: the names of these dims.
 
     A row that sees nothing has 0 and -inf. "ring", "reduce", softcap, dropout, return_lse, and masks between
     two sequences have first derivatives, none under torch.func. Slopes of alibi are constants. Under
