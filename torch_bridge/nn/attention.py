@@ -25,7 +25,7 @@ from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError
 from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, FIRST_DERIVATIVES, METHODS, REDUCE, RING, SEQUENCE, tiles
+from xshard.nn.attention import AUTO, FIRST_DERIVATIVES, METHODS, REDUCE, RING, tiles
 
 
 def attention(
@@ -117,10 +117,7 @@ def attention(
     in_order = placement.sharding.in_order(names), *(s.in_order(kv_names) for s in shardings)
     attn = core.attention(*in_order, how=how, causal=causal, window=window, offset=offset)
     core.check_options(attn, softcap, alibi, dropout, seed, (documents, kv_documents))
-    is_masked = documents is not None or attn.left is not None or attn.right is not None
-    one_sequence = attn.q.layout.names == attn.kv.layout.names and not offset
-    sees_some = attn.kv.shape[SEQUENCE] > 0 and (one_sequence or not is_masked)
-    is_plain = sees_some and not (softcap or dropout or return_lse)
+    is_plain = attn.sees_some(documents is not None) and not (softcap or dropout or return_lse)
     methods = tuple(m for m in METHODS if m not in FIRST_DERIVATIVES or not is_transformed())
     if is_transformed() and (how in FIRST_DERIVATIVES or not is_plain):
         what = f"a {how}" if how in FIRST_DERIVATIVES else "softcap, dropout, return_lse, blind rows"

@@ -91,7 +91,7 @@ class ProcessAttention:
             return None
         cells = self.attn.cells(self.device)[..., None, None]
         numbers = map(self._tensor, (cells, rows[:, None], keys))
-        drop = dropped(torch.as_tensor(self.seed, device=self.like.device), *numbers, self.dropout)
+        drop = dropped(torch.as_tensor(self.seed, device=self.like.device), *numbers, part=self.dropout)
         return (~drop).to(torch.promote_types(self.like.dtype, torch.float32)) / (1 - self.dropout)
 
     def _tensor(self, x: NDArray[Any]) -> Tensor:

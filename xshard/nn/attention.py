@@ -100,6 +100,12 @@ class Attention:
         """The sharding of the returned result: under the layout of the queries."""
         return self.result.with_layout(self.q.layout)
 
+    def sees_some(self, has_documents: bool) -> bool:
+        """True if masks leave each query a key: rows of one sequence see themselves."""
+        is_one = self.q.layout.names == self.kv.layout.names and not self.offset
+        is_masked = has_documents or self.left is not None or self.right is not None
+        return self.kv.shape[SEQUENCE] > 0 and (is_one or not is_masked)
+
     @property
     def group(self) -> int:
         """The number of heads of queries that share a head of keys."""
@@ -302,15 +308,15 @@ def check_options(
             raise XshardError(what, text=str(attn.kv.layout), hint=hint)
 
 
-def dropped(seed: Any, cells: Any, rows: Any, keys: Any, part: float) -> Any:
+def dropped(seed: Any, *numbers: Any, part: float) -> Any:
     """Whether weights are dropped: arrays of whole numbers that broadcast -> booleans.
 
-    The bits of a weight follow from its position in the whole array, so they are equal on any devices.
-    Integers of 64 bits, or unsigned ones of 32 bits, give the same bits.
+    The bits of a weight follow from its numbers (cell, row, key) in the whole array, so they are equal on any
+    devices. Integers of 64 bits, or unsigned ones of 32 bits, give the same bits.
     """
     bits = seed & BITS
-    for numbers in (cells, rows, keys):
-        bits = ((bits ^ numbers) + 0x1E3779B9) & BITS
+    for each in (0, *numbers):  # the seed first: near ones share no masks
+        bits = ((bits ^ each) + 0x1E3779B9) & BITS
         for _ in range(2):
             bits = ((bits >> 16 ^ bits) * 0x45D9F3B) & BITS
         bits = bits >> 16 ^ bits
@@ -343,10 +349,11 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     return tuple(tile for tile in candidates if tile is not None)
 
 
-def run_starts(attn: Attention) -> tuple[int, ...]:
-    """The starts of runs of rows in the blocks of all devices, if they are few and equal; else 0 alone."""
-    starts = {tuple(run.start for run in _runs(attn.query_rows(device))) for device in attn.devices}
-    return starts.pop() if len(starts) == 1 and attn.queries.is_even else (0,)
+def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
+    """The starts of runs of rows in an array's blocks, if few and on all devices equal; else 0 alone."""
+    held = (array.held(len(array.shape) + SEQUENCE, device) for device in attn.devices)
+    starts = {tuple(run.start for run in _runs(row_numbers(each))) for each in held}
+    return starts.pop() if len({*array.local_sizes[SEQUENCE]}) == len(starts) == 1 else (0,)
 
 
 def _runs(rows: Rows) -> list[slice]:
