@@ -94,10 +94,12 @@ def test_lengths_are_known_from_outside() -> None:
 
 
 def test_parameters_are_kept_as_values() -> None:
-    for text in ("o i | sum(tp)", "o i -> o i | copy(dp)", "o/tp:halo(1,1) i"):
+    for text in ("o i | sum(tp)", "o i | copy(dp) -> o i", "o/tp:halo(1,1) i"):
         with pytest.raises(NotationError, match="a parameter is stored and used as values"):
             use_of(text, 2, MESH, frozenset())
     with pytest.raises(ShapeError, match="1 dims, the parameter has 2"):
         use_of("o", 2, MESH, frozenset())
     with pytest.raises(NotationError, match="unknown mesh axis 'cp'"):
         rule_of("b s/cp", MESH)
+    with pytest.raises(NotationError, match="activations do not differ along 'dp'"):
+        use_of("o -> o | copy(dp)", 1, MESH, frozenset({"tp"}))

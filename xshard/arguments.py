@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import operator
 import os
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from xshard.errors import PlanError, ShapeError, XshardError
 
 MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 MOST_LIKE = 100  # characters of a word that is compared to known ones
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -76,6 +80,29 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     if limit is None:
         raise PlanError(f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"')
     return limit
+
+
+def explained(**others: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: unknown and missing arguments raise XshardError. others: their names elsewhere -> here."""
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = next((name for name in kwargs if name not in signature.parameters), "")
+                what = f"unexpected argument {unknown!r}" if unknown else str(error)
+                meant = did_you_mean(unknown, signature.parameters, others)
+                hint = f"{meant}{function.__name__}({', '.join(signature.parameters)})"
+                raise XshardError(f"{function.__name__}: {what}", hint=hint) from None
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorated
 
 
 def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:

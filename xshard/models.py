@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from xshard.arguments import shown
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes, parse_expression
@@ -35,9 +36,16 @@ class ActivationRule(NamedTuple):
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes)))
 
 
-@lru_cache(maxsize=4096)
-def rule_of(text: str, mesh: Mesh) -> ActivationRule:
+def rule_of(text: Any, mesh: Mesh) -> ActivationRule:
     """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError."""
+    if not isinstance(text, str):
+        hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
+        raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
+    return _rule_of(text, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):
         check_axes(layout, mesh, text)
@@ -112,11 +120,15 @@ def known_inside(
 
 
 class ParameterUse(NamedTuple):
-    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary."""
+    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary.
+
+    whole: axes along which each process uses all of it, by its rule.
+    """
 
     stored: Layout
     used: Layout
     varying: frozenset[str]
+    whole: frozenset[str] = frozenset()
 
     @property
     def copied(self) -> frozenset[str]:
@@ -141,7 +153,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     Raises NotationError for a layout that does not keep values, ShapeError for another number of dims.
     """
     rule = rule_of(text, mesh)
-    for layout, tags in ((rule.src, set()), (rule.dst, {"sum"})):
+    for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
             raise NotationError(
                 f"a parameter is stored and used as values, not as '{layout}'",
@@ -149,10 +161,28 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
                 hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
                 "gradient is summed are derived",
             )
+    whole = frozenset(rule.dst.tagged("copy"))
+    if equal := whole - varying:
+        what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
+        raise NotationError(
+            what, text=text, hint="leave copy out: it says that a parameter is meant to be whole"
+        )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         hint = "'...' is any number of dims"
         raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
-    return ParameterUse(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
+    used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] != "copy"))
+    return ParameterUse(rule.src.resolved(ndim), used.resolved(ndim), varying, whole)
+
+
+def repeated(shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]) -> set[str]:
+    """Axes that shard a parameter with more dims, some of them of `shape`: a weight beside a bias."""
+    return {
+        axis
+        for use, lengths in beside
+        if len(lengths) > len(shape) and (left := iter(lengths)) and all(n in left for n in shape)
+        for dim in use.used.dims
+        for axis in dim.axes
+    }
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:

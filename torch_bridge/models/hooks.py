@@ -96,6 +96,11 @@ class ModuleHooks:
     def _outside(self) -> tuple[KnownDim, ...]:
         return self.parent.known if self.parent is not None else ()
 
+    @property
+    def sums(self) -> frozenset[str]:
+        """Axes over which one of the outputs is a sum."""
+        return frozenset(axis for each in self.outputs for axis in each.rule.src.tagged("sum"))
+
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._outside
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}

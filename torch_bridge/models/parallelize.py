@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from xshard import Profile, Rules, Sharding, XshardError
-from xshard.arguments import limit_of, shown
+from xshard.arguments import explained, limit_of
 from xshard.errors import PlanError, with_path
-from xshard.models import ParameterUse, rule_of, summed_later, use_of, varying, written
+from xshard.models import ParameterUse, repeated, rule_of, summed_later, use_of, varying, written
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
+Uses = Mapping[str, ParameterUse]
 
 
+@explained(params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh")
 def parallelize(
     model: nn.Module,
     parameters: RulesLike,
@@ -106,17 +110,23 @@ def parallelize(
 
     compare_ranks(ranks, "parallelize", facts)
     hooks, sharded, uses = prepared[0]
-    shard_all(sharded, context, init, _device(mesh, device))
-    for name, module in model.named_modules():
+    names, grads = {module: name for name, module in model.named_modules()}, torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grads):
+        shard_all(sharded, context, init, _device(mesh, device))
+        gradients = Gradients(context, sharded, limit)
+        gradients.prepare()
+    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, names=names)
+    for module, name in names.items():
         if name in hooks:
             hooks[name].keep = keep or hooks[name].parent is None
             module.register_forward_pre_hook(hooks[name].enter, with_kwargs=True)
             module.register_forward_hook(hooks[name].leave, always_call=True)
-    gradients = Gradients(context, sharded, limit)
-    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients)
+        if name in hooks or not name:
+            module.register_forward_hook(parallel.leave, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    for owner in {owner for each in parallel.sharded for owner, _ in each.owners}:
+        owner.register_state_dict_pre_hook(parallel.refuse)
     setattr(model, ATTRIBUTE, parallel)
-    gradients.prepare()
     return model
 
 
@@ -164,9 +174,6 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
         each = [(i, text) for i, text in enumerate(value) if text is not None]
     rules, where = [], name or "the model"
     for key, text in each:
-        if not isinstance(text, str):
-            hint = '"b s/tp c -> b s c | copy(tp)", or a dict by name, or a tuple by place, of such texts'
-            raise XshardError(f"the rule for {where} is {shown(text)}", hint=hint)
         try:
             rules.append(TensorRule(key, rule_of(text, context.axes)))
         except XshardError as error:
@@ -174,13 +181,18 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
     return rules
 
 
+def _path(name: str) -> str:
+    """The name of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
 def _around(
-    name: str, hooks: Mapping[str, ModuleHooks], *, itself: bool = False, gathers: bool = False
+    name: str, hooks: Mapping[str, ModuleHooks], *, itself: bool = False, what: str = "inputs"
 ) -> ModuleHooks | None:
-    """The nearest module around a name that has a rule for its input, or that gathers."""
+    """The nearest module around a name that has a rule for its inputs, or its outputs, or that gathers."""
     parts = name.split(".") if name else []
     around = (hooks.get(".".join(parts[:n])) for n in range(len(parts) - (not itself), -1, -1))
-    return next((each for each in around if each and (each.gathers if gathers else each.inputs)), None)
+    return next((each for each in around if each and getattr(each, what)), None)
 
 
 def _parameters(
@@ -205,7 +217,10 @@ def _parameters(
             if name in buffers:  # a buffer is never gathered
                 use = use._replace(stored=use.used)
             sharding = Sharding(use.stored, context.axes, tuple(x.shape))
-            Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
+            used = Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
+            sums = _around(path, hooks, itself=True, what="outputs")
+            module, process = model.get_submodule(path), context.processes.device
+            shard_embedding(module, path, used, sums.sums if sums else (), process)
         except XshardError as error:
             raise with_path(error, name) from None
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
@@ -218,8 +233,9 @@ def _parameters(
         each.owners.append((model.get_submodule(path), attribute))
         if name in parameters:
             uses[name] = use
-    for name, use in uses.items():
-        _check_bias(name, use, uses, model)
+    shapes = {name: each.sharding.shape for each in sharded.values() for name in each.names}
+    for path, names in groupby(sorted(uses, key=_path), _path):
+        _check_added(path, [*names], uses, shapes, hooks[path].sums if path in hooks else ())
     for each in sharded.values():
         if each.name in uses:
             _prepare_uses(each, [uses[name] for name in each.names], hooks)
@@ -237,7 +253,7 @@ def _prepare_uses(
         move = use.move(each.later)
         if move is None:
             continue
-        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, gathers=True)
+        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, what="gathers")
         assert gatherer is not None  # the nearest one with a rule, or the model
         text = f"{move[0]} -> {move[1]}"
         same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
@@ -247,17 +263,22 @@ def _prepare_uses(
             gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
 
 
-def _check_bias(name: str, use: ParameterUse, uses: Mapping[str, ParameterUse], model: nn.Module) -> None:
-    """Raise PlanError for the bias of a linear layer with addends as products, if each process adds it."""
-    path, _, attribute = name.rpartition(".")
-    weight = uses.get(f"{path}.weight" if path else "weight")
-    if attribute == "bias" and weight is not None and isinstance(model.get_submodule(path), nn.Linear):
-        missing = [axis for axis in weight.used.dims[1].axes if axis not in use.used.tagged("sum")]
-        if missing:
+def _check_added(path: str, names: Sequence[str], uses: Uses, shapes: Mapping[str, Any], sums: Any) -> None:
+    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
+
+    names: of the parameters of module `path`. sums: axes over which its output is a sum, by its rule.
+    """
+    inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
+    summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}
+    for name in names:
+        axes = summed | repeated(shapes[name], [(uses[n], shapes[n]) for n in names])
+        if axes := axes - set(uses[name].used.axes) - uses[name].whole:
+            over, used = ",".join(sorted(axes)), written(uses[name].used)
             raise PlanError(
-                f"{name} would be added by each process along '{missing[0]}', where the products are addends",
-                text=str(use.used),
-                hint=f"write {use.stored} -> {use.used} | sum({','.join(missing)}), which adds it once",
+                f"{name} is whole along '{over}', which shards its module: each process would add it",
+                text=used,
+                hint=f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})', "
+                f"which adds it once; or '{used} -> {used} | copy({over})' if it is meant",
             )
 
 
