@@ -153,7 +153,7 @@ def _merged(attn: core.Attention, y: Array, lse: Array) -> tuple[Array, Array]:
     total = _moved(jnp.concatenate((y * weight, weight), -1), result, attn.target)
     total, share = total[..., :-1], total[..., -1:]
     top = _moved(top, result.with_layout(whole), attn.target)
-    counted = jnp.maximum(share, jnp.finfo(lse.dtype).tiny)
+    counted = jnp.where(share == 0, 1, share)
     return total / counted, jnp.where(share == 0, -jnp.inf, top + jnp.log(counted))
 
 

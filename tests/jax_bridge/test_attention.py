@@ -96,6 +96,12 @@ def test_a_ring_and_others_under_transformations() -> None:
     assert np.allclose(y, wanted_y, rtol=1e-12) and np.allclose(found, wanted, atol=1e-12)
     assert np.allclose(gradients("gather")[1], wanted, atol=1e-4)
     assert error(case, mask, "auto", "vma", np.float32) < 1e-5
+    # All but a ring has tangents, also where a row sees nothing.
+    q, kv = jnp.ones((1, 3, 1, 2)), jax.random.normal(jax.random.key(0), (4, 1, 2, 1, 2))
+    few = {"layout": "b s h k", "kv_layout": "b t/cp h k", "causal": True, "offset": -1}
+    ways = (lambda x, how=how: nn.attention(q, x, x, how=how, **few) for how in ("reduce", "gather"))
+    one, other = (jax.jvp(jax.jit(jax.vmap(way, axis_name="cp")), (kv,), (kv,))[1] for way in ways)
+    assert np.allclose(one, other, atol=1e-6) and not one[:, :, 0].any()
     q = jnp.ones((2, 19, 3, 6))
     with pytest.raises(xs.errors.ShapeError, match="3 heads of queries, 2 of keys"):
         attended(Case(ROW, "b s h k", (3, 2)), mask, "ring", q, q[:, :, :2], q[:, :, :2])
