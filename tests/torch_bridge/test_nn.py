@@ -61,6 +61,10 @@ MODULES: dict[str, Layer] = {
         lambda: nn.BatchNorm1d(4, track_running_stats=False), (2, 4, 7), "b c h/sp", ROW,
     ),
     "batch norm, eval": (lambda: nn.BatchNorm3d(4).eval(), (2, 4, 5, 3, 2), "b c d/x h/y w", GRID),
+    "constant pad": (lambda: nn.ConstantPad2d((1, 2, 3, 2), 1.5), (2, 2, 7, 9), "b c h/x w/y", GRID),
+    "reflection pad": (lambda: nn.ReflectionPad2d(2), (2, 2, 7, 9), "b/x c h/sizes(y,3,4) w", GRID),
+    "replication pad, a crop": (lambda: nn.ReplicationPad2d((0, 1, -2, 3)), (2, 2, 7, 9), "b c h/sp w", ROW),
+    "circular pad": (lambda: nn.CircularPad1d((3, 2)), (2, 2, 17), "b c h/zigzag(sp)", ROW),
     "linear": (lambda: nn.Linear(9, 5), (2, 4, 7, 9), "b/x c h/y w", GRID),
 }  # fmt: skip
 

@@ -168,10 +168,44 @@ class Rows(nn.Module):
         return first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h) * x.logsumexp(1, True).max(x).mT
 
 
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's: its `forward` is made of functions that have rules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return rows.permute(0, 3, 1, 2)
+
+
+def _spectrum(x: Tensor) -> Tensor:
+    low = torch.fft.rfft2(x, s=(5, 7), norm="forward")
+    return torch.fft.irfftn(low * low.abs(), s=(8, 5), dim=(-2, -1)) + torch.fft.hfft(low, 9, -2)[..., :5, :1]
+
+
+FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: LayerNorm2d(3), "b c h/sp w"),
+    (lambda: Code(lambda x: x.index_select(1, torch.tensor([2, 0, 0, 1]))), "b c h/sp w"),
+    *(
+        (lambda: Code(lambda x: x.flatten(2).mT), layout)
+        for layout in ("b c h/sp w", "b c h/sizes(sp,3,5) w")
+    ),
+    (lambda: Code(lambda x: x.view(2, 3, -1, 3)), "b c h/zigzag(sp) w"),
+    *((lambda: Code(_spectrum), layout) for layout in ("b c h/sp w", "b c h w/sizes(sp,5,1)", "b/sp c h w")),
+]
+
+
 def _rows() -> None:
     for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
+    torch.manual_seed(0)
+    for make, layout in FOLLOWED:
+        check_layer(make(), (2, 3, 8, 6), layout, PAIR)
+    x = torch.randn(5, 4)
+    y = xt.nn.fft(
+        scattered(x, "h/sp w", PAIR), "h/sp w", PAIR, "w h", kind="rfft", shape=(5, 4), norm="ortho"
+    )
+    assert str(xt.nn.sharding_of(y).layout) == "h/sp w" and xt.nn.sharding_of(y).shape == (3, 4)
+    same(y, scattered(torch.fft.rfft2(x, dim=(1, 0), norm="ortho"), "h/sp w", PAIR), "a transform")
     thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), "b c h/sp w", PAIR)
     y = thin(torch.ones(1, 2, 1, 6))  # one row of two
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
@@ -249,7 +283,7 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a mean of all": (lambda x: x.mean(), "mean() needs dim 'h' whole"),
     "cat of rows": (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
     "cat with rows": (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
-    "padding of rows": (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
+    "padding of rows": (lambda x: F.pad(x, (0, 0, 9, 0), "circular"), "circular padding (9, 0) of 8 rows"),
     "a function of neighbours": (
         lambda x: F.max_pool2d(x, 2),
         "of a block is not a block of max_pool2d() of the array",
@@ -301,7 +335,7 @@ def _refusals() -> dict[str, tuple[str, str]]:
 
 REFUSED = {name: text for name, (_, text) in (*NO_LAYER.items(), *NO_FUNCTION.items())} | {
     "a kernel larger than the array": "Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'",
-    "padding wider than the array": "Conv2d: circular padding 7 of 6 rows",
+    "padding wider than the array": "Conv2d: circular padding (7, 7) of 6 rows",
     "channels": "Conv2d: 3 channels, the layer has 2",
     "channels that are cut": "Conv2d: this layer needs dim 'c' whole",
     "a lost record": "1: nothing is known of an input of shape (1, 2, 4, 6)",

@@ -3,6 +3,7 @@
 from torch_bridge.nn.attention import attention
 from torch_bridge.nn.cross_entropy import cross_entropy
 from torch_bridge.nn.domain_parallel import domain_parallel
+from torch_bridge.nn.fft import fft
 from torch_bridge.nn.huggingface import register_attention
 from torch_bridge.nn.layers import HaloExchange
 from torch_bridge.nn.placed import sharding_of
@@ -14,6 +15,7 @@ __all__ = [
     "checkpoint",
     "cross_entropy",
     "domain_parallel",
+    "fft",
     "register_attention",
     "sharding_of",
 ]
