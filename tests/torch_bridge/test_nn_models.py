@@ -168,6 +168,17 @@ class Rows(nn.Module):
         return first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h) * x.logsumexp(1, True).max(x).mT
 
 
+class Code(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Identity(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 class LayerNorm2d(nn.LayerNorm):
     """ConvNeXt's: its `forward` is made of functions that have rules."""
 
@@ -178,7 +189,8 @@ class LayerNorm2d(nn.LayerNorm):
 
 def _spectrum(x: Tensor) -> Tensor:
     low = torch.fft.rfft2(x, s=(5, 7), norm="forward")
-    return torch.fft.irfftn(low * low.abs(), s=(8, 5), dim=(-2, -1)) + torch.fft.hfft(low, 9, -2)[..., :5, :1]
+    y = torch.fft.irfftn(low * low.abs(), s=(8, 6), dim=(-2, -1))
+    return y + y * torch.fft.hfft(torch.fft.ihfft(x, dim=-2), 8, -2)
 
 
 FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
@@ -200,7 +212,7 @@ def _rows() -> None:
     torch.manual_seed(0)
     for make, layout in FOLLOWED:
         check_layer(make(), (2, 3, 8, 6), layout, PAIR)
-    x = torch.randn(5, 4)
+    x = torch.randn(5, 4).double()
     y = xt.nn.fft(
         scattered(x, "h/sp w", PAIR), "h/sp w", PAIR, "w h", kind="rfft", shape=(5, 4), norm="ortho"
     )
@@ -263,18 +275,6 @@ NO_LAYER: dict[str, tuple[Callable[[], Any], str]] = {
         "0 (Periodic) is a subclass of Conv2d",
     ),
 }
-
-
-class Code(nn.Module):
-    """A model of one function."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.function, self.conv = function, nn.Conv2d(2, 2, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {

@@ -343,7 +343,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
 
 
 def _grouped(placement: Placement, x: Tensor, d: int, y: Tensor) -> dict[int, tuple[Dim, int]]:
-    """The dim of a view that holds some rows for each row of a sharded one: its number, itself, its length."""
+    """The dim of a view with some rows for each row of a sharded dim: its number, itself, its length."""
     step, dim, owners = x.stride(d), placement.layout.dims[d], placement.sharding.owners(d)
     for i, n in enumerate(y.shape if x.is_contiguous() else ()):
         rows = step // y.stride(i)
