@@ -50,44 +50,30 @@ def fft(
     [True, True]
     """
     placement = placed_as(as_tensor(x, "x"), layout, mesh, shape)
-    names = placement.layout.names
+    names, numbers = placement.layout.names, dims.split()
     if kind not in KINDS:
         raise XshardError(f"kind={kind!r}", hint=f"there are: {', '.join(KINDS)}")
-    if not {*dims.split()} <= {*names} or not dims:
+    if not numbers or not {*numbers} <= {*names}:
         raise XshardError(f"dims={dims!r}", text=str(placement.layout), hint='names of dims, as in "h w"')
-    numbers = [names.index(name) for name in dims.split()]
-    return record(*transformed(x, placement, kind, numbers, lengths, norm))
-
-
-def transformed(
-    x: Tensor,
-    placement: Placement,
-    kind: str,
-    dims: Sequence[int],
-    lengths: Sequence[int] | None,
-    norm: str | None,
-) -> tuple[Tensor, Placement]:
-    """A block -> the block of the transform along some dims, and its placement. Options: as in `fft`."""
+    steps = [*zip(map(names.index, numbers), lengths or [-1] * len(numbers), strict=True)]
     # The last dim is the first if its input is real, and the last if its output is.
-    first, last = kind in ("rfft", "ihfft"), kind in ("irfft", "hfft")
-    sizes = [None if n == -1 else n for n in lengths or [-1] * len(dims)]
-    steps = [*zip(dims, sizes, strict=True)][:: -1 if first else 1]
+    (end, _), first, last = steps[-1], kind in ("rfft", "ihfft"), kind in ("irfft", "hfft")
+    steps = steps[:: -1 if first else 1]
     sharded, whole = ([step for step in steps if placement.cuts(step[0]) is cut] for cut in (True, False))
-    sharded_first = first if placement.cuts(dims[-1]) else last
-    for group in (sharded, whole) if sharded_first else (whole, sharded):
+    for group in (sharded, whole) if (first if placement.cuts(end) else last) else (whole, sharded):
         home, moves = [*placement.layout.dims], group is sharded and group
         if moves:
             away = _elsewhere(placement, [d for d, _ in group])
             x, placement = placement.moved(x, away), placement.remade(away.dims, placement.shape)
         for d, n in group:
-            name = kind if d == dims[-1] else "ifft" if kind in ("ifft", "irfft", "ihfft") else "fft"
-            y = getattr(torch.fft, name)(x, n, d, norm)
+            name = kind if d == end else "ifft" if kind in ("ifft", "irfft", "ihfft") else "fft"
+            y = getattr(torch.fft, name)(x, None if n == -1 else n, d, norm)
             if y.shape[d] != x.shape[d] and any(shard.numbers for shard in home[d].shards):
                 home[d] = Dim(home[d].name, (Shard(home[d].axes, "balanced"),))
             x, placement = y, placement.with_length(d, y.shape[d])
         back = placement.remade(home, placement.shape)
         x, placement = placement.moved(x, back.layout) if moves else x, back
-    return x, placement
+    return record(x, placement)
 
 
 def _elsewhere(placement: Placement, dims: Sequence[int]) -> Layout:

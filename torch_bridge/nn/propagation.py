@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from torch_bridge.nn.conv import pad
-from torch_bridge.nn.fft import KINDS, transformed
+from torch_bridge.nn.fft import KINDS, fft
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
 from torch_bridge.ops import copy_to
 from xshard import Layout, XshardError
@@ -167,7 +167,8 @@ def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, n, dim, norm = _arguments(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
     placement, lengths = placement_of(x), [n] if isinstance(n, int) else n
     dims = [dim] if isinstance(dim, int) else dim or range(-len(lengths or placement.shape), 0)
-    return record(*transformed(x, placement, kind, [_dim(d, placement) for d in dims], lengths, norm))
+    names = " ".join(placement.layout.names[_dim(d, placement)] for d in dims)
+    return fft(x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm)
 
 
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
