@@ -156,7 +156,7 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _index_select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
     if (placement := recorded(index)) is not None and placement.axes:
-        index = placement.moved(index, placement.whole(index).layout)
+        index = placement.moved(index, Layout(tuple(Dim(dim.name) for dim in placement.layout.dims)))
     return _along(func, (x, dim, index), {})
 
 
