@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from xshard.arguments import did_you_mean, shown
+from xshard.compat import plan_of_transformers
 from xshard.errors import NotationError, Span, XshardError, with_path
 from xshard.layout import Layout
 from xshard.layout.layout import parse_expression
@@ -49,6 +50,27 @@ class Rules(Mapping[Pattern, Any]):
                     parse_expression(value) if ARROW in value else Layout.parse(value)
                 except XshardError as error:
                     raise with_path(error, f"rule '{text_of(pattern)}'") from None
+
+    @classmethod
+    def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
+        """Read the tensor parallel plan that a model of transformers declares -> rules for `parallelize`.
+
+        Returns its `parameters`, `inputs` and `outputs`, by these names. The model's own rule, `inputs[""]`,
+        says nothing: replace it to shard the batch, too. axis: name of the mesh axis. Source of the plan:
+        `model.tp_plan`, which has `base_model_tp_plan` of the config. Raises XshardError for a model without
+        one, and for an unknown style.
+
+        >>> from types import SimpleNamespace as Fake
+        >>> up = ("layers.0.up.weight", Fake(shape=(8, 4)))
+        >>> model = Fake(
+        ...     tp_plan={"layers.*.up": "colwise"},
+        ...     named_parameters=lambda **_: [up],
+        ...     named_modules=lambda: [("layers.0.up", None)],
+        ... )
+        >>> Rules.from_transformers(model, "tp")["parameters"]
+        Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})
+        """
+        return {kind: cls(each) for kind, each in plan_of_transformers(model, axis).items()}
 
     def __getitem__(self, pattern: Pattern) -> Any:
         return self._rules[pattern]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -47,6 +48,11 @@ def explain(model: nn.Module) -> str:
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
     lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
+    own, whole = 0, 0
+    for each in parallel.parameters:
+        own += each.sharding.max_local_size * each.tensor.element_size()
+        whole += math.prod(each.sharding.shape) * each.tensor.element_size()
+    rows.append(("a process", "", "", "", "", f"of {format_bytes(whole)}", format_bytes(own)))
     stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
     sent = [("module", "", "moves", "forward", "backward"), *lines]
     sent.append(("a step", "", "", *map(format_bytes, total)))

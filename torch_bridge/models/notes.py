@@ -36,7 +36,7 @@ def note_on(
     sharded = {n for each in dims for n, dim in each if dim.axes}
     for path, module in zip(paths, modules, strict=True):
         if counted := ", ".join(_counted(module, sharded)[:LISTED]):
-            hint = "whole lengths of sharded dims: should these be local ones?"
+            hint = "whole lengths of sharded dims: counts= makes them local"
             lines.append(f"{path or 'the model'} has {counted}, {hint}")
     return "\n  ".join(lines)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,15 @@ GUARDED: WeakSet[ParallelModel] = WeakSet()  # models with blocks, which torch w
 Arrives = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
 
 
+class Count(NamedTuple):
+    """An integer attribute of a module: its value on one device, and its own on each of several."""
+
+    owner: nn.Module
+    name: str
+    whole: int
+    own: int
+
+
 @dataclass(eq=False, repr=False)
 class ParallelModel:
     """The state of a parallel model. uses: every parameter's use, by name. arrives: as the method `arrivals`,
@@ -43,6 +52,7 @@ class ParallelModel:
     arrives: Arrives | None = None
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
+    counts: Sequence[Count] = ()
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.compare

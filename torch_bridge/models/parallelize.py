@@ -20,11 +20,11 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
-from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
+from torch_bridge.models.parallel import ATTRIBUTE, Count, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from xshard import Profile, Rules, Sharding, XshardError
 from xshard.arguments import explained, limit_of
-from xshard.errors import PlanError, with_path
+from xshard.errors import PlanError, ShapeError, with_path
 from xshard.models import ParameterUse, repeated, rule_of, summed_later, use_of, varying, written
 from xshard.rules import Pattern
 
@@ -40,6 +40,7 @@ def parallelize(
     mesh: MeshLike,
     *,
     outputs: RulesLike | None = None,
+    counts: RulesLike | None = None,
     gathers: Pattern | None = None,
     init: Init = None,
     device: torch.device | str | None = None,
@@ -60,6 +61,8 @@ def parallelize(
     Axes that a rule does not name are as in the enclosing module. outputs: rules for results.
     The axes over which gradients are summed are derived: the axes along which activations differ in a module,
     by the right side of its rule or of the nearest one around it.
+    counts: rules for integer attributes of modules, by name, that are lengths of sharded dims: with
+    `"**.attn.num_heads": "h/tp"` each process counts its own heads. Each has to divide.
     gathers: pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the model
     gathers the rest. None: the modules with a rule for their input. keep: keep gathered parameters until the
     backward pass instead of gathering them again (ZeRO-2 instead of ZeRO-3); the model always keeps its own.
@@ -94,28 +97,34 @@ def parallelize(
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
-    context, outputs = ParallelContext(mesh, profile, comm_dtype), outputs or {}
+    context, outputs, counts = ParallelContext(mesh, profile, comm_dtype), outputs or {}, counts or {}
     ranks, limit = context.processes.ranks, limit_of(bucket_bytes, "bucket_bytes")
-    prepared: list[tuple[dict[str, ModuleHooks], list[ShardedParameter], dict[str, ParameterUse]]] = []
+    prepared: list[
+        tuple[dict[str, ModuleHooks], list[Count], list[ShardedParameter], dict[str, ParameterUse]]
+    ] = []
 
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)
-        prepared.append((hooks, *_parameters(model, context, Rules(parameters), hooks)))
-        shapes = [each.sharding.shape for each in prepared[0][1]]
-        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs}
+        own = _counts(model, context, Rules(counts))
+        prepared.append((hooks, own, *_parameters(model, context, Rules(parameters), hooks)))
+        shapes = [each.sharding.shape for each in prepared[0][2]]
+        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs, "counts": counts}
         flags = {name: str(dict(Rules(each))) for name, each in rules.items()}
         flags["model"] = f"of {len(shapes)} tensors, {sum(map(math.prod, shapes))} elements"
         flags["options"] = str((context.axes, gathers, keep, bucket_bytes, comm_dtype, profile))
         return CallFacts(flags, {}, ranks, {})
 
     compare_ranks(ranks, "parallelize", facts)
-    hooks, sharded, uses = prepared[0]
+    hooks, counted, sharded, uses = prepared[0]
     names, grads = {module: name for name, module in model.named_modules()}, torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         shard_all(sharded, context, init, _device(mesh, device))
         gradients = Gradients(context, sharded, limit)
         gradients.prepare()
-    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, names=names)
+    for count in counted:
+        setattr(count.owner, count.name, count.own)
+    rest: Any = {"names": names, "counts": counted}
+    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, **rest)
     for module, name in names.items():
         if name in hooks:
             hooks[name].keep = keep or hooks[name].parent is None
@@ -161,6 +170,29 @@ def _hooks(
         sides = incoming, outgoing, axes, name in gathering
         hooks[name] = ModuleHooks(name, signature, context, parent, *sides)
     return hooks
+
+
+def _counts(model: nn.Module, context: ParallelContext, rules: Rules) -> list[Count]:
+    """The integer attributes that have a rule, as one process counts. Raises ShapeError."""
+    attributes = {
+        f"{path}.{name}".lstrip("."): (module, name, n)
+        for path, module in model.named_modules()
+        for name, n in vars(module).items()
+        if type(n) is int
+    }
+    counts = []
+    for where, text in rules.match(list(attributes), partial=True, what="integer attribute").items():
+        owner, name, n = attributes[where]
+        try:
+            sharding = Sharding(rule_of(text, context.axes).src, context.axes, (n,))
+            parts = context.axes.size(*sharding.layout.axes)
+            if n % parts:
+                hint = f"processes would count unlike parts of {n}; shard it over fewer of them"
+                raise ShapeError(f"{n} is not divisible by {parts}", text=text, hint=hint)
+        except XshardError as error:
+            raise with_path(error, where) from None
+        counts.append(Count(owner, name, n, n // parts))
+    return counts
 
 
 def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[TensorRule]:

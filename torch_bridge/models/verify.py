@@ -175,6 +175,9 @@ def _copied(
         memo |= {id(own[name]): whole for name in each.names}
     copied: nn.Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
+    for count in parallel.counts:
+        if id(count.owner) in memo:  # not in original=
+            setattr(memo[id(count.owner)], count.name, count.whole)
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:

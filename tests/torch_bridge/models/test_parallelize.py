@@ -312,11 +312,11 @@ class Heads(nn.Module):
         return torch.addmm(self.bias, heads.flatten(-2), self.weight)
 
 
-def heads(bias: str = "o -> o | sum(tp)", **changed: str) -> Any:
+def heads(bias: str = "o -> o | sum(tp)", **counts: str) -> Any:
     cut = {"up.*": "o/tp ...", "weight": "i/tp o", "bias": bias}
     torch.manual_seed(0)
     outputs = {"": "b c | sum(tp) -> b c"}
-    return xt.parallelize(Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH, outputs=outputs)
+    return xt.parallelize(Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH, outputs=outputs, counts=counts)
 
 
 def _noted() -> None:
@@ -332,16 +332,18 @@ def _noted() -> None:
         "  bias: o | sum(tp), block (6,) of (6,)\n"
         "  up.weight: o/tp ..., block (4, 6) of (8, 6)\n"
         "  up.bias: o/tp, block (4,) of (8,)\n"
-        "  the model has num_heads=4 * head_dim=2, whole lengths of sharded dims: should these be local ones?"
+        "  the model has num_heads=4 * head_dim=2, whole lengths of sharded dims: counts= makes them local"
     ]
     with pytest.raises(RuntimeError) as caught:
         xt.parallelize(net(), mesh=MESH, **RULES).blocks[1](torch.ones(2, 7, 5).double())
     assert caught.value.__notes__[0].startswith(
         "in the parallel module blocks.1.norm, a LayerNorm\n  input of blocks.1: b s/tp c\n"
     )
-    model.num_heads = 2
+    model = copy.deepcopy(heads(num_heads="h/tp"))
     torch.manual_seed(0)
-    assert torch.allclose(model(x), Heads()(x))
+    assert torch.allclose(model(x), Heads()(x)) and model.num_heads == 2
+    xt.verify(model, x, loss=torch.sum)  # as the model was: with all heads
+    xt.verify(model, x, loss=torch.sum, original=Heads())
     try:
         raise ValueError
     except ValueError as outside:
@@ -410,6 +412,8 @@ REFUSED = [
     "NotationError: weight: a layout is text, not ['o', 'i']\n  'o/tp i' shards the first of two dims over ",
     "NotationError: weight: a layout is text, not Shard(dim=0)",
     "NotationError: the model: a layout is text, not 3",
+    "XshardError: rule 'num_head' fits no integer attribute\n  'num_head': did you mean 'num_heads'?",
+    "ShapeError: head_dim: 2 is not divisible by 4 in 'h/(dp,tp)'",
 ]
 
 
@@ -480,6 +484,8 @@ def _refused() -> None:
         lambda: one(linear(), {"**": ["o", "i"]}),
         lambda: one(linear(), {"**": Shard(0)}),
         lambda: xt.parallelize(linear(), {"**": "..."}, {"": 3}, MESH),
+        lambda: heads(num_head="h/tp"),
+        lambda: heads(head_dim="h/(dp,tp)"),
     ]
     for call, start in zip(calls, REFUSED, strict=True):
         kind, text = error_of(call)
