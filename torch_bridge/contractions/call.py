@@ -14,12 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, unless_fake
+from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, ranked, unless_fake
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower_traced
-from torch_bridge.mesh.desync import CallFacts
+from torch_bridge.mesh.desync import CallFacts, Sent, derivatives_of, plan_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
 from xshard import Profile
@@ -121,17 +121,17 @@ class EinsumCall(NamedTuple):
             )
         return plan, processes
 
-    def facts(self, blocks: Sequence[Tensor]) -> CallFacts:
+    def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
         """What ranks compare before this call with blocks."""
         plan, processes = self.plan(_facts(blocks))
-        within: dict[str, Any] = {"shapes": plan.shapes, "dtype": blocks[0].dtype, "plan": plan.local}
-        within["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-        within["comm_dtype"] = self.comm_dtype
-        within["rounds"] = [part.ring and part.ring.key for part in plan.parts]
-        within = {name: str(value) for name, value in within.items()}
-        everywhere = {"expression": plan.text, "mesh": repr(self.mesh)}
+        moves = (move for part in plan.parts for move in (*part.moves, part.result))
+        rounds = (f"rounds {part.ring.key}" for part in plan.parts if part.ring)
+        steps = plan_facts(plan, (plan.local, *(step for move in moves for step in move.steps), *rounds))
+        sent = {"shape": plan.shapes, "dtype": blocks[0].dtype, "device": blocks[0].device.type}
+        sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
+        within = Sent(**sent, **steps, **derivatives_of(*blocks)).facts
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts({"expression": plan.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own)
 
 
 def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:

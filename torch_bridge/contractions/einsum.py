@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
-from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.pending import PendingTensor, watched
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
@@ -102,9 +103,11 @@ def _of_blocks(
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
         blocks = list(map(_autocast, blocks))
-    if desync.ALWAYS:
-        desync.compare_call(call.mesh, call.contraction.text, lambda: call.facts(blocks))
-    return call.executable(blocks)(blocks, keeps, async_op)
+    if not desync.ALWAYS:
+        return call.executable(blocks)(blocks, keeps, async_op)
+    prepare = partial(call.facts, blocks, keeps, async_op)
+    compared = desync.compare_call(call.mesh, call.contraction.text, prepare)
+    return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
 def _autocast(x: Any) -> Any:

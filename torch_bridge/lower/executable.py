@@ -178,6 +178,11 @@ class Executable:
             back = self.lower(self._planned(backward).backward).casting(block, forward)
         return replace(back, whole=self.whole) if self.whole else back
 
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether a process sends something in the backward pass."""
+        return not self.is_linear or self.backward.plan.bytes_received > 0
+
     def plan_gradient(self) -> None:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
         _ = self.backward if self.is_linear else self.winners
@@ -224,6 +229,10 @@ class BucketedExecutable:
     @property
     def is_linear(self) -> bool:
         return True
+
+    @property
+    def sends_gradient(self) -> bool:
+        return any(executable.sends_gradient for executable in self.executables)
 
     @computed_once
     def backward(self) -> BucketedExecutable:

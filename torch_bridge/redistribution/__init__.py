@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
-from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.pending import PendingTensor, watched
 from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
@@ -82,8 +82,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     the dtype of `x`. A narrower one compresses, a wider one adds exactly.
     bucket_bytes: about how many bytes of a tree a device sends together; all, the default, needs a copy.
     async_op: return at once, with a `PendingTensor` that any use waits for, in one order on all processes.
-    debug: first compare the call with the other ranks' calls: if they differ or one of them fails,
-    all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
+    debug: first compare the call with the other ranks' calls, and later its gradient: if they differ or one
+    of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
     backward pass, which all processes must then run. Default: XSHARD_CHECK_REPLICATED.
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
@@ -152,7 +152,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     if is_tree:
         return redistribute_tree(x, arguments, bucket_bytes, debug, check_replicated)
     x = x if type(x) in PLAIN else as_tensor(x)
-    if debug:
-        compare(x, *arguments)
+    compared = compare(x, arguments, async_op, check_replicated) if debug else None
     call = MoveCall.of(*arguments) if type(x) in PLAIN else call_of(x, *arguments)
-    return move_one(x, call, async_op, check_replicated)
+    y = move_one(x, call, async_op, check_replicated)
+    return watched(compared, y, x) if compared else y
