@@ -7,7 +7,7 @@ activations vary (they shard, copy or sum where these arrive) and that do not sh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from xshard.arguments import shown
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.layout import check_axes, parse_expression
+from xshard.layout.layout import check_axes, factored, parse_expression
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ARROW, ELLIPSIS
+from xshard.notation.parser import ARROW, ELLIPSIS, Dim
 
 
 class ActivationRule(NamedTuple):
@@ -57,6 +57,22 @@ def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozense
     rules = list(rules)
     named = {axis for rule in rules for axis in rule.axes}
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
+
+
+def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
+    """A layout by a rule that names some axes -> the whole one: others are as `outside`, by dims' names."""
+    rest = factored(outside, {axis: () if axis in named else (axis,) for axis in outside.axes})
+    around = {dim.name: dim.shards for dim in rest.dims}
+    dims = (replace(dim, shards=(*around.get(dim.name, ()), *dim.shards)) for dim in layout.dims)
+    return Layout(tuple(dims), (*rest.tags, *layout.tags))
+
+
+def inside(rule: ActivationRule, outside: Layout) -> Layout:
+    """All dims that have names inside a module, and the tags of activations there."""
+    now = placed(rule.dst, rule.axes, outside)
+    unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
+    dims = {dim.name: dim for dim in (*placed(unsharded, rule.axes, outside).dims, *now.dims)}
+    return Layout(tuple(dim for name, dim in dims.items() if name != ELLIPSIS), now.tags)
 
 
 class KnownDim(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,27 +13,24 @@ from torch_bridge.models.hooks import ModuleHooks
 from xshard import Sharding
 from xshard.models import written
 
+if TYPE_CHECKING:
+    from torch_bridge.models.parallel import ParallelModel
+
 NOTE = "in the parallel module "
 LISTED = 8  # most parameters, and most attributes, in a note
 
 
-def note_on(
-    error: BaseException,
-    names: Mapping[nn.Module, str],
-    hooks: Mapping[str, ModuleHooks],
-    used: Mapping[str, Sharding],
-    process: int,
-) -> str:
-    """A note on an error in one of the modules. used: parameters by name, as modules use them."""
+def note_on(error: BaseException, parallel: ParallelModel) -> str:
+    """A note on an error in one of the modules."""
+    names, used = parallel.names, parallel.used
+    hooks = {each.name: each for each in parallel.hooks}
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     modules = [*dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in names)][::-1]
     paths = [names[module] for module in modules]
     ruled = next((hooks[path] for path in paths if path in hooks), None)
-    inside = [{s: used[s] for s in used if s.startswith(path and f"{path}.")} for path in paths]
-    own = next((each for each in inside if each), {})
     lines = [f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"]
-    lines += described(ruled, own, process)
-    dims = (zip(each.shape, each.layout.dims, strict=True) for each in inside[-1].values())
+    lines += described(ruled, next((path for path in paths if _inside(path, used)), ""), parallel)
+    dims = (zip(each.shape, each.layout.dims, strict=True) for _, each in _inside(paths[-1], used))
     sharded = {n for each in dims for n, dim in each if dim.axes}
     for path, module in zip(paths, modules, strict=True):
         if counted := ", ".join(_counted(module, sharded)[:LISTED]):
@@ -41,15 +39,20 @@ def note_on(
     return "\n  ".join(lines)
 
 
-def described(hooks: ModuleHooks | None, used: Mapping[str, Sharding], process: int) -> list[str]:
-    """The rules of a module, and the layouts, blocks and whole shapes of some parameters."""
+def described(hooks: ModuleHooks | None, path: str, parallel: ParallelModel) -> list[str]:
+    """The rules of a module, and the layouts, blocks and whole shapes of some parameters inside a path."""
     sides = (("input", hooks.inputs), ("output", hooks.outputs)) if hooks else ()
     where = (hooks and hooks.name) or "the model"
-    lines = [f"{side} of {where}: {each.rule.text}" for side, rules in sides for each in rules]
-    for name, each in itertools.islice(used.items(), LISTED):
-        block = each.local_shape(process)
+    texts = [(side, [each.rule.text for each in rules] or ["no rule"]) for side, rules in sides]
+    lines = [f"{side} of {where}: {text}" for side, each in texts for text in each]
+    for name, each in _inside(path, parallel.used)[:LISTED]:
+        block = each.local_shape(parallel.context.processes.device)
         lines.append(f"{name}: {written(each.layout)}, block {block} of {each.shape}")
     return lines
+
+
+def _inside(path: str, used: Mapping[str, Sharding]) -> list[tuple[str, Sharding]]:
+    return [each for each in used.items() if each[0].startswith(path and f"{path}.")]
 
 
 def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:

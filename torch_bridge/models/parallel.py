@@ -96,8 +96,7 @@ class ParallelModel:
         noted = any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
         if error is None or noted or getattr(error.__traceback__, "tb_frame", None) is not sys._getframe(1):
             return  # no error, or one that is handled outside of the model
-        hooks = {each.name: each for each in self.hooks}
-        error.add_note(note_on(error, self.names, hooks, self.used, self.context.processes.device))
+        error.add_note(note_on(error, self))
 
     def refuse(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """A hook of modules with blocks, before `state_dict()`; keep_vars asks for the tensors themselves."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from operator import itemgetter
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.blocks import array_of
 from torch_bridge.mesh.process_mesh import alone
+from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parallelize import check_apart
 from torch_bridge.models.parameters import unsharded
@@ -22,9 +22,12 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.errors import ShapeError, with_path
+from xshard.tolerances import rounding
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor] | None
+Watch = Callable[[nn.Module], AbstractContextManager[Any]]
+Run = Callable[[Watch], Any]
 
 
 class Wanted(NamedTuple):
@@ -50,6 +53,7 @@ def verify(
     All processes of the mesh call it, each with the arguments of its own call of the model. Every process
     then runs a copy of the model without its rules, on the whole batch, in which each mesh has this process
     alone; and the model. The copy takes the memory of the whole model, and of its gradients, on each process.
+    If they differ, both run once more, and the error names the first wrong output of a module with rules.
     The model stays as it is: `.grad`, buffers, and the state of random numbers are as before.
 
     batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is gathered
@@ -83,13 +87,19 @@ def verify(
     call: Call = ((batch,), {})
     if isinstance(batch, Mapping | tuple | list):
         call = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
-    with _unchanged(model, parallel), _same_random_numbers(parallel):
-        blocks = [_run(model, call, loss).detach()]
-        for each in _with_gradients(parallel):
-            x = each.tensor
-            blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
-    _compare(wanted, blocks, parallel, tol)
+    whole = _whole(call, parallel)
+
+    def run(watch: Watch) -> tuple[list[Wanted], list[Tensor]]:
+        wanted = _on_one_device(model, parallel, whole, loss, original, watch)
+        with _unchanged(model, parallel), _same_random_numbers(parallel):
+            with watch(model):
+                blocks = [_run(model, call, loss, parallel).detach()]
+            for each in _with_gradients(parallel):
+                x = each.tensor
+                blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        return wanted, blocks
+
+    _compare(*run(nullcontext), parallel, tol, run)
 
 
 def _whole(call: Call, parallel: ParallelModel) -> Call:
@@ -111,12 +121,21 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
     return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
 
 
-def _run(model: nn.Module, call: Call, loss: Loss) -> Tensor:
+def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
     """The loss, after its backward pass."""
     with torch.enable_grad():
         result: Any = model(*call[0], **call[1])
         own = result if isinstance(result, Tensor) else getattr(result, "loss", None)
-        value: Any = own if loss is None else loss(result)
+        try:
+            value: Any = own if loss is None else loss(result)
+        except Exception as error:
+            if parallel and (last := [*parallel.hooks][-1:]):
+                lines = [
+                    "in loss=, after the last parallel module",
+                    *described(last[0], last[0].name, parallel),
+                ]
+                error.add_note("\n  ".join(lines))
+            raise
     if not isinstance(value, Tensor) or value.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
@@ -125,13 +144,17 @@ def _run(model: nn.Module, call: Call, loss: Loss) -> Tensor:
 
 
 def _on_one_device(
-    model: nn.Module, parallel: ParallelModel, call: Call, loss: Loss, original: nn.Module | None
+    model: nn.Module,
+    parallel: ParallelModel,
+    call: Call,
+    loss: Loss,
+    original: nn.Module | None,
+    watch: Watch,
 ) -> list[Wanted]:
     """The loss of a copy on one device, and this process's block of each of its gradients."""
     context = parallel.context
     copied, wholes = _copied(model, parallel, original)
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with alone(), eager, _same_random_numbers(parallel) as drawn:
+    with alone(), _eager(), watch(copied), _same_random_numbers(parallel) as drawn:
         try:
             value = _run(copied, call, loss).detach()
         except Exception as error:
@@ -149,6 +172,10 @@ def _on_one_device(
         wanted.append(Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest))
         whole.grad = None
     return wanted
+
+
+def _eager() -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _with_gradients(parallel: ParallelModel) -> list[Any]:
@@ -220,12 +247,11 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
 
 
 @torch.no_grad()
-def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None) -> None:
-    """Raise EquivalenceError, on all processes, if blocks of some process differ."""
-    from xshard.testing.mismatch import EquivalenceError, Subject, case_of, located  # slow: the kit
-    from xshard.tolerances import rounding
-
-    axes, processes = parallel.context.axes, parallel.context.processes
+def _compare(
+    wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
+) -> None:
+    """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
+    context, axes = parallel.context, parallel.context.axes
     if tol is None:
         tol = rounding(name_of(x.dtype) for x in blocks)
     most = {
@@ -237,15 +263,27 @@ def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel
         for w, x in zip(wanted, blocks, strict=True)
     ]
     flags = torch.tensor(differ, dtype=torch.float32, device=blocks[0].device)
-    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", parallel.context.mesh)
-    wrong, group = [], processes.group(axes.axes)
-    for i in flags.nonzero().flatten().tolist():
+    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", context.mesh)
+    if not flags.any():
+        return
+    from torch_bridge.models.first_wrong import first_wrong, mismatch_of, watching  # slow: the kit
+    from xshard.testing.diagnosis.causes import Cause
+    from xshard.testing.mismatch import EquivalenceError
+
+    runs: list[Any] = []
+    with _eager(), torch.enable_grad():
+        run(partial(watching, hooks=parallel.hooks, runs=runs))
+    place, text = first_wrong(runs[0], runs[1], parallel, tol)
+    numbers = flags.nonzero().flatten().tolist()
+    if not place:  # the backward pass goes from the last to the first
+        last = wanted[numbers[-1]].name
+        around = [each for each in parallel.hooks if last.startswith(each.name)]
+        place = f"the gradient of {last}, while outputs of modules with rules are right"
+        text = "\n  ".join([place, *(described(around[-1], around[-1].name, parallel) if around else ())])
+    cause, wrong = Cause("module", f"wrong already: {place}"), list[Any]()
+    for i in numbers:
         w = wanted[i]
-        answers: list[Any] = [None] * axes.n_devices
-        pair = [array_of(x.cpu().contiguous()) for x in (blocks[i], w.block)]
-        dist.all_gather_object(answers, (processes.device, *pair), group.process_group)
-        got, want = zip(*(pair for _, *pair in sorted(answers, key=itemgetter(0))), strict=True)
-        case = case_of(got, want, w.sharding, tol, most[w.kind], {})
-        wrong.append(located(Subject(w.kind, w.name, "torch", axes, "one device"), case))
-    if wrong:
-        raise EquivalenceError(wrong, len(wanted))
+        pair = blocks[i], w.block
+        each = mismatch_of(w.kind, w.name, pair, w.sharding, context, tol, most[w.kind])
+        wrong.append(replace(each, cause=each.cause or cause, first="" if wrong else text))
+    raise EquivalenceError(wrong, len(wanted))

@@ -1,0 +1,177 @@
+"""The first module of a parallel model with a wrong output, by the tensors that go in and out of modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_bridge.autodiff.blocks import array_of
+from torch_bridge.models.hooks import ModuleHooks, TensorRule, first_tensor, parts_of
+from torch_bridge.models.notes import described
+from torch_bridge.models.parallel import ParallelModel
+from torch_bridge.models.parameters import ParallelContext, unsharded
+from torch_bridge.redistribution import redistribute
+from xshard import Layout, Sharding, XshardError
+from xshard.models import inside, placed, written
+from xshard.notation.parser import ELLIPSIS
+from xshard.testing.mismatch import Mismatch, Subject, case_of, located, mismatch_text
+
+
+class Place(NamedTuple):
+    """The place of a tensor: its module, "input" or "output", the number of its rule, and of the call."""
+
+    module: str
+    side: str
+    rule: int
+    call: int
+
+    def __str__(self) -> str:
+        return f"the {self.side} of {self.module or 'the model'}"
+
+    def is_around(self, other: Place) -> bool:
+        is_within = other.module.startswith(f"{self.module}." if self.module else "")
+        return is_within and (other.module != self.module or other.side != self.side)
+
+
+class SeenTensor(NamedTuple):
+    """An input of a module before its rule, or an output after it."""
+
+    hooks: ModuleHooks
+    rule: TensorRule | None
+    block: Tensor
+
+
+Seen = dict[Place, SeenTensor]
+
+
+@contextmanager
+def watching(model: nn.Module, hooks: Sequence[ModuleHooks], runs: list[Seen]) -> Iterator[None]:
+    """Add a run: the tensors that go in and out of modules with rules, in the order of the forward pass."""
+    seen, calls = Seen(), Counter[Any]()
+    runs.append(seen)
+
+    def see(own: ModuleHooks, side: str, rules: Sequence[Any], find: Callable[[Any], Any]) -> None:
+        for number, rule in enumerate(rules):
+            if isinstance(x := find(rule), Tensor):
+                at = own.name, side, number
+                seen[Place(*at, calls[at])] = SeenTensor(own, rule, x.detach().clone())
+                calls[at] += 1
+
+    def enter(own: ModuleHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        see(own, "input", own.inputs, lambda rule: values.get(own.argument(rule.key, args, kwargs)))
+
+    def leave(own: ModuleHooks, module: nn.Module, args: Any, result: Any) -> None:
+        parts = parts_of(result) if isinstance(result, Tensor | dict | tuple | list) else {}
+        first = first_tensor(parts)
+        keys = {rule: rule.key for rule in own.outputs if rule.key is not None and None not in parts}
+        see(own, "output", own.outputs or [None], lambda rule: parts.get(keys.get(rule, first)))
+
+    handles = []
+    for own in hooks:
+        module = getattr(model, "_orig_mod", model).get_submodule(own.name)
+        handles.append(module.register_forward_pre_hook(partial(enter, own), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, own)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> tuple[str, str]:
+    """The first wrong tensor of a parallel run against one device's, and a text about it; "" if none is.
+
+    Tensors inside a module do not count if its output is right. All processes call it.
+    """
+    context, called = parallel.context, _answers(set(many), parallel.context)
+    blocks: dict[Place, tuple[Layout, Tensor, Tensor]] = {}
+    for place, seen in many.items():
+        if place in one and all(place in each for each in called):
+            layout, whole = _layout(place, seen), one[place].block
+            if layout is not None and (want := _block(whole, layout, context)) is not None:
+                blocks[place] = layout, _reduced(seen.block, layout, context), want
+    largest = {place: x.abs().max().item() if (x := one[place].block).numel() else 0.0 for place in blocks}
+    least = max(largest.values(), default=0.0) / 100
+    verdicts = {
+        place: torch.isclose(x.double(), want.double(), tol, tol * max(largest[place], least)).all().item()
+        for place, (_, x, want) in blocks.items()
+        if x.shape == want.shape
+    }
+    answers = _answers(verdicts, context)
+    right = {p: all(each[p] for each in answers) for p in blocks if all(p in each for each in answers)}
+    leaving = [place for place in right if place.side == "output" and right[place]]
+    wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]
+    if not wrong:
+        return "", ""
+    place, (layout, *pair) = wrong[0], blocks[wrong[0]]
+    before = [each for each in [*right][: [*right].index(place)] if right[each]]
+    name = f"{place} as '{written(layout)}', after " + (f"{before[-1]}, which is right" if before else "none")
+    sharding = Sharding(layout, context.axes, tuple(one[place].block.shape))
+    mismatch = mismatch_of("output", name, pair, sharding, context, tol, largest[place])
+    lines = [mismatch_text(mismatch), *described(many[place].hooks, place.module, parallel)]
+    return str(place), "\n  ".join(lines).replace("\n", "\n  ")
+
+
+def mismatch_of(
+    kind: str,
+    name: str,
+    blocks: Sequence[Any],
+    sharding: Sharding,
+    context: ParallelContext,
+    tol: float,
+    largest: float,
+) -> Mismatch:
+    """The report of a tensor that is wrong on some process. blocks: this process's, and the wanted one."""
+    got, want = zip(*_answers([array_of(x.cpu().contiguous()) for x in blocks], context), strict=True)
+    case = case_of(got, want, sharding, tol, largest, {})
+    return located(Subject(kind, name, "torch", context.axes, "one device"), case)
+
+
+def _answers(own: Any, context: ParallelContext) -> list[Any]:
+    """The objects of all processes, by devices."""
+    answers: list[Any] = [None] * context.axes.n_devices
+    group = context.processes.group(context.axes.axes).process_group
+    dist.all_gather_object(answers, (context.processes.device, own), group)
+    return [answer for _, answer in sorted(answers, key=itemgetter(0))]
+
+
+def _inside(hooks: ModuleHooks | None) -> Layout:
+    layout = Layout("()") if hooks is None else _inside(hooks.parent)
+    for each in hooks.inputs if hooks else ():
+        layout = inside(each.rule, layout)
+    return layout
+
+
+def _layout(place: Place, seen: SeenTensor) -> Layout | None:
+    """By the rule, or, for an output without one, as the first input with the same dims."""
+    own, ndim, rule = seen.hooks, seen.block.ndim, seen.rule and seen.rule.rule
+    is_input = place.side == "input"
+    layout, named = (rule.src if is_input else rule.dst, rule.axes) if rule else (Layout("..."), ())
+    if not rule and own.inputs:
+        layout = unsharded(own.inputs[0].rule.dst)
+    if len(layout.dims) != ndim and ELLIPSIS not in layout.names:
+        return None
+    return placed(layout.resolved(ndim), named, _inside(own.parent if is_input else own))
+
+
+def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
+    """A block after the reductions that its layout names."""
+    dims, tags = unsharded(layout).dims, tuple(tag for tag in layout.tags if tag[0] != "copy")
+    return redistribute(x, (Layout(dims, tags), Layout(dims)), context.mesh) if tags else x
+
+
+def _block(whole: Tensor, layout: Layout, context: ParallelContext) -> Tensor | None:
+    """This process's block of a whole tensor; None if the layout does not fit."""
+    try:
+        return context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
+    except XshardError:
+        return None
