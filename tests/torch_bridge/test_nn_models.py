@@ -188,9 +188,9 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 def _spectrum(x: Tensor) -> Tensor:
-    low = torch.fft.rfft2(x, s=(5, 7), norm="forward")
-    y = torch.fft.irfftn(low * low.abs(), s=(8, 6), dim=(-2, -1))
-    return y + y * torch.fft.hfft(torch.fft.ihfft(x, dim=-2), 8, -2)
+    low = torch.fft.rfftn(x, s=(x.shape[2], -1), dim=(2, 3), norm="forward")
+    y = torch.fft.irfft2(low * low.abs() + low.real)
+    return y + y * torch.fft.hfft(torch.fft.ihfft(x, dim=-2), dim=-2)
 
 
 FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
@@ -306,6 +306,7 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rows by their numbers": (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
     "an equality of all": (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
     "a product over rows": (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),
+    "a transform of other rows": (lambda x: torch.fft.fft(x, 3, 2), "fft() of 3 rows of dim 'h/sp'"),
     "a product of blocks": (lambda x: x @ x.mT, "of a block is not a block of"),
     "a norm of rows": (lambda x: F.layer_norm(x, (4, 6)), "layer_norm() needs dim 'h' whole"),
 }

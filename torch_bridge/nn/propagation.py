@@ -37,8 +37,8 @@ Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 # Functions that work element by element, though torch has no tag for them.
 _POINTWISE = frozenset((
     "alpha_dropout", "bfloat16", "bool", "contiguous", "detach", "double", "dropout", "float", "half",
-    "hardswish", "hardswish_", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill", "ones_like",
-    "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
+    "hardswish", "hardswish_", "imag", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill",
+    "ones_like", "real", "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
 
@@ -71,6 +71,7 @@ _WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
 
 # They merge and split neighbouring dims, so that the array without data must be contiguous.
 _MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
+_PARTS = frozenset(("imag", "real"))
 # Their arguments are lengths, and in a model's code those are the block's.
 _OF_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
 _VIEWS = _MERGING | _OF_LENGTHS | frozenset((
@@ -167,7 +168,14 @@ def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, n, dim, norm = _arguments(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
     placement, lengths = placement_of(x), [n] if isinstance(n, int) else n
     dims = [dim] if isinstance(dim, int) else dim or range(-len(lengths or placement.shape), 0)
-    names = " ".join(placement.layout.names[_dim(d, placement)] for d in dims)
+    dims = [_dim(d, placement) for d in dims]
+    for i, d in enumerate(dims if lengths else ()):  # in a model's code, lengths are the block's
+        if placement.cuts(d) and lengths[i] != -1:
+            if not placement.sharding.is_even or lengths[i] != placement.local_shape[d]:
+                what = f"{name}() of {lengths[i]} rows of dim '{placement.layout.dims[d]}'"
+                raise XshardError(what, hint="sharded dims keep the length that they have")
+            lengths = [*lengths[:i], -1, *lengths[i + 1 :]]
+    names = " ".join(placement.layout.names[d] for d in dims)
     return fft(x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm)
 
 
@@ -398,7 +406,7 @@ class Propagation(TorchFunctionMode):
         kwargs = kwargs or {}
         placements = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
         name = getattr(func, "__name__", str(func))
-        if name == "__get__" and func.__self__.__name__ in _VIEWS:  # type: ignore[attr-defined]
+        if name == "__get__" and func.__self__.__name__ in _VIEWS | _PARTS:  # type: ignore[attr-defined]
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if not placements or name in _READING:
             return func(*args, **kwargs)
