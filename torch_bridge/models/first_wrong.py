@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from torch_bridge.models.hooks import ModuleHooks, TensorRule, first_tensor, par
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
+from torch_bridge.models.verify import differing
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
@@ -75,16 +75,13 @@ def watching(model: nn.Module, hooks: Sequence[ModuleHooks], runs: list[Seen]) -
         keys = {rule: rule.key for rule in own.outputs if rule.key is not None and None not in parts}
         see(own, "output", own.outputs or [None], lambda rule: parts.get(keys.get(rule, first)))
 
-    handles = []
-    for own in hooks:
-        module = getattr(model, "_orig_mod", model).get_submodule(own.name)
-        handles.append(module.register_forward_pre_hook(partial(enter, own), prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(leave, own)))
-    try:
+    with ExitStack() as handles:
+        for own in hooks:
+            module = getattr(model, "_orig_mod", model).get_submodule(own.name)
+            before, after = partial(enter, own), partial(leave, own)
+            handles.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> tuple[str, str]:
@@ -93,30 +90,25 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
     Tensors inside a module do not count if its output is right. All processes call it.
     """
     context, called = parallel.context, _answers(set(many), parallel.context)
-    blocks: dict[Place, tuple[Layout, Tensor, Tensor]] = {}
+    blocks: dict[Place, tuple[Layout, Tensor, Tensor, float]] = {}
     for place, seen in many.items():
         if place in one and all(place in each for each in called):
             layout, whole = _layout(place, seen), one[place].block
             if layout is not None and (want := _block(whole, layout, context)) is not None:
-                blocks[place] = layout, _reduced(seen.block, layout, context), want
-    largest = {place: x.abs().max().item() if (x := one[place].block).numel() else 0.0 for place in blocks}
-    least = max(largest.values(), default=0.0) / 100
-    verdicts = {
-        place: torch.isclose(x.double(), want.double(), tol, tol * max(largest[place], least)).all().item()
-        for place, (_, x, want) in blocks.items()
-        if x.shape == want.shape
-    }
-    answers = _answers(verdicts, context)
-    right = {p: all(each[p] for each in answers) for p in blocks if all(p in each for each in answers)}
+                largest = whole.abs().max().item() if whole.numel() else 0.0
+                blocks[place] = layout, _reduced(seen.block, layout, context), want, largest
+    least = max((each[-1] for each in blocks.values()), default=0.0) / 100
+    flags = differing([(x, want, max(n, least)) for _, x, want, n in blocks.values()], tol, context)
+    right = {place: not n for place, n in zip(blocks, flags, strict=True) if n < 2}
     leaving = [place for place in right if place.side == "output" and right[place]]
     wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]
     if not wrong:
         return "", ""
-    place, (layout, *pair) = wrong[0], blocks[wrong[0]]
+    place, (layout, *pair, largest) = wrong[0], blocks[wrong[0]]
     before = [each for each in [*right][: [*right].index(place)] if right[each]]
     name = f"{place} as '{written(layout)}', after " + (f"{before[-1]}, which is right" if before else "none")
     sharding = Sharding(layout, context.axes, tuple(one[place].block.shape))
-    mismatch = mismatch_of("output", name, pair, sharding, context, tol, largest[place])
+    mismatch = mismatch_of("output", name, pair, sharding, context, tol, largest)
     lines = [mismatch_text(mismatch), *described(many[place].hooks, place.module, parallel)]
     return str(place), "\n  ".join(lines).replace("\n", "\n  ")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parallelize import check_apart
-from torch_bridge.models.parameters import unsharded
+from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.dtypes import name_of
@@ -28,6 +28,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor] | None
 Watch = Callable[[nn.Module], AbstractContextManager[Any]]
 Run = Callable[[Watch], Any]
+Row = tuple[Tensor, Tensor, float]  # a block, the wanted one, and the value that errors are relative to
 
 
 class Wanted(NamedTuple):
@@ -246,41 +247,48 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
         yield lambda: not all(map(torch.equal, before, states()))
 
 
+def differing(rows: Sequence[Row], tol: float, context: ParallelContext) -> list[int]:
+    """1 for blocks that differ on some process, 2 if their shapes do, else 0."""
+    close = (x.shape == w.shape and torch.isclose(x.double(), w.double(), tol, tol * n) for x, w, n in rows)
+    flags = [2 if each is False else 1 - int(each.all()) for each in close]
+    device = rows[0][0].device if rows else None
+    block, axes = torch.tensor(flags, dtype=torch.float32, device=device), ",".join(context.axes.axes)
+    return [int(n) for n in redistribute(block, f"n | max({axes}) -> n", context.mesh).tolist()]
+
+
 @torch.no_grad()
 def _compare(
     wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
 ) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
-    context, axes = parallel.context, parallel.context.axes
+    context = parallel.context
     if tol is None:
         tol = rounding(name_of(x.dtype) for x in blocks)
     most = {
         kind: max((w.largest for w in wanted if w.kind == kind), default=0.0)
         for kind in ("output", "gradient")
     }
-    differ = [
-        not torch.isclose(x.double(), w.block.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()
-        for w, x in zip(wanted, blocks, strict=True)
-    ]
-    flags = torch.tensor(differ, dtype=torch.float32, device=blocks[0].device)
-    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", context.mesh)
-    if not flags.any():
+    rows = [(x, w.block, max(w.largest, most[w.kind] / 100)) for x, w in zip(blocks, wanted, strict=True)]
+    numbers = [i for i, differ in enumerate(differing(rows, tol, context)) if differ]
+    if not numbers:
         return
     from torch_bridge.models.first_wrong import first_wrong, mismatch_of, watching  # slow: the kit
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    runs: list[Any] = []
-    with _eager(), torch.enable_grad():
-        run(partial(watching, hooks=parallel.hooks, runs=runs))
-    place, text = first_wrong(runs[0], runs[1], parallel, tol)
-    numbers = flags.nonzero().flatten().tolist()
-    if not place:  # the backward pass goes from the last to the first
-        last = wanted[numbers[-1]].name
-        around = [each for each in parallel.hooks if last.startswith(each.name)]
-        place = f"the gradient of {last}, while outputs of modules with rules are right"
-        text = "\n  ".join([place, *(described(around[-1], around[-1].name, parallel) if around else ())])
-    cause, wrong = Cause("module", f"wrong already: {place}"), list[Any]()
+    place = text = ""
+    if parallel.hooks:
+        runs: list[Any] = []
+        with _eager(), torch.enable_grad():
+            run(partial(watching, hooks=parallel.hooks, runs=runs))
+        place, text = first_wrong(runs[0], runs[1], parallel, tol)
+    if parallel.hooks and not place:
+        name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
+        inner = [each for each in parallel.hooks if name.startswith(each.name and f"{each.name}.")][-1:]
+        of = "gradient of " if numbers[0] else ""
+        place = f"the {of}{name}, while outputs of modules with rules are right"
+        text = "\n  ".join([place, *(line for own in inner for line in described(own, own.name, parallel))])
+    cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
     for i in numbers:
         w = wanted[i]
         pair = blocks[i], w.block

@@ -10,12 +10,6 @@ from torch_bridge.nn.placed import sharding_of
 from torch_bridge.nn.propagation import checkpoint
 
 __all__ = [
-    "HaloExchange",
-    "attention",
-    "checkpoint",
-    "cross_entropy",
-    "domain_parallel",
-    "fft",
-    "register_attention",
-    "sharding_of",
-]
+    "HaloExchange", "attention", "checkpoint", "cross_entropy", "domain_parallel", "fft",
+    "register_attention", "sharding_of",
+]  # fmt: skip

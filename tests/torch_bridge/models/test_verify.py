@@ -78,6 +78,10 @@ def _mistakes() -> None:
     summed = functools.partial(xt.redistribute, layouts="() | sum(dp) -> ()", mesh=MESH)  # a mean is meant
     found = named(_parallel(), lambda y: summed(y.square().mean()))
     assert found == [("output", "loss", "summed"), *gradients("summed")]
+    _, text = error_of(lambda: xt.verify(_parallel(), _x(), loss=lambda y: summed(y.square().mean())))
+    assert (
+        "first wrong: the loss, while outputs of modules with rules are right\n  input of the model" in text
+    )
     found = named(_parallel(), lambda y: y.square().mean())  # that of each process
     assert found == [("output", "loss", "not averaged"), *gradients("summed")]
     model = _parallel()
