@@ -28,14 +28,12 @@ def fft(
     norm: str | None = None,
     shape: Sequence[int | None] | None = None,
 ) -> Tensor:
-    """A block -> this process's block of the discrete Fourier transform of the array, under the same layout.
+    """A block -> the block of the Fourier transform of the array, under the same layout.
 
-    All processes of the mesh call it. While a sharded dim is transformed it is whole, and another dim is
-    sharded instead: two moves for all of them.
-    dims: names of the dims, as in "h w"; the last is the one that real transforms halve. kind: "fft", "ifft",
-    "rfft", "irfft", "hfft", "ihfft", as in torch.fft. lengths: torch's `s`, global. norm: torch's.
-    shape: the global shape, if blocks differ in size. Where numbers of shards (sizes, intervals) do not fit a
-    new length, the dim is balanced: `sharding_of` the result tells.
+    All processes of the mesh call it. Two moves: sharded dims are whole while they are transformed, and
+    another dim is sharded. dims: names, as in "h w"; real kinds halve the last. kind: "fft", "ifft", "rfft",
+    "irfft", "hfft", "ihfft". lengths: torch's `s`, global. norm: torch's. shape: global, if blocks differ in
+    size. A dim whose sizes or intervals do not fit its new length is balanced (`sharding_of`).
 
     Raises XshardError for another kind or dim, ShapeError for a block that does not fit.
 
@@ -77,7 +75,7 @@ def fft(
 
 
 def _elsewhere(placement: Placement, dims: Sequence[int]) -> Layout:
-    """The layout in which some dims are whole, and the longest block of the others is sharded instead."""
+    """The layout in which some dims are whole, and the longest of the others is sharded instead."""
     every, axes = list(placement.layout.dims), [a for d in dims for a in placement.layout.dims[d].axes]
     for d in dims:
         every[d] = Dim(every[d].name)

@@ -285,21 +285,14 @@ def check_options(
     attn: Attention, softcap: float | None, slopes: Any, dropout: float, seed: Any, documents: Sequence[Any]
 ) -> None:
     """Raise XshardError for options that make no sense. slopes: of heads. documents: of queries, of keys."""
-    shape, heads = tuple(getattr(slopes, "shape", ())), attn.q.shape[HEADS]
+    heads, shape = attn.q.shape[HEADS], tuple(getattr(slopes, "shape", ()))
+    is_constant = not getattr(slopes, "requires_grad", False)
     of_rows, of_keys = (numbers is not None for numbers in documents)
     needs_both = of_keys or attn.q.layout.names != attn.kv.layout.names
     for is_right, what, hint in (
         (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
-        (
-            not getattr(slopes, "requires_grad", False),
-            "alibi with a gradient",
-            "alibi.detach(): slopes are constants",
-        ),
-        (
-            slopes is None or shape == (heads,),
-            f"alibi {shape}, {heads} heads",
-            "slopes of all heads of queries",
-        ),
+        (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
+        (slopes is None or shape == (heads,), f"alibi {shape}, {heads} heads", "one slope for each head"),
         (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
         (not dropout or seed is not None, f"dropout={dropout} without seed=", "one number on all devices"),
         (of_rows == of_keys or not needs_both, "documents of one sequence", "documents= and kv_documents="),
