@@ -109,8 +109,8 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
     name = f"{place} as '{written(layout)}', after " + (f"{before[-1]}, which is right" if before else "none")
     sharding = Sharding(layout, context.axes, tuple(one[place].block.shape))
     mismatch = mismatch_of("output", name, pair, sharding, context, tol, largest)
-    lines = [mismatch_text(mismatch), *described(many[place].hooks, place.module, parallel)]
-    return str(place), "\n  ".join(lines).replace("\n", "\n  ")
+    text = mismatch_text(mismatch).replace("\n", "\n  ")
+    return str(place), described(text, many[place].hooks, parallel, place.module)
 
 
 def mismatch_of(

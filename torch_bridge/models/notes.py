@@ -28,8 +28,9 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     modules = [*dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in names)][::-1]
     paths = [names[module] for module in modules]
     ruled = next((hooks[path] for path in paths if path in hooks), None)
-    lines = [f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"]
-    lines += described(ruled, next((path for path in paths if _inside(path, used)), ""), parallel)
+    title = f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"
+    path = next((path for path in paths if _inside(path, used)), "")
+    lines = [described(title, ruled, parallel, path)]
     dims = (zip(each.shape, each.layout.dims, strict=True) for _, each in _inside(paths[-1], used))
     sharded = {n for each in dims for n, dim in each if dim.axes}
     for path, module in zip(paths, modules, strict=True):
@@ -39,16 +40,16 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     return "\n  ".join(lines)
 
 
-def described(hooks: ModuleHooks | None, path: str, parallel: ParallelModel) -> list[str]:
-    """The rules of a module, and the layouts, blocks and whole shapes of some parameters inside a path."""
+def described(title: str, hooks: ModuleHooks | None, parallel: ParallelModel, path: str) -> str:
+    """A title, the rules of a module, and layouts, blocks and whole shapes of parameters inside a path."""
     sides = (("input", hooks.inputs), ("output", hooks.outputs)) if hooks else ()
     where = (hooks and hooks.name) or "the model"
     texts = [(side, [each.rule.text for each in rules] or ["no rule"]) for side, rules in sides]
-    lines = [f"{side} of {where}: {text}" for side, each in texts for text in each]
+    lines = [title, *(f"{side} of {where}: {text}" for side, each in texts for text in each)]
     for name, each in _inside(path, parallel.used)[:LISTED]:
         block = each.local_shape(parallel.context.processes.device)
         lines.append(f"{name}: {written(each.layout)}, block {block} of {each.shape}")
-    return lines
+    return "\n  ".join(lines)
 
 
 def _inside(path: str, used: Mapping[str, Sharding]) -> list[tuple[str, Sharding]]:

@@ -116,7 +116,8 @@ class ParallelModel:
     def used(self) -> dict[str, Sharding]:
         """Parameters by name, as modules use them."""
         shapes = {name: each.sharding.shape for each in self.parameters for name in each.names}
-        return {n: Sharding(use.used, self.context.axes, shapes[n]) for n, use in self.uses.items()}
+        layouts = {name: use.used.in_order(use.stored.names) for name, use in self.uses.items()}
+        return {name: Sharding(each, self.context.axes, shapes[name]) for name, each in layouts.items()}
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""

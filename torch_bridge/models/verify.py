@@ -130,12 +130,9 @@ def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | Non
         try:
             value: Any = own if loss is None else loss(result)
         except Exception as error:
-            if parallel and (last := [*parallel.hooks][-1:]):
-                lines = [
-                    "in loss=, after the last parallel module",
-                    *described(last[0], last[0].name, parallel),
-                ]
-                error.add_note("\n  ".join(lines))
+            if parallel and parallel.hooks:
+                title, last = "in loss=, after the last parallel module", parallel.hooks[-1]
+                error.add_note(described(title, last, parallel, last.name))
             raise
     if not isinstance(value, Tensor) or value.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -284,10 +281,11 @@ def _compare(
         place, text = first_wrong(runs[0], runs[1], parallel, tol)
     if parallel.hooks and not place:
         name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
-        inner = [each for each in parallel.hooks if name.startswith(each.name and f"{each.name}.")][-1:]
+        inner = [each for each in parallel.hooks if name.startswith(each.name and f"{each.name}.")]
         of = "gradient of " if numbers[0] else ""
-        place = f"the {of}{name}, while outputs of modules with rules are right"
-        text = "\n  ".join([place, *(line for own in inner for line in described(own, own.name, parallel))])
+        place = text = f"the {of}{name}, while outputs of modules with rules are right"
+        if inner:
+            text = described(place, inner[-1], parallel, inner[-1].name)
     cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
     for i in numbers:
         w = wanted[i]
