@@ -70,7 +70,7 @@ def attention(
     causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many rows
     before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
     documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see only
-    their own document. kv_documents: documents of keys, sharded like `k`, where keys are another sequence.
+    their own document. kv_documents: documents of keys, sharded like `k`, if keys are another sequence.
     scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi: slopes
     `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et al. 2021).
     dropout: the part of weights that is dropped, by `seed` and positions: the same on any devices.
@@ -135,8 +135,7 @@ def attention(
         both = of_rows, of_rows if kv_documents is None else of_whole(kv_documents, kv_layout, True)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     slopes = None if alibi is None else alibi.detach().to(q.device)
-    options = scale, processes, q.new_empty(0), both, softcap, slopes, dropout, seed
-    blocks = ProcessAttention(attn, *options)
+    blocks = ProcessAttention(attn, scale, processes, q.new_empty(0), both, softcap, slopes, dropout, seed)
     batch = q.shape[:-3]
     q = _flat(_moved(q, attn.q, attn.queries, processes))
     kv = _flat(_moved(torch.cat((k, v), -1), attn.kv, attn.keys, processes))

@@ -92,7 +92,8 @@ def pull(
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor | float]:
     """The scores, and their derivative by the products."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores, slope, visible = (q @ k.mT).to(dtype) * scale, scale, mask.visible
+    slope: Tensor | float = scale
+    scores, visible = (q @ k.mT).to(dtype) * scale, mask.visible
     if mask.softcap is not None:
         part = (scores / mask.softcap).tanh()
         scores, slope = part * mask.softcap, (1 - part.square()) * scale

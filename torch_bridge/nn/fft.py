@@ -33,7 +33,7 @@ def fft(
     All processes of the mesh call it. Two moves: sharded dims are whole while they are transformed, and
     another dim is sharded. dims: names, as in "h w"; real kinds halve the last. kind: "fft", "ifft", "rfft",
     "irfft", "hfft", "ihfft". lengths: torch's `s`, global. norm: torch's. shape: global, if blocks differ in
-    size. A dim whose sizes or intervals do not fit its new length is balanced (`sharding_of`).
+    size. If its sizes or intervals do not fit its new length, a dim is balanced (`sharding_of`).
 
     Raises XshardError for another kind or dim, ShapeError for a block that does not fit.
 

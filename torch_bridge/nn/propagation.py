@@ -328,7 +328,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
     like the rows of the block beside a dim of length 1.
     """
     dims, lengths = list(itertools.islice(_new_dims(placement.layout), aim.ndim)), list(aim.shape)
-    merged = {}
+    merged = dict[int, tuple[Dim, int]]()
     for d, dim in enumerate(placement.layout.dims):
 
         def places(x: Tensor, d: int = d) -> list[int]:

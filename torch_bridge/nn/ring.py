@@ -26,7 +26,7 @@ from xshard.nn.attention import ALL, CAUSAL, HEADS, RING, Attention, Rows, Tile,
 class ProcessAttention:
     """This process's part of an attention; softcap, alibi, dropout and seed as in `attention`.
 
-    like: an empty tensor of their dtype and device. documents: of all queries and of all keys, each
+    like: an empty tensor of their dtype and device. documents: two arrays, for all queries and for all keys,
     `[batch or 1, rows of the whole sequence]`.
     """
 
@@ -66,7 +66,8 @@ class ProcessAttention:
         """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
         rows = self.attn.query_rows(self.device)[tile.q]
         keys = self.attn.key_rows(self.device, turn)[tile.k]
-        visible, bias = None, self._bias(rows, keys)
+        visible: Any = None
+        bias = self._bias(rows, keys)
         causal = tile.kind == CAUSAL and bias is None and (any_length or len(rows) == len(keys))
         if self.documents is not None or not (causal or tile.kind == ALL):
             visible, causal = self._tensor(self.attn.visible(rows[:, None], keys))[None, None], False

@@ -265,7 +265,7 @@ def attention(
         raise ShapeError(f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint)
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, 0 if causal else right, offset)
-    # Where no axis shares a sequence out there is nothing to gather.
+    # There is nothing to gather if no axis shares a sequence out.
     return attn if q.mesh.size(*attn.axes) > 1 else replace(attn, how=GATHER)
 
 
@@ -275,7 +275,7 @@ def _sight(window: Any) -> tuple[int | None, int | None]:
     less = 0 if both is window else 1
     sides = [None if n is None else whole_number(n) for n in both]
     if any(n is not None and (m is None or m < less) for n, m in zip(both, sides, strict=True)):
-        hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None has no end"
+        hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
         raise XshardError(f"window={shown(window)}", hint=hint)
     left, right = (None if n is None else n - less for n in sides)
     return left, right
@@ -284,7 +284,7 @@ def _sight(window: Any) -> tuple[int | None, int | None]:
 def check_options(
     attn: Attention, softcap: float | None, slopes: Any, dropout: float, seed: Any, documents: Sequence[Any]
 ) -> None:
-    """Raise XshardError for options that make no sense. slopes: of heads. documents: of queries, of keys."""
+    """Raise XshardError for options that make no sense. slopes: alibi, one per head. documents: two."""
     heads, shape = attn.q.shape[HEADS], tuple(getattr(slopes, "shape", ()))
     is_constant = not getattr(slopes, "requires_grad", False)
     of_rows, of_keys = (numbers is not None for numbers in documents)
