@@ -135,6 +135,12 @@ def known_inside(
     return tuple(dims.values())
 
 
+def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
+    """The sharded dims of a parameter, which its module's output may have, too."""
+    rows = zip(sharding.layout.dims, sharding.shape, sharding.local_shape(device), strict=True)
+    return tuple(KnownDim(dim.name, frozenset(dim.axes), n, own) for dim, n, own in rows if dim.axes)
+
+
 class ParameterUse(NamedTuple):
     """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary.
 

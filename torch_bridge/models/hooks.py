@@ -74,7 +74,7 @@ class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
 
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
-    with `keep` keeps them until the backward pass.
+    with `keep` keeps them until the backward pass. own: sharded dims of its parameters.
     """
 
     name: str
@@ -88,6 +88,7 @@ class ModuleHooks:
     gathered: list[GatheredParameter] = field(default_factory=list)
     keep: bool = True
     known: tuple[KnownDim, ...] = ()
+    own: tuple[KnownDim, ...] = ()
     _depth: int = 0
     _stored: Sequence[Tensor] = ()
     _saving: Any = None
@@ -146,6 +147,9 @@ class ModuleHooks:
     def _moved(self, rule: TensorRule, x: Any, known: tuple[KnownDim, ...], what: str) -> Any:
         where = f"{what} of {self.name or 'the model'}"
         try:
+            if what == "output" and not torch.compiler.is_compiling():  # parameters know how long dims are
+                rows = dict(zip(rule.rule.src.resolved(x.ndim).names, x.shape, strict=True))
+                known = (*(dim for dim in self.own if rows.get(dim.name) == dim.rows), *known)
             return rule.move(x, self.context, known, where)
         except XshardError as error:
             raise with_path(error, where) from error.__cause__

@@ -25,7 +25,16 @@ from torch_bridge.models.parameters import Init, ParallelContext, ShardedParamet
 from xshard import Profile, Rules, Sharding, XshardError
 from xshard.arguments import explained, limit_of
 from xshard.errors import PlanError, ShapeError, with_path
-from xshard.models import ParameterUse, repeated, rule_of, summed_later, use_of, varying, written
+from xshard.models import (
+    ParameterUse,
+    dims_of_parameter,
+    repeated,
+    rule_of,
+    summed_later,
+    use_of,
+    varying,
+    written,
+)
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
@@ -265,6 +274,8 @@ def _parameters(
         each.owners.append((model.get_submodule(path), attribute))
         if name in parameters:
             uses[name] = use
+        if path in hooks:
+            hooks[path].own += dims_of_parameter(used, process)
     shapes = {name: each.sharding.shape for each in sharded.values() for name in each.names}
     for path, names in groupby(sorted(uses, key=_path), _path):
         _check_added(path, [*names], uses, shapes, hooks[path].sums if path in hooks else ())

@@ -283,7 +283,7 @@ def _vocabulary() -> None:
     want.backward()
     for cut in ("v/tp", "v/cyclic(tp,3)", "v/sizes(tp,0,13)"):
         inputs = {"": "b s -> b/dp s", "head": "b s c -> b s c | copy(tp)"}
-        outputs = {"embed": "b s c | sum(tp) -> b s c"}
+        outputs = {"embed": "b s c | sum(tp) -> b s c", "head": f"b s {cut}"}
         model: Any = xt.parallelize(Tied(), {"**": f"{cut} c"}, inputs, MESH, outputs=outputs)
 
         def loss(logits: Tensor, cut: str = cut) -> Tensor:
