@@ -73,14 +73,14 @@ def cross_entropy(
     rest = replace(sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :]))
     tokens = Sharding(rest, here, (*sharding.shape[:d], *sharding.shape[d + 1 :]))
     ignored = (labels == ignore_index) | ~valid(tokens)
-    x = without_padding(logits, sharding).astype(jnp.promote_types(logits.dtype, jnp.float32))
+    x = jnp.moveaxis(without_padding(logits, sharding), d, -1)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     own = positions(sharding.layout, here, shape=sharding.shape, dim=d)
-    own = own.reshape([-1 if i == d else 1 for i in range(x.ndim)])
-    top = reduced(lax.stop_gradient(jnp.where(own < 0, -jnp.inf, x)).max(d), "max", dim.axes)
-    weights = jnp.where(own < 0, 0, jnp.exp(x - jnp.expand_dims(top, d)))
-    chosen = jnp.where((own == jnp.expand_dims(labels, d)) & (own >= 0), x, 0)
-    addends = [part.sum(d) for part in (weights, chosen, *([x] if label_smoothing else []))]
-    total, picked, *sums = reduced(jnp.stack(addends), "sum", dim.axes)
+    known = jnp.where(own < 0, -jnp.inf, x)
+    top = reduced(lax.stop_gradient(known).max(-1), "max", dim.axes)
+    addends = [jnp.exp(known - top[..., None]), jnp.where(own == labels[..., None], x, 0)]
+    addends += [x] if label_smoothing else []
+    total, picked, *sums = reduced(jnp.stack([part.sum(-1) for part in addends]), "sum", dim.axes)
     losses = top + jnp.log(total) - (1 - label_smoothing) * picked
     if label_smoothing:
         losses -= label_smoothing / dim.length * sums[0]

@@ -149,9 +149,8 @@ def _ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[jax.Arr
 
 def _forward(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[Any, Any]:
     wide, own_rows = wide_dtype(q), blocks.held(SEQUENCE)
-    like = q[..., :1].astype(wide)
-    y, log_sum = like.repeat(blocks.attn.value_width, -1) * 0, jnp.full_like(like[..., 0], -jnp.inf)
-    sums = tuple(as_varying(x, varying_axes(q)) for x in (y, log_sum))
+    y, log_sum = jnp.zeros((*q.shape[:3], blocks.attn.value_width)), jnp.full(q.shape[:3], -jnp.inf)
+    sums = tuple(as_varying(x.astype(wide), varying_axes(q)) for x in (y, log_sum))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
         their_rows = blocks.key_rows(turn)
         for rows, keys in blocks.pairs():
