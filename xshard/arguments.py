@@ -9,14 +9,13 @@ import operator
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from xshard.errors import PlanError, ShapeError, XshardError
 
 MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 MOST_LIKE = 100  # characters of a word that is compared to known ones
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -82,25 +81,25 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     return limit
 
 
-def explained(**others: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def explained(**others: str) -> Callable[[_F], _F]:
     """A decorator: unknown and missing arguments raise XshardError. others: their names elsewhere -> here."""
 
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
+    def decorated(function: _F) -> _F:
+        signature, name = inspect.signature(function), function.__name__
 
         @functools.wraps(function)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def called(*args: Any, **kwargs: Any) -> Any:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                unknown = next((name for name in kwargs if name not in signature.parameters), "")
-                what = f"unexpected argument {unknown!r}" if unknown else str(error)
-                meant = did_you_mean(unknown, signature.parameters, others)
-                hint = f"{meant}{function.__name__}({', '.join(signature.parameters)})"
-                raise XshardError(f"{function.__name__}: {what}", hint=hint) from None
+                unknown = next((word for word in kwargs if word not in signature.parameters), "")
+                what = f"unexpected argument {unknown!r}" if unknown else error
+                hint = did_you_mean(unknown, signature.parameters, others)
+                hint += f"{name}({', '.join(signature.parameters)})"
+                raise XshardError(f"{name}: {what}", hint=hint) from None
             return function(*args, **kwargs)
 
-        return called
+        return cast(_F, called)
 
     return decorated
 

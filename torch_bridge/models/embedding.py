@@ -36,7 +36,7 @@ def shard_embedding(
 ) -> None:
     """Let an embedding, if its rows are sharded, look up its own; code around `super().forward` stays.
 
-    path: of the module. sums: axes over which the output is a sum, by its rule. Raises PlanError.
+    path: the module's name. sums: axes over which the output is a sum, by its rule. Raises PlanError.
     """
     axes, kind = used.layout.dims[0].axes if used.shape else (), type(module)
     if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):

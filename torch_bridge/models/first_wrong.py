@@ -17,7 +17,7 @@ from torch_bridge.models.hooks import ModuleHooks, TensorRule, first_tensor, par
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import differing
+from torch_bridge.models.verify import Wanted, differing
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
@@ -61,9 +61,9 @@ def watching(model: nn.Module, hooks: Sequence[ModuleHooks], runs: list[Seen]) -
     def see(own: ModuleHooks, side: str, rules: Sequence[Any], find: Callable[[Any], Any]) -> None:
         for number, rule in enumerate(rules):
             if isinstance(x := find(rule), Tensor):
-                at = own.name, side, number
-                seen[Place(*at, calls[at])] = SeenTensor(own, rule, x.detach().clone())
-                calls[at] += 1
+                key = own.name, side, number
+                seen[Place(*key, calls[key])] = SeenTensor(own, rule, x.detach().clone())
+                calls[key] += 1
 
     def enter(own: ModuleHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -90,42 +90,41 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
     Tensors inside a module do not count if its output is right. All processes call it.
     """
     context, called = parallel.context, _answers(set(many), parallel.context)
-    blocks: dict[Place, tuple[Layout, Tensor, Tensor, float]] = {}
+    pairs: dict[Place, tuple[Wanted, Tensor]] = {}
     for place, seen in many.items():
-        if place in one and all(place in each for each in called):
-            layout, whole = _layout(place, seen), one[place].block
-            if layout is not None and (want := _block(whole, layout, context)) is not None:
-                largest = whole.abs().max().item() if whole.numel() else 0.0
-                blocks[place] = layout, _reduced(seen.block, layout, context), want, largest
-    least = max((each[-1] for each in blocks.values()), default=0.0) / 100
-    flags = differing([(x, want, max(n, least)) for _, x, want, n in blocks.values()], tol, context)
-    right = {place: not n for place, n in zip(blocks, flags, strict=True) if n < 2}
+        layout = _layout(place, seen)
+        if layout is None or place not in one or not all(place in each for each in called):
+            continue
+        whole = one[place].block
+        try:
+            block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
+        except XshardError:  # the layout does not fit
+            continue
+        largest = whole.abs().max().item() if whole.numel() else 0.0
+        name, sharding = f"{place} as '{written(layout)}'", Sharding(layout, context.axes, tuple(whole.shape))
+        pairs[place] = Wanted("output", name, sharding, block, largest), _reduced(seen.block, layout, context)
+    if not pairs:
+        return "", ""
+    wanted, blocks = zip(*pairs.values(), strict=True)
+    flags = zip(pairs, differing(wanted, blocks, tol, context), strict=True)
+    right = {place: not n for place, n in flags if n < 2}
     leaving = [place for place in right if place.side == "output" and right[place]]
     wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]
     if not wrong:
         return "", ""
-    place, (layout, *pair, largest) = wrong[0], blocks[wrong[0]]
+    place, (w, block) = wrong[0], pairs[wrong[0]]
     before = [each for each in [*right][: [*right].index(place)] if right[each]]
-    name = f"{place} as '{written(layout)}', after " + (f"{before[-1]}, which is right" if before else "none")
-    sharding = Sharding(layout, context.axes, tuple(one[place].block.shape))
-    mismatch = mismatch_of("output", name, pair, sharding, context, tol, largest)
-    text = mismatch_text(mismatch).replace("\n", "\n  ")
+    w = w._replace(name=f"{w.name}, after " + (f"{before[-1]}, which is right" if before else "none"))
+    text = mismatch_text(mismatch_of(w, block, w.largest, tol, context)).replace("\n", "\n  ")
     return str(place), described(text, many[place].hooks, parallel, place.module)
 
 
-def mismatch_of(
-    kind: str,
-    name: str,
-    blocks: Sequence[Any],
-    sharding: Sharding,
-    context: ParallelContext,
-    tol: float,
-    largest: float,
-) -> Mismatch:
-    """The report of a tensor that is wrong on some process. blocks: this process's, and the wanted one."""
-    got, want = zip(*_answers([array_of(x.cpu().contiguous()) for x in blocks], context), strict=True)
-    case = case_of(got, want, sharding, tol, largest, {})
-    return located(Subject(kind, name, "torch", context.axes, "one device"), case)
+def mismatch_of(w: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext) -> Mismatch:
+    """The report of an array that is wrong on some process. largest: the largest value of its kind."""
+    pair = [array_of(x.cpu().contiguous()) for x in (block, w.block)]
+    got, want = zip(*_answers(pair, context), strict=True)
+    case = case_of(got, want, w.sharding, tol, largest, {})
+    return located(Subject(w.kind, w.name, "torch", context.axes, "one device"), case)
 
 
 def _answers(own: Any, context: ParallelContext) -> list[Any]:
@@ -159,11 +158,3 @@ def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
     """A block after the reductions that its layout names."""
     dims, tags = unsharded(layout).dims, tuple(tag for tag in layout.tags if tag[0] != "copy")
     return redistribute(x, (Layout(dims, tags), Layout(dims)), context.mesh) if tags else x
-
-
-def _block(whole: Tensor, layout: Layout, context: ParallelContext) -> Tensor | None:
-    """This process's block of a whole tensor; None if the layout does not fit."""
-    try:
-        return context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
-    except XshardError:
-        return None

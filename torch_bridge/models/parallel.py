@@ -41,7 +41,7 @@ class Count(NamedTuple):
 class ParallelModel:
     """The state of a parallel model. uses: every parameter's use, by name. arrives: as the method `arrivals`,
     which goes by rules without it. original: the model on one device, if that is another module.
-    names: of all modules.
+    names: the name of each module.
     """
 
     context: ParallelContext

@@ -309,7 +309,7 @@ def _prepare_uses(
 def _check_added(path: str, names: Sequence[str], uses: Uses, shapes: Mapping[str, Any], sums: Any) -> None:
     """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
 
-    names: of the parameters of module `path`. sums: axes over which its output is a sum, by its rule.
+    names: the parameters of module `path`. sums: axes over which its output is a sum, by its rule.
     """
     inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
     summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}

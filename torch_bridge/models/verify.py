@@ -28,11 +28,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor] | None
 Watch = Callable[[nn.Module], AbstractContextManager[Any]]
 Run = Callable[[Watch], Any]
-Row = tuple[Tensor, Tensor, float]  # a block, the wanted one, and the value that errors are relative to
 
 
 class Wanted(NamedTuple):
-    """This process's block of the loss or a gradient on one device, and the largest value of the whole."""
+    """This process's block of an array on one device, and the largest value of the whole."""
 
     kind: str
     name: str
@@ -244,13 +243,23 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
         yield lambda: not all(map(torch.equal, before, states()))
 
 
-def differing(rows: Sequence[Row], tol: float, context: ParallelContext) -> list[int]:
+def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
+    """The largest value of each kind."""
+    return {kind: max(w.largest for w in wanted if w.kind == kind) for kind in {w.kind for w in wanted}}
+
+
+def differing(
+    wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
+) -> list[int]:
     """1 for blocks that differ on some process, 2 if their shapes do, else 0."""
-    close = (x.shape == w.shape and torch.isclose(x.double(), w.double(), tol, tol * n) for x, w, n in rows)
-    flags = [2 if each is False else 1 - int(each.all()) for each in close]
-    device = rows[0][0].device if rows else None
-    block, axes = torch.tensor(flags, dtype=torch.float32, device=device), ",".join(context.axes.axes)
-    return [int(n) for n in redistribute(block, f"n | max({axes}) -> n", context.mesh).tolist()]
+    flags, most = [2.0] * len(blocks), largest_of(wanted)
+    for i, (w, x) in enumerate(zip(wanted, blocks, strict=True)):
+        if x.shape == w.block.shape:
+            slack = tol * max(w.largest, most[w.kind] / 100)
+            flags[i] = float(not torch.isclose(x.double(), w.block.double(), tol, slack).all())
+    text = f"n | max({','.join(context.axes.axes)}) -> n"
+    flags = redistribute(torch.tensor(flags, device=blocks[0].device), text, context.mesh).tolist()
+    return [int(n) for n in flags]
 
 
 @torch.no_grad()
@@ -258,15 +267,10 @@ def _compare(
     wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
 ) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
-    context = parallel.context
+    context, most = parallel.context, largest_of(wanted)
     if tol is None:
         tol = rounding(name_of(x.dtype) for x in blocks)
-    most = {
-        kind: max((w.largest for w in wanted if w.kind == kind), default=0.0)
-        for kind in ("output", "gradient")
-    }
-    rows = [(x, w.block, max(w.largest, most[w.kind] / 100)) for x, w in zip(blocks, wanted, strict=True)]
-    numbers = [i for i, differ in enumerate(differing(rows, tol, context)) if differ]
+    numbers = [i for i, differ in enumerate(differing(wanted, blocks, tol, context)) if differ]
     if not numbers:
         return
     from torch_bridge.models.first_wrong import first_wrong, mismatch_of, watching  # slow: the kit
@@ -288,8 +292,6 @@ def _compare(
             text = described(place, inner[-1], parallel, inner[-1].name)
     cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
     for i in numbers:
-        w = wanted[i]
-        pair = blocks[i], w.block
-        each = mismatch_of(w.kind, w.name, pair, w.sharding, context, tol, most[w.kind])
+        each = mismatch_of(wanted[i], blocks[i], most[wanted[i].kind], tol, context)
         wrong.append(replace(each, cause=each.cause or cause, first="" if wrong else text))
     raise EquivalenceError(wrong, len(wanted))
