@@ -41,7 +41,7 @@ def leaves_of(
     """
 
     def is_one(value: Any) -> bool:
-        return is_value(value) or _children(value) is None  # others say that they are no layouts
+        return is_value(value) or _children(value) is None  # others raise as layouts
 
     what = ("the arrays", "the layouts")
     branches = prefix_branches(given, tree, is_one, what, children=_children, error=XshardError)

@@ -26,7 +26,7 @@ from xshard.nn.attention import HEADS, SEQUENCE, Attention, dropped, run_starts
 class DeviceAttention:
     """This device's part of an attention; softcap, alibi, dropout and seed as in `attention`.
 
-    documents: of rows of queries and of keys, `[batch or 1, rows of the whole sequence]`.
+    documents: numbers for all rows of queries, and of keys: `[batch or 1, rows]`.
     """
 
     attn: Attention = field(metadata={"static": True})
@@ -116,10 +116,10 @@ class DeviceAttention:
 
     def pairs(self) -> Sequence[tuple[slice, slice]]:
         """Runs of queries, and of keys."""
-        ends = ((x, x.max_local_shape[SEQUENCE]) for x in (self.attn.queries, self.attn.keys))
-        starts = ((*run_starts(self.attn, x), n) for x, n in ends)
-        runs, of_keys = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
-        return [(rows, keys) for rows in runs for keys in of_keys]
+        arrays = self.attn.queries, self.attn.keys
+        starts = ((*run_starts(self.attn, x), x.max_local_shape[SEQUENCE]) for x in arrays)
+        runs = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
+        return [*itertools.product(*runs)]
 
     def send(self, block: jax.Array, by: int = 1) -> Callable[[], jax.Array]:
         layouts, shape = self.attn.rotation(block.shape, by)

@@ -27,7 +27,7 @@ class DeviceProgram:
     """One device's function, compiled for all devices of a mesh, and its arguments there.
 
     inputs: the blocks of every array, one per device, and their sharding. mode: see `Question`.
-    fill: of the padding of inputs; unless it is zero, the padding of results has to be zero.
+    fill: a number for the padding of inputs; unless it is zero, padding of results has to be zero.
     """
 
     def __init__(
