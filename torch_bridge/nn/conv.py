@@ -53,10 +53,7 @@ def conv(
 
     All processes raise, before anything is sent, NotationError for sharded channels, or ShapeError.
     """
-    rank, pads = len(convolution.kernel), convolution.padding
-    # The exchange brings the padding of sharded dims; torch pads the others.
-    own = [(0, 0) if placement.cuts(d) else pair for d, pair in enumerate(pads, x.ndim - rank)]
-    flat = list(itertools.chain.from_iterable(reversed(own)))
+    rank, flat = len(convolution.kernel), _own_padding(placement, convolution.padding)
     mode = "constant" if convolution.padding_mode == "zeros" else convolution.padding_mode
 
     def convolve(rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,10 +90,16 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
     _check_padding(placement, pads, mode)
     boundary = Boundary("constant", value) if mode == "constant" else Boundary(BOUNDARIES[mode])
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
-    geometry, first = geometry_of(placement, window_frames(placement, windows)), x.ndim - len(pads)
-    own = [(0, 0) if placement.cuts(d) else pair for d, pair in enumerate(pads, first)]
-    flat, options = [*itertools.chain.from_iterable(reversed(own))], (mode, value or None)
-    return apply_windows(x, placement, geometry, lambda rows, _: F.pad(rows, flat, *options))
+    geometry = geometry_of(placement, window_frames(placement, windows))
+    options = _own_padding(placement, pads), mode, value or None
+    return apply_windows(x, placement, geometry, lambda rows, _: F.pad(rows, *options))
+
+
+def _own_padding(placement: Placement, pads: Pairs) -> list[int]:
+    """The padding that torch adds, as `F.pad` takes it; the exchange brings the rows of sharded dims."""
+    dims = enumerate(pads, len(placement.shape) - len(pads))
+    own = [(0, 0) if placement.cuts(d) else pair for d, pair in dims]
+    return list(itertools.chain.from_iterable(reversed(own)))
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:

@@ -241,16 +241,10 @@ def key_lengths(
 
 
 def attention(
-    q: Sharding,
-    k: Sharding,
-    v: Sharding,
-    *,
-    how: str = AUTO,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    offset: int = 0,
+    *qkv: Sharding, how: str = AUTO, causal: bool = False, window: Any = None, offset: int = 0
 ) -> Attention:
     """The attention of queries, keys and values, all of them in `dim_order`. Raises if they do not fit."""
+    q, k, v = qkv
     text = str(k.layout)
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
