@@ -33,7 +33,7 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "torch._dynamo.testing",
     "torch._functorch.aot_autograd",
     "torch._inductor.pattern_matcher",  # of a graph with a backward pass

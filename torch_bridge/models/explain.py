@@ -52,7 +52,7 @@ def explain(model: nn.Module) -> str:
     for each in parallel.parameters:
         own += each.sharding.max_local_size * each.tensor.element_size()
         whole += math.prod(each.sharding.shape) * each.tensor.element_size()
-    rows.append(("a process", "", "", "", "", f"of {format_bytes(whole)}", format_bytes(own)))
+    rows.append(("a process", *[""] * 5, f"{format_bytes(own)} of {format_bytes(whole)}"))
     stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
     sent = [("module", "", "moves", "forward", "backward"), *lines]
     sent.append(("a step", "", "", *map(format_bytes, total)))
