@@ -66,9 +66,15 @@ class Edge:
     def weighed(self, weights: Floats) -> Floats:
         """The weighted sum of all parts, for every pair of options; infinite where nothing can move."""
         total = np.where(self.banned, np.inf, 0.0)
-        for part, (forward, backward, besides) in self.parts.items():
-            total += weights[part] * (forward * self.forward + backward * self.backward + besides)
+        for part, table in self.tables.items():
+            total += weights[part] * table
         return total[self.index[0]][:, self.index[1]]
+
+    @property
+    def tables(self) -> dict[int, Floats]:
+        """Each part of the cost for every row and column."""
+        terms = self.parts.items()
+        return {part: f * self.forward + b * self.backward + more for part, (f, b, more) in terms}
 
     def vectors(self, i: Indices, j: Indices, size: int) -> Floats:
         """The parts of the cost of pairs of options; all infinite where nothing can move."""

@@ -17,6 +17,7 @@ import numpy as np
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
+from xshard.step.cost import Cost
 from xshard.step.edge import Edge, Term
 from xshard.step.moves import Floats, Moves
 from xshard.step.op import Op
@@ -213,22 +214,29 @@ class Problem:
             total = total + edge.vectors(i, j, self.size)[0]
         return total
 
+    def alternatives(self, assignment: Sequence[int], node: int) -> Floats:
+        """The vectors of an assignment with every option of one node in its place."""
+        here, every = self.nodes[node], np.arange(len(self.nodes[node].values))
+        change = here.values - here.values[assignment[node]]
+        for edge in self.edges:
+            if node in edge.nodes:
+                ends = [np.array([assignment[n]]) for n in edge.nodes]
+                before = edge.vectors(*ends, self.size)
+                ends = [every if n == node else np.repeat(assignment[n], len(every)) for n in edge.nodes]
+                change = change + edge.vectors(*ends, self.size) - before
+        return self.vector(assignment) + change
+
     def plan(self, assignment: Sequence[int]) -> float:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
-    def seconds(self, vectors: Floats) -> Floats:
-        """Seconds of a step, of each vector of parts."""
-        total, hidden = vectors[..., OPTIMIZER], self.training.overlap
-        for block, times in enumerate(self.blocks):
-            parts = vectors[..., block * len(PARTS) : (block + 1) * len(PARTS)]
-            for work, moves in ((COMPUTED, MOVED), (COMPUTED_BACK, MOVED_BACK)):
-                beside = parts[..., work] + (1 - hidden) * parts[..., moves]
-                total = total + self.training.micro_batches * times * np.maximum(beside, parts[..., moves])
-        return total
-
-    def bytes(self, vectors: Floats) -> Floats:
-        """Most bytes that a device holds, of each vector of parts."""
-        held = vectors[..., HELD : len(self.blocks) * len(PARTS) : len(PARTS)].max(-1)
-        total: Floats = held + sum(vectors[..., part] for part in MEMORY.values())
-        return total
+    def cost(self, limit: float) -> Cost:
+        """Seconds of a step as a function of parts, where no device holds more bytes than the limit."""
+        unit, size = np.eye(self.size), len(PARTS)
+        maxima, limited, hidden = [], [], self.training.overlap
+        for block in (unit[i * size : (i + 1) * size] for i in range(len(self.blocks))):
+            for work, moved in ((COMPUTED, MOVED), (COMPUTED_BACK, MOVED_BACK)):
+                maxima.append([block[work] + (1 - hidden) * block[moved], block[moved]])
+            limited.append((block[HELD] + unit[list(MEMORY.values())].sum(0)) / limit)
+        times = self.training.micro_batches * np.repeat(self.blocks, 2).astype(float)
+        return Cost(unit[OPTIMIZER], times, np.array(maxima), np.array(limited))

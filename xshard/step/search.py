@@ -1,146 +1,135 @@
-"""The cheapest assignment of a problem within a memory limit, and a bound for all others.
+"""The cheapest assignment of a problem within its limits, and a bound for all others.
 
-Seconds are sums of maxima and bytes have a limit; weights turn both into one number for every option and move.
-The least sum under any weights is a bound (Lagrange), and a linear program over the assignments found so far
-has the weights to try next (Dantzig and Wolfe 1960). Moves begin with bounds, and are planned where an
-assignment has them.
+Weights turn all parts of the cost into one number for every option and move. The least sum under any weights
+is a bound (Lagrange), and a linear program over the assignments found so far has the weights to try next
+(Dantzig and Wolfe 1960). Moves begin with bounds, and are planned where an assignment has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
-from xshard.errors import PlanError
-from xshard.step.eliminate import minimum
+from xshard.step.cost import Cost
+from xshard.step.eliminate import least_with, minimum
 from xshard.step.moves import Floats
-from xshard.step.problem import (
-    COMPUTED,
-    COMPUTED_BACK,
-    HELD,
-    MEMORY,
-    MOVED,
-    MOVED_BACK,
-    OPTIMIZER,
-    PARTS,
-    Problem,
-)
+from xshard.step.options import Flags
+from xshard.step.problem import Problem
+from xshard.step.program import Pairs, solve_program
 
 ROUNDS = 100  # of weights
-STARTS = 5  # assignments to improve
 CLOSE = 1e-4  # of the seconds: a bound so near is reached
+MOST_NODES = 1000  # of the integer program's search tree
+STARTS = 3  # assignments to improve
 
 
 @dataclass(eq=False)
 class Search:
-    """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit."""
+    """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit.
+
+    allowed: options of nodes, if not all.
+    """
 
     problem: Problem
     limit: float
+    allowed: Sequence[Flags] | None = None
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None
-    _found: dict[tuple[int, ...], Floats] = field(default_factory=dict)
-    rounds: int = 0
+    found: dict[tuple[int, ...], Floats] = field(default_factory=dict)
+    _proof: tuple[Floats, float] | None = None
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The cost of vectors of parts."""
+        return self.problem.cost(self.limit)
 
     def offer(self, assignment: Sequence[int]) -> float:
         """Plan the moves of an assignment, keep it if it is the best; the seconds that planning added."""
         late = self.problem.plan(assignment)
         vector = self.problem.vector(assignment)
         if np.isfinite(vector).all():
-            self._found[tuple(assignment)] = vector
-            seconds = float(self.problem.seconds(vector))
-            if seconds < self.seconds and self.problem.bytes(vector) <= self.limit:
+            self.found[tuple(assignment)] = vector
+            seconds = float(self.cost.of(vector))
+            if seconds < self.seconds and self.cost.used(vector) <= 1:
                 self.seconds, self.best = seconds, list(assignment)
-        return late
+        return late * self.problem.training.micro_batches
+
+    def start(self) -> None:
+        """Offer the assignment with the fewest seconds if nothing overlaps, whatever it holds."""
+        cost = self.cost
+        self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
 
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or above the cutoff."""
-        problem = self.problem
-        if not self._found:
-            self.offer(minimum(*self._weighed(np.ones(problem.size) / self.limit))[1])
-        for self.rounds in range(ROUNDS):
-            value, weights, spared = self._master()
-            while True:
-                least, assignment = minimum(*self._weighed(weights))
-                self.bound = max(self.bound, least - spared)
+        if not self.found:
+            self.start()
+        for _ in range(ROUNDS if self.found else 0):
+            value, weights, spared = self.cost.mixture(np.array(list(self.found.values())))
+            late = np.inf
+            while late > CLOSE * value and self.bound <= cutoff:
+                least, assignment = self.least(weights)
+                if least - spared > self.bound:
+                    self.bound, self._proof = least - spared, (weights, spared)
                 late = self.offer(assignment)
-                if late * problem.training.micro_batches < CLOSE * value or self.bound > cutoff: 
-                    break
             if self.bound > min(cutoff, (1 - CLOSE) * value):
                 return
 
-    def improve(self) -> None:
-        """Change one node at a time of the best assignments for the better, as long as that is possible."""
-        problem = self.problem
-        starts = sorted(self._found, key=lambda a: self._rank(self._found[a]))[:STARTS]
-        for start in starts:
-            here, changed = list(start), True
-            while changed:
-                changed = False
-                for node in range(len(here)):
-                    vectors = self._alternatives(here, node)
-                    ranks = self._rank(vectors)
-                    there = int(ranks.argmin())
-                    if ranks[there] < self._rank(vectors[here[node]]) * (1 - 1e-9):
-                        moved = [*here[:node], there, *here[node + 1 :]]
-                        self.offer(moved)
-                        if self._rank(problem.vector(moved)) < self._rank(problem.vector(here)) * (1 - 1e-9):
-                            here, changed = moved, True
-
-    def _rank(self, vectors: Floats) -> Floats:
-        """Seconds, and many more for each byte above the limit."""
-        over = np.maximum(self.problem.bytes(vectors) / self.limit - 1, 0)
-        return self.problem.seconds(vectors) * (1 + 10 * over)
-
-    def _alternatives(self, assignment: Sequence[int], node: int) -> Floats:
-        """The parts of the cost with every option of one node."""
-        problem, every = self.problem, np.arange(len(self.problem.nodes[node].values))
-        total = problem.nodes[node].values + sum(
-            other.values[i] for n, (other, i) in enumerate(zip(problem.nodes, assignment, strict=True)) if n != node
-        )
-        for edge in problem.edges:
-            ends = [every if n == node else np.array([assignment[n]]) for n in edge.nodes]
-            total = total + edge.vectors(*np.broadcast_arrays(*ends), problem.size)
-        return total
+    def least(self, weights: Floats) -> tuple[float, list[int]]:
+        """The least weighted sum, and an assignment that has it."""
+        return minimum(*self._weighed(weights))
 
     def _weighed(self, weights: Floats) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
+        unary = [node.values @ weights for node in self.problem.nodes]
+        if self.allowed is not None:
+            unary = [np.where(a, table, np.inf) for a, table in zip(self.allowed, unary, strict=True)]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
-            table = edge.weighed(weights)
-            pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
-        return [node.values @ weights for node in self.problem.nodes], pairs
+            pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + edge.weighed(weights)
+        return unary, pairs
 
-    def _master(self) -> tuple[float, Floats, float]:
-        """The seconds of the best mixture of what was found, weights that prove it, and what limits spare."""
-        from scipy.optimize import linprog
-        problem, vectors = self.problem, np.array(list(self._found.values())).T
-        n, blocks = vectors.shape[1], len(problem.blocks)
-        times = problem.training.micro_batches * np.repeat(problem.blocks, 2)
-        hidden = problem.training.overlap
-        at = [block * len(PARTS) + part for block in range(blocks) for part in (COMPUTED, COMPUTED_BACK)]
-        moved = vectors[[i + MOVED - COMPUTED for i in at]]
-        beside = vectors[at] + (1 - hidden) * moved
-        held = vectors[HELD : blocks * len(PARTS) : len(PARTS)] + sum(vectors[p] for p in MEMORY.values())
-        scale = float(problem.seconds(vectors.T).min())
-        cost = np.concatenate([vectors[OPTIMIZER], times, [1e3 * scale]])
-        A = np.block([
-            [beside, -np.eye(len(at)), np.zeros((len(at), 1))],
-            [moved, -np.eye(len(at)), np.zeros((len(at), 1))],
-            [held / self.limit, np.zeros((blocks, len(at))), -np.ones((blocks, 1))],
-        ])
-        b = np.concatenate([np.zeros(2 * len(at)), np.ones(blocks)])
-        one = np.concatenate([np.ones(n), np.zeros(len(at) + 1)])[None]
-        result = linprog(cost, A, b, one, [1.0])
-        duals = -result.ineqlin.marginals
-        first, second, limits = np.split(duals, [len(at), 2 * len(at)])
-        weights = np.zeros(problem.size)
-        weights[at] = first
-        weights[[i + MOVED - COMPUTED for i in at]] = (1 - hidden) * first + second
-        weights[HELD : blocks * len(PARTS) : len(PARTS)] = limits / self.limit
-        weights[list(MEMORY.values())] = limits.sum() / self.limit
-        weights[OPTIMIZER] = 1
-        return float(result.fun), weights, float(limits.sum())
+    def close(self, gap: float) -> None:
+        """Bring the bound to within a share of the best by an integer program of the options that may be better."""
+        goal = self.seconds * (1 - gap)
+        while self.bound < goal and self._proof is not None:
+            weights, spared = self._proof
+            tables, nodes, before = self._weighed(weights), self.problem.nodes, self.seconds
+            keep = [np.nonzero(least_with(*tables, v) - spared <= goal)[0] for v in range(len(nodes))]
+            pairs = [
+                Pairs(
+                    e.nodes, (e.index[0][keep[e.nodes[0]]], e.index[1][keep[e.nodes[1]]]), e.tables, e.banned
+                )
+                for e in self.problem.edges
+            ]
+            values = [node.values[k] for node, k in zip(nodes, keep, strict=True)]
+            found = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
+            late = 0.0
+            if found.assignment is not None:
+                late = self.offer([int(k[i]) for k, i in zip(keep, found.assignment, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, min(found.bound, goal)))
+            goal = self.seconds * (1 - gap)
+            if late <= 0 and self.seconds == before:
+                return
+
+    def improve(self) -> None:
+        """Change the best assignments at one node at a time for the better, as long as that is possible."""
+        ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.found.items()}
+        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+            here, unchanged, node = list(start), 0, 0
+            while unchanged < len(here):
+                rank = float(self.cost.rank(self.problem.vector(here)))
+                options = self.cost.rank(self.problem.alternatives(here, node))
+                if self.allowed is not None:
+                    options = np.where(self.allowed[node], options, np.inf)
+                there = [*here[:node], int(options.argmin()), *here[node + 1 :]]
+                if options.min() < rank * (1 - CLOSE / 10) and self.offer(there) is not None:
+                    options = self.cost.rank(self.problem.vector(there))
+                better = bool(options.min() < rank * (1 - CLOSE / 10))
+                here, unchanged, node = (
+                    there if better else here,
+                    0 if better else unchanged + 1,
+                    (node + 1) % len(here),
+                )
