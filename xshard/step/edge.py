@@ -20,8 +20,8 @@ class Edge:
 
     index: for every option of each node its row, or its column. layouts: of rows and columns. parts: for a
     part of the cost, how much of the forward and of the backward seconds it gets, and what besides; numbers,
-    or arrays over rows and columns. A linear move has a backward pass; one that is not movable is between
-    equal layouts only.
+    or arrays over rows and columns. A linear move has a backward pass. place: the module or array where a rule
+    can say the move, as it enters or leaves; "" if it is between equal layouts only.
     """
 
     nodes: tuple[int, int]
@@ -31,7 +31,8 @@ class Edge:
     moves: Moves
     parts: Mapping[int, tuple[Term, Term, Term]]
     is_linear: bool = True
-    movable: bool = True
+    place: str = ""
+    enters: bool = False
     forward: Floats = field(init=False)
     backward: Floats = field(init=False)
     banned: Flags = field(init=False)
@@ -48,7 +49,7 @@ class Edge:
         )
         self._planned = np.zeros(self.forward.shape, bool)
         different = (src[:, None] != dst[None]).any(-1)
-        self.banned = different & (not self.movable)
+        self.banned = different & (not self.place)
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""

@@ -19,14 +19,17 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The options of an operation, and how many devices share the work in each.
+    """The options of an operation: the number of the rule of every axis, and the layout of every array.
 
-    ways: [options, arrays, axes]; the last array is the result. Dims are those of arrays as they are:
-    what is in parentheses is one.
+    rules: [options, axes]; ways: [options, arrays, axes], where the last array is the result. Dims are those
+    of arrays as they are: what is in parentheses is one.
     """
 
+    rules: Indices
     ways: NDArray[np.int64]
-    split: Floats
+
+    def __len__(self) -> int:
+        return len(self.ways)
 
     def layouts(self, array: int) -> tuple[Ways, Indices]:
         """The distinct layouts of an array, and the number of the one that each option has."""
@@ -35,7 +38,7 @@ class Options:
 
     def only(self, keep: Flags | Indices) -> Options:
         """Some of the options."""
-        return Options(self.ways[keep], self.split[keep])
+        return Options(self.rules[keep], self.ways[keep])
 
 
 def shares(ways: Ways, mesh: Mesh) -> Floats:
@@ -52,16 +55,15 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Options:
     for j, dims in enumerate(op.arrays):
         ways[:, j], fitting = _in_array(ways[:, j], dims, [lengths[d] for d in dims], mesh)
         fits &= fitting
-    busy = (table >= 0).any(-1)[chosen]
-    return Options(ways, np.prod(np.where(busy, mesh.sizes, 1), -1).astype(float)).only(fits)
+    return Options(chosen, ways).only(fits)
 
 
 def storage(shape: Sequence[int], mesh: Mesh) -> Options:
     """All ways to store an array: each axis shards a dim or has replicas."""
-    ways = np.array([*range(len(shape)), REPLICAS])[_products(len(shape) + 1, mesh)]
+    chosen = _products(len(shape) + 1, mesh)
     dims = Dims.parse(" ".join(f"d{d}" for d in range(len(shape))), "")
-    ways, fits = _in_array(ways, dims, shape, mesh)
-    return Options(ways[:, None], np.ones(len(ways))).only(fits)
+    ways, fits = _in_array(np.array([*range(len(shape)), REPLICAS])[chosen], dims, shape, mesh)
+    return Options(chosen, ways[:, None]).only(fits)
 
 
 def _products(n: int, mesh: Mesh) -> Indices:

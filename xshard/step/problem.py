@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,8 +109,8 @@ class Problem:
     def _given(self, name: str, modes: int) -> Node:
         shape = array_shape(self.step.dims[name], self.lengths)
         options = storage(shape, self.mesh)
-        kept = np.repeat(np.arange(modes), len(options.split))
-        options = options.only(np.tile(np.arange(len(options.split)), modes))
+        kept = np.repeat(np.arange(modes), len(options))
+        options = options.only(np.tile(np.arange(len(options)), modes))
         values = np.zeros((len(kept), self.size))
         if name in self.step.parameters:
             local = math.prod(shape) * shares(options.ways[:, -1], self.mesh)
@@ -124,7 +124,9 @@ class Problem:
 
     def _node(self, op: Op) -> Node:
         options, work, n = options_of(op, self.lengths, self.mesh), op.work, itemsize(self.step.dtype)
-        values, recomputed = np.zeros((len(options.split), self.size)), self._recomputed(op)
+        values, recomputed = np.zeros((len(options), self.size)), self._recomputed(op)
+        busy = np.array([max((*rule.operands, rule.result)) >= 0 for rule in op.axis_rules])
+        split = np.prod(np.where(busy[options.rules], self.mesh.sizes, 1), -1)
         touched, saved = np.zeros((2, len(values)))
         for j, dims in enumerate(op.arrays):
             n_bytes = n * shares(options.ways[:, j], self.mesh) * math.prod(self.lengths[d] for d in dims)
@@ -138,8 +140,7 @@ class Problem:
         space = math.prod(self.lengths[d] for d in dict.fromkeys(d for dims in op.arrays for d in dims))
         rate = self.profile.flops(self.step.dtype) * self.training.efficiency * work.rate
         seconds = np.maximum(
-            work.flops * space / options.split / rate,
-            work.accesses * touched / (2 * self.profile.copy_bytes_per_s),
+            work.flops * space / split / rate, work.accesses * touched / (2 * self.profile.copy_bytes_per_s)
         )
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
@@ -167,13 +168,19 @@ class Problem:
 
     def _activation(self, name: str, op: Op, k: int, often: float) -> Edge:
         producer, step = self.step.by_name.get(name), self.step
-        leaves = producer is not None and step.module(producer, left=True) and len(step.consumers(name)) == 1
-        movable = step.moves_anywhere or bool(leaves) or (k == 0 and bool(step.module(op, left=False)))
+        entered, left = step.module(op, left=False) if k == 0 else "", ""
+        if producer is not None and len(step.consumers(name)) == 1:
+            left = step.module(producer, left=True)
+        if op.again and name != op.again:  # the first of repeated blocks
+            entered = entered.replace("*", "0")
+        place = entered or left or (name if step.moves_anywhere else "")
         parts: dict[int, tuple[Term, Term, Term]] = {
             self.part(op, MOVED): (often, 0.0, 0.0),
             self.part(op, MOVED_BACK): (often * self._recomputed(op), often, 0.0),
         }
-        return self._edge(name, op, k, parts, is_linear=producer is not None, movable=movable)
+        return self._edge(
+            name, op, k, parts, is_linear=producer is not None, place=place, enters=bool(entered)
+        )
 
     def _parameter(self, op: Op, k: int) -> Edge:
         name, often, n = op.operands[k], 1 / self.training.micro_batches, itemsize(self.step.dtype)
@@ -193,18 +200,21 @@ class Problem:
             WEIGHTS: (0.0, 0.0, np.where(each, 0, first * n * used_elements)),
             GRADIENTS: (0.0, 0.0, np.where(each, 0, first * self.training.gradient_bytes * used_elements)),
         }
-        return self._edge(name, op, k, parts, rows=True)
+        return self._edge(name, op, k, parts, place=name)
 
     def _edge(
-        self, name: str, op: Op, k: int, parts: Mapping[int, tuple[Term, Term, Term]], **how: bool
+        self, name: str, op: Op, k: int, parts: Mapping[int, tuple[Term, Term, Term]], **how: Any
     ) -> Edge:
-        nodes, rows = (self.number[name], self.number[op.name]), how.pop("rows", False)
+        nodes = self.number[name], self.number[op.name]
         src, dst = (self.nodes[i].options for i in nodes)
-        every = np.arange(len(src.split))
-        sides = (src.ways[:, -1], every) if rows else src.layouts(-1), dst.layouts(k)
+        every = np.arange(len(src))
+        sides = (src.ways[:, -1], every) if name in self.step.parameters else src.layouts(-1), dst.layouts(k)
         layouts, index = zip(*sides, strict=True)
-        shape = array_shape(self.step.dims[name], self.lengths)
-        return Edge(nodes, index, layouts, shape, self.training.moves, parts, **how)
+        return Edge(nodes, index, layouts, self.shape(name), self.training.moves, parts, **how)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of an array of one micro-batch."""
+        return array_shape(self.step.dims[name], self.lengths)
 
     def vector(self, assignment: Sequence[int]) -> Floats:
         """The parts of the cost of an assignment, with moves as far as they are known."""
@@ -230,10 +240,11 @@ class Problem:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
-    def cost(self, limit: float) -> Cost:
+    def cost(self, limit: float, overlap: float | None = None) -> Cost:
         """Seconds of a step as a function of parts, where no device holds more bytes than the limit."""
         unit, size = np.eye(self.size), len(PARTS)
-        maxima, limited, hidden = [], [], self.training.overlap
+        maxima, limited = [], []
+        hidden = self.training.overlap if overlap is None else overlap
         for block in (unit[i * size : (i + 1) * size] for i in range(len(self.blocks))):
             for work, moved in ((COMPUTED, MOVED), (COMPUTED_BACK, MOVED_BACK)):
                 maxima.append([block[work] + (1 - hidden) * block[moved], block[moved]])
