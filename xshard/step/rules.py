@@ -68,14 +68,14 @@ def limited(problem: Problem, rules: StepRules) -> list[Flags]:
     """The options of every node that rules leave; moves are limited, in place, to those that rules name."""
     allowed = [np.ones(len(node.options), bool) for node in problem.nodes]
     step, once = problem.step, Rules({rules.once: True} if rules.once else {})
+    parameters = rules.parameters.match(list(step.parameters), what="parameter")
     root = rules.inputs.find("")
     for edge in problem.edges:
         source, consumer = (problem.nodes[n] for n in edge.nodes)
         names = names_of(step.dims[source.name])
         if source.kept is not None:
             with located(f"rule of {source.name}"):
-                text = rules.parameters.match([source.name], what="parameter")[source.name]
-                rule = _resolved(text, problem, names)
+                rule = _resolved(parameters[source.name], problem, names)
                 stored, used = (_ways(side, problem.mesh.axes) for side in (rule.src, rule.dst))
                 mode = EACH if rule.moves and once.find(source.name) is None else KEPT
                 allowed[edge.nodes[0]] &= (source.options.ways[:, -1] == stored).all(-1) & (
