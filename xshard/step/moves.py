@@ -24,6 +24,7 @@ from xshard.step.op import COPY, REPLICAS, SUM
 
 Ways = NDArray[np.int64]  # [layouts, axes]
 Floats = NDArray[np.float64]
+LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # prices are planned for 2**0, 2**3, 2**6, ... elements, and lines between
 
 
@@ -79,7 +80,7 @@ class Moves:
             mesh = Mesh({axis: self.mesh.size(axis) for axis in axes})
             touched = sorted({d for pair in ends.values() for d in pair if d >= 0})
             shape = [math.prod(mesh.size(a) for a, e in ends.items() if d in e) for d in touched]
-            shape = [*([] if first else [2]), *shape]
+            shape = [*([] if first else [LEADING]), *shape]
             shape.append(max(1, 2**octave // math.prod(shape)))
             place = {d: i + (not first) for i, d in enumerate(touched)}
             names = [f"d{i}" for i in range(len(shape))]

@@ -98,6 +98,9 @@ class Search:
             weights, spared = self._proof
             tables, nodes, before = self._weighed(weights), self.problem.nodes, self.seconds
             keep = [np.nonzero(least_with(*tables, v) - spared <= goal)[0] for v in range(len(nodes))]
+            if not all(map(len, keep)):  # nothing is that good
+                self.bound = goal
+                return
             pairs = [
                 Pairs(
                     e.nodes, (e.index[0][keep[e.nodes[0]]], e.index[1][keep[e.nodes[1]]]), e.tables, e.banned
