@@ -9,7 +9,7 @@ TEXTS = {"b c -> b f": "f c", "b f -> b c": "c f", "b c -> b c": "c"}
 
 
 def random_step(seed: int, *, repeated: bool = True) -> TrainingStep:
-    """Two or three operations with parameters; the last may add the block's input, and the block may repeat."""
+    """One or two operations with parameters in a block, which adds its input or repeats, or both."""
     pick = random.Random(seed)
     times = pick.choice((1, 4)) if repeated else 1
     ops = [Op("block.*", "b c -> b c", ("x",), "carry", again="block.*.last", times=times, enters="block.*")]

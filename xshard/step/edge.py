@@ -64,12 +64,12 @@ class Edge:
         self._planned[i, j] = True
         return float(self.forward[i, j] + self.backward[i, j] - known)
 
-    def weighed(self, weights: Floats) -> Floats:
-        """The weighted sum of all parts, for every pair of options; infinite where nothing can move."""
+    def weighed(self, weights: Floats, i: Indices, j: Indices) -> Floats:
+        """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
         total = np.where(self.banned, np.inf, 0.0)
         for part, table in self.tables.items():
             total += weights[part] * table
-        return total[self.index[0]][:, self.index[1]]
+        return total[self.index[0][i]][:, self.index[1][j]]
 
     @property
     def tables(self) -> dict[int, Floats]:

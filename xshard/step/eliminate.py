@@ -10,7 +10,7 @@ import numpy as np
 from xshard.step.moves import Floats
 from xshard.step.options import Indices
 
-MOST = 2**27  # entries of a table; beyond that the minimum is bounded from below only
+MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
 
 
 def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> tuple[float, list[int]]:
@@ -22,29 +22,9 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5.0, 5.0], [0.0, 3.0]])})
     (1.0, [1, 0])
     """
-    tables, decided = _eliminated(unary, pairs, None)
-    values = [0] * len(unary)
-    for v, others, best in reversed(decided):
-        values[v] = int(best[tuple(values[w] for w in others)])
-    return sum(float(table) for _, table in tables), values
-
-
-def least_with(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], v: int) -> Floats:
-    """The least sum, or a lower bound of it, with each value of variable v."""
-    tables, _ = _eliminated(unary, pairs, v)
-    return _total(tables, [v], [len(table) for table in unary])
-
-
-_Tables = list[tuple[tuple[int, ...], Floats]]
-
-
-def _eliminated(
-    unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], keep: int | None
-) -> tuple[_Tables, list[tuple[int, list[int], Indices]]]:
-    """The tables left once all variables but `keep` are gone; of each its neighbours and its best values."""
     sizes = [len(table) for table in unary]
     tables: _Tables = [((v,), table) for v, table in enumerate(unary)] + list(pairs.items())
-    left, decided = [v for v in range(len(sizes)) if v != keep], list[tuple[int, list[int], Indices]]()
+    left, decided = list(range(len(sizes))), list[tuple[int, list[int], Indices]]()
     while left:
         scopes = {v: {w for scope, _ in tables if v in scope for w in scope} for v in left}
         v = min(left, key=lambda v: math.prod(sizes[w] for w in scopes[v]))
@@ -57,7 +37,13 @@ def _eliminated(
                 decided.append((v, scope[:-1], total.argmin(-1)))
             tables.append((tuple(scope[:-1]), total.min(-1)))
         left.remove(v)
-    return tables, decided
+    values = [0] * len(sizes)
+    for v, others, best in reversed(decided):
+        values[v] = int(best[tuple(values[w] for w in others)])
+    return sum(float(table) for _, table in tables), values
+
+
+_Tables = list[tuple[tuple[int, ...], Floats]]
 
 
 def _parts(tables: _Tables, sizes: Sequence[int]) -> list[_Tables]:

@@ -15,7 +15,7 @@ from xshard.rules import Rules
 from xshard.step.edge import Edge
 from xshard.step.moves import Ways, layout_of
 from xshard.step.op import COPY, REPLICAS, SUM, Dims
-from xshard.step.options import Flags
+from xshard.step.options import Indices
 from xshard.step.problem import EACH, KEPT, Problem
 
 Texts = dict[str, str]
@@ -64,7 +64,7 @@ def written(problem: Problem, assignment: Sequence[int]) -> StepRules:
     return StepRules(*rules, once=next(iter(_merged(once)), ""))
 
 
-def limited(problem: Problem, rules: StepRules) -> list[Flags]:
+def limited(problem: Problem, rules: StepRules) -> list[Indices]:
     """The options of every node that rules leave; moves are limited, in place, to those that rules name."""
     allowed = [np.ones(len(node.options), bool) for node in problem.nodes]
     step, once = problem.step, Rules({rules.once: True} if rules.once else {})
@@ -100,10 +100,10 @@ def limited(problem: Problem, rules: StepRules) -> list[Flags]:
                 fits = [side == end for side, end in zip((src, dst), ends, strict=True)]
                 same = np.where(named, fits[0][:, None] & fits[1][None], same)
         edge.banned = edge.banned | ~same.all(-1)
-    return allowed
+    return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def fixed_options(problem: Problem, fixed: Mapping[str, str]) -> list[Flags]:
+def fixed_options(problem: Problem, fixed: Mapping[str, str]) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, whose result is meant.
@@ -121,7 +121,7 @@ def fixed_options(problem: Problem, fixed: Mapping[str, str]) -> list[Flags]:
                 if not allowed[-1].any():
                     hint = f"'{problem.step.dims[node.name]}' has lengths {problem.shape(node.name)}"
                     raise NotationError(f"no option has '{rule.text}'", hint=hint)
-    return allowed
+    return [np.nonzero(flags)[0] for flags in allowed]
 
 
 def names_of(dims: Dims) -> list[str]:

@@ -14,15 +14,17 @@ from functools import cached_property
 import numpy as np
 
 from xshard.step.cost import Cost
-from xshard.step.eliminate import least_with, minimum
+from xshard.step.eliminate import minimum
+from xshard.step.messages import bounds_with
 from xshard.step.moves import Floats
-from xshard.step.options import Flags
+from xshard.step.options import Indices
 from xshard.step.problem import Problem
 from xshard.step.program import Pairs, solve_program
 
 ROUNDS = 100  # of weights
 CLOSE = 1e-4  # of the seconds: a bound so near is reached
 MOST_NODES = 1000  # of the integer program's search tree
+MANY = 1000  # options: the ones that cost too much are left out before all are weighed
 STARTS = 3  # assignments to improve
 
 
@@ -30,17 +32,21 @@ STARTS = 3  # assignments to improve
 class Search:
     """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit.
 
-    allowed: options of nodes, if not all.
+    left: the options of every node that are left.
     """
 
     problem: Problem
     limit: float
-    allowed: Sequence[Flags] | None = None
+    left: list[Indices] = field(default_factory=list)
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None
     found: dict[tuple[int, ...], Floats] = field(default_factory=dict)
     _proof: tuple[Floats, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.left = self.left or [np.arange(len(node.options)) for node in self.problem.nodes]
+        self.given = list(self.left)
 
     @cached_property
     def cost(self) -> Cost:
@@ -59,61 +65,79 @@ class Search:
         return late * self.problem.training.micro_batches
 
     def start(self) -> None:
-        """Offer the assignment with the fewest seconds if nothing overlaps, whatever it holds."""
+        """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
         cost = self.cost
         self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
 
     def relax(self, cutoff: float = np.inf) -> None:
-        """Raise the bound as far as weights can, or above the cutoff."""
+        """Raise the bound as far as weights can, or above the cutoff: assignments that cost more are left out."""
         if not self.found:
             self.start()
+        expected = dict(self.found)  # at first no move is planned
         for _ in range(ROUNDS if self.found else 0):
-            value, weights, spared = self.cost.mixture(np.array(list(self.found.values())))
+            value, weights, spared = self.cost.mixture(np.array(list((expected or self.found).values())))
+            if sum(map(len, self.left)) > MANY and np.isfinite(cutoff):
+                self._prune(weights, spared, cutoff)
             late = np.inf
-            while late > CLOSE * value and self.bound <= cutoff:
+            while late > CLOSE * value and self.bound < cutoff:
                 least, assignment = self.least(weights)
                 if least - spared > self.bound:
                     self.bound, self._proof = least - spared, (weights, spared)
-                late = self.offer(assignment)
-            if self.bound > min(cutoff, (1 - CLOSE) * value):
+                if expected:
+                    late, expected[tuple(assignment)] = 0.0, self.problem.vector(assignment)
+                else:
+                    late = self.offer(assignment)
+            if self.bound >= cutoff:
                 return
+            if self.bound >= (1 - CLOSE) * value:
+                if not expected:
+                    return
+                expected = {}
+                self.offer(assignment)
 
     def least(self, weights: Floats) -> tuple[float, list[int]]:
         """The least weighted sum, and an assignment that has it."""
-        return minimum(*self._weighed(weights))
+        value, chosen = minimum(*self._weighed(weights))
+        return value, [int(left[i]) for left, i in zip(self.left, chosen, strict=True)]
 
     def _weighed(self, weights: Floats) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
-        unary = [node.values @ weights for node in self.problem.nodes]
-        if self.allowed is not None:
-            unary = [np.where(a, table, np.inf) for a, table in zip(self.allowed, unary, strict=True)]
+        """One number for every option that is left, and for every pair of them that moves something."""
+        unary = [
+            node.values[left] @ weights for node, left in zip(self.problem.nodes, self.left, strict=True)
+        ]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
-            pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + edge.weighed(weights)
+            table = edge.weighed(weights, *(self.left[n] for n in edge.nodes))
+            pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
         return unary, pairs
+
+    def _prune(self, weights: Floats, spared: float, cutoff: float) -> None:
+        """Leave out options with which every assignment costs more than the cutoff."""
+        least, more = bounds_with(*self._weighed(weights), most=10 * (cutoff + spared))
+        left = [each[least + m - spared <= cutoff] for each, m in zip(self.left, more, strict=True)]
+        if all(map(len, left)):
+            self.left = left
+        else:
+            self.bound = max(self.bound, cutoff)
 
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program of the options that may be better."""
-        goal = self.seconds * (1 - gap)
-        while self.bound < goal and self._proof is not None:
-            weights, spared = self._proof
-            tables, nodes, before = self._weighed(weights), self.problem.nodes, self.seconds
-            keep = [np.nonzero(least_with(*tables, v) - spared <= goal)[0] for v in range(len(nodes))]
-            if not all(map(len, keep)):  # nothing is that good
-                self.bound = goal
+        nodes = self.problem.nodes
+        while self._proof is not None and self.bound < (goal := self.seconds * (1 - gap)):
+            self._prune(*self._proof, goal)
+            if self.bound >= goal:
                 return
             pairs = [
-                Pairs(
-                    e.nodes, (e.index[0][keep[e.nodes[0]]], e.index[1][keep[e.nodes[1]]]), e.tables, e.banned
-                )
+                Pairs(e.nodes, (e.index[0][self.left[a]], e.index[1][self.left[b]]), e.tables, e.banned)
                 for e in self.problem.edges
+                for a, b in [e.nodes]
             ]
-            values = [node.values[k] for node, k in zip(nodes, keep, strict=True)]
+            values = [node.values[left] for node, left in zip(nodes, self.left, strict=True)]
             found = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
-            late = 0.0
+            late, before = 0.0, self.seconds
             if found.assignment is not None:
-                late = self.offer([int(k[i]) for k, i in zip(keep, found.assignment, strict=True)])
+                late = self.offer([int(k[i]) for k, i in zip(self.left, found.assignment, strict=True)])
             self.bound = min(self.seconds, max(self.bound, min(found.bound, goal)))
-            goal = self.seconds * (1 - gap)
             if late <= 0 and self.seconds == before:
                 return
 
@@ -122,17 +146,13 @@ class Search:
         ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.found.items()}
         for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
             here, unchanged, node = list(start), 0, 0
+            goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vector(here)))
             while unchanged < len(here):
-                rank = float(self.cost.rank(self.problem.vector(here)))
-                options = self.cost.rank(self.problem.alternatives(here, node))
-                if self.allowed is not None:
-                    options = np.where(self.allowed[node], options, np.inf)
-                there = [*here[:node], int(options.argmin()), *here[node + 1 :]]
-                if options.min() < rank * (1 - CLOSE / 10) and self.offer(there) is not None:
-                    options = self.cost.rank(self.problem.vector(there))
-                better = bool(options.min() < rank * (1 - CLOSE / 10))
-                here, unchanged, node = (
-                    there if better else here,
-                    0 if better else unchanged + 1,
-                    (node + 1) % len(here),
-                )
+                options = self.cost.rank(self.problem.alternatives(here, node)[self.left[node]])
+                there = [*here[:node], int(self.left[node][options.argmin()]), *here[node + 1 :]]
+                unchanged, node = unchanged + 1, (node + 1) % len(here)
+                if options.min() < goal:
+                    self.offer(there)
+                    rank = float(self.cost.rank(self.problem.vector(there)))
+                    if rank < goal:
+                        here, goal, unchanged = there, rank * (1 - CLOSE / 10), 0

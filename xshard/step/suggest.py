@@ -72,8 +72,7 @@ def suggest(
     searches, hands = list[Search](), dict[str, ByHand]()
     for training in trainings(step, moves, micro_batches, recompute, overlap):
         problem = Problem(step, training)
-        only = fixed_options(problem, fixed) if fixed else None
-        search = Search(problem, limit, only)
+        search = Search(problem, limit, fixed_options(problem, fixed or {}))
         for name, plan in HAND.items():
             add_by_hand(hands, name, search, allowed(problem, plan))
         searches.append(search)
@@ -116,10 +115,11 @@ def trainings(
 
 def add_by_hand(hands: dict[str, ByHand], name: str, search: Search, flags: Sequence[Flags]) -> None:
     """Price a plan by hand within what is allowed, and keep it if it is the best of its name."""
-    both = flags if search.allowed is None else [a & b for a, b in zip(flags, search.allowed, strict=True)]
-    if not all(each.any() for each in both):
+    left = [np.nonzero(f)[0] for f in flags]
+    left = [a[np.isin(a, b)] for a, b in zip(left, search.left, strict=True)]
+    if not all(map(len, left)):
         return
-    by_hand = Search(search.problem, search.limit, both)
+    by_hand = Search(search.problem, search.limit, left)
     by_hand.start()
     for assignment, vector in by_hand.found.items():
         search.offer(assignment)

@@ -141,13 +141,16 @@ class Suggestion:
         if node.kept is not None:
             others |= node.kept != node.kept[chosen]
         here = self._stated(name, self.assignment)
-        if not others.any():
+        left = list(self.search.given)
+        left[number[name]] = left[number[name]][others[left[number[name]]]]
+        if not len(left[number[name]]):
             return f"{name}: {here}, there is no other layout"
-        flags = list(self.search.allowed or [np.ones(len(n.options), bool) for n in problem.nodes])
-        flags[number[name]] = flags[number[name]] & others
-        search = Search(problem, self.search.limit, flags)
-        search.relax()
+        search = Search(problem, self.search.limit, left)
+        rest = self.assignment[: number[name]], self.assignment[number[name] + 1 :]
+        for other in left[number[name]]:
+            search.offer([*rest[0], int(other), *rest[1]])
         search.improve()
+        search.relax(search.seconds)
         if search.best is None:
             return f"{name}: {here}, nothing else fits the memory"
         more = search.seconds - self.seconds
