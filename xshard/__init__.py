@@ -19,6 +19,8 @@ from xshard.plans.plan import Plan
 from xshard.rules import Rules
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
+from xshard.step.suggest import suggest
+from xshard.step.suggestion import Suggestion
 
 __version__ = "0.1.0"
 
@@ -32,11 +34,13 @@ __all__ = [
     "Profile",
     "Rules",
     "Sharding",
+    "Suggestion",
     "TrainingStep",
     "XshardError",
     "load_profile",
     "plan",
     "reference",
     "show",
+    "suggest",
     "use_profile",
 ]

@@ -60,10 +60,9 @@ def test_the_minimum_of_a_sum_of_tables_and_bounds_with_each_value():
     unary = [draw.random(n) for n in sizes]
     pairs = {(i, j): draw.random((sizes[i], sizes[j])) for i, j in ((0, 1), (1, 2), (3, 1), (2, 0), (3, 4))}
     assignments = list(itertools.product(*map(range, sizes)))
-    sums = np.array(
-        [sum(u[a] for u, a in zip(unary, each, strict=True)) + sum(t[each[i], each[j]] for (i, j), t in pairs.items())
-         for each in assignments]
-    )  # fmt: skip
+    chosen = np.array(assignments).T
+    sums = sum(u[a] for u, a in zip(unary, chosen, strict=True))
+    sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
     value, found = minimum(unary, pairs)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
     bound, more = bounds_with(unary, pairs, most=100.0)

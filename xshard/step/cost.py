@@ -1,4 +1,4 @@
-"""A cost as a function of parts: a sum, maxima of sums, and sums that are limited; and weights that bound it."""
+"""A cost as a function of parts: a sum, maxima of sums, and limited sums; and weights that bound it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TOO_MUCH = 1e3  # times the cost, for a limit that is exceeded once over
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """`linear @ v + sum(times * max over rows of (maxima @ v))` of a vector v of parts, where `limited @ v <= 1`.
+    """`linear @ v + sum(times * max over rows of (maxima @ v))` of parts v, where `limited @ v <= 1`.
 
-    linear: [parts]; times: [maxima]; maxima: [maxima, rows, parts]; limited: [limits, parts]. None is negative.
+    linear: [parts]; times: [maxima]; maxima: [maxima, rows, parts]; limited: [limits, parts]; all >= 0.
     """
 
     linear: Floats

@@ -1,8 +1,8 @@
 """Cheap lower bounds of a sum of tables with each value of each variable, by moving cost between tables.
 
 Sweeps collect what each table must cost at least into its variables and hand it on to the next ones
-(sequential reweighting, Kolmogorov 2006). The sum of all tables stays the same; the sum of their least entries
-rises, and with a value of a variable, by what that costs more in its own tables.
+(sequential reweighting, Kolmogorov 2006). The sum of all tables stays the same, and the sum of their least
+entries rises. A value of a variable costs at least as much more as it does in the tables of its own.
 """
 
 from __future__ import annotations

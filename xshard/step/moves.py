@@ -1,13 +1,13 @@
 """Prices of moves by the thousand: a bound for all pairs of layouts at once, the planner's price for a few.
 
-A layout here is a row of numbers, one per mesh axis: the dim that the axis shards, or a tag (`op`). Several axes
-shard a dim in the order of the mesh.
+A layout here is a row of numbers, one per mesh axis: the dim that the axis shards, or a tag (`op`).
+Several axes shard a dim in the order of the mesh.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,7 +50,7 @@ class Moves:
     profile: Profile
     _known: dict[tuple[object, ...], tuple[int, float, int, float]] = field(default_factory=dict)
 
-    def price(self, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> float:
+    def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
         """Seconds of a move of an array of global lengths, by the planner."""
         pairs = [tuple(REPLICAS if way == COPY else int(way) for way in ways) for ways in (src, dst)]
         ends = list(zip(*pairs, strict=True))
@@ -73,7 +73,9 @@ class Moves:
         n, low, m, high = self._line(left, all(lengths[d] == 1 for d in before), octave)
         return low + (high - low) * max(elements - n, 0) / (m - n)
 
-    def _line(self, ends: dict[int, tuple[int, int]], first: bool, octave: int) -> tuple[int, float, int, float]:
+    def _line(
+        self, ends: dict[int, tuple[int, int]], first: bool, octave: int
+    ) -> tuple[int, float, int, float]:
         """Elements and seconds at both ends of a range, of a move that only these axes take part in."""
         key = (*ends.items(), first, octave)
         if key not in self._known:
@@ -100,8 +102,8 @@ class Moves:
     def bounds(self, src: Ways, dst: Ways) -> tuple[Floats, Floats]:
         """For all pairs of layouts the fewest seconds of a move: at once, and per global element.
 
-        A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes from
-        other nodes, through the links of all devices of its node.
+        A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes
+        from other nodes, through the links of all devices of its node.
         """
         axes, parts, links = zip(*self._levels, strict=True)
         src, dst = (np.where(ways == COPY, REPLICAS, ways)[:, axes] for ways in (src, dst))
@@ -109,12 +111,13 @@ class Moves:
         far = np.array([link != near for link in links])
         received, across = _received(src, dst, sizes), np.zeros((len(src), len(dst)))
         if far.any():
-            ends = (np.where(far, ways, REPLICAS) for ways in (src, dst))
-            across = _received(*ends, np.where(far, sizes, 1)) / np.prod(sizes[~far])
+            here, there = (np.where(far, ways, REPLICAS) for ways in (src, dst))
+            across = _received(here, there, np.where(far, sizes, 1)) / np.prod(sizes[~far])
         slow = max((x for x in links if x != near), key=lambda link: link.bytes_per_s, default=near)
         per_byte = across / slow.bytes_per_s + np.maximum(received - across, 0) / near.bytes_per_s
         launch = min((s for kind, s in self.profile.launch_s if kind not in LOCAL), default=0.0)
-        return (received > 0) * (launch + near.latency_s), per_byte * itemsize(self.dtype)
+        at_once = np.where(received > 0, launch + near.latency_s, 0.0)
+        return at_once, per_byte * itemsize(self.dtype)
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Link]]:
@@ -160,4 +163,5 @@ def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
     begun = np.prod(np.where((dst == SUM)[None] & (src != SUM)[:, None], sizes, 1), -1)
     held = np.prod(np.where(src >= 0, 1 / sizes, 1), -1)[:, None]
     moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
-    return np.where(addends > 1, summed, moved)
+    share: Floats = np.where(addends > 1, summed, moved)
+    return share

@@ -209,8 +209,8 @@ class Problem:
         src, dst = (self.nodes[i].options for i in nodes)
         every = np.arange(len(src))
         sides = (src.ways[:, -1], every) if name in self.step.parameters else src.layouts(-1), dst.layouts(k)
-        layouts, index = zip(*sides, strict=True)
-        return Edge(nodes, index, layouts, self.shape(name), self.training.moves, parts, **how)
+        layouts, ends = zip(*sides, strict=True)
+        return Edge(nodes, ends, layouts, self.shape(name), self.training.moves, parts, **how)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of an array of one micro-batch."""
@@ -218,7 +218,7 @@ class Problem:
 
     def vector(self, assignment: Sequence[int]) -> Floats:
         """The parts of the cost of an assignment, with moves as far as they are known."""
-        total = np.sum([n.values[i] for n, i in zip(self.nodes, assignment, strict=True)], 0)
+        total: Floats = np.sum([n.values[i] for n, i in zip(self.nodes, assignment, strict=True)], 0)
         for edge in self.edges:
             i, j = (np.array([assignment[node]]) for node in edge.nodes)
             total = total + edge.vectors(i, j, self.size)[0]
@@ -230,11 +230,11 @@ class Problem:
         change = here.values - here.values[assignment[node]]
         for edge in self.edges:
             if node in edge.nodes:
-                ends = [np.array([assignment[n]]) for n in edge.nodes]
-                before = edge.vectors(*ends, self.size)
-                ends = [every if n == node else np.repeat(assignment[n], len(every)) for n in edge.nodes]
-                change = change + edge.vectors(*ends, self.size) - before
-        return self.vector(assignment) + change
+                i, j = (every if n == node else np.repeat(assignment[n], len(every)) for n in edge.nodes)
+                moved = edge.vectors(i, j, self.size)
+                change = change + moved - moved[assignment[node]]
+        vectors: Floats = self.vector(assignment) + change
+        return vectors
 
     def plan(self, assignment: Sequence[int]) -> float:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,10 @@ from xshard.step.options import Flags, Indices
 
 
 class Pairs(NamedTuple):
-    """What two nodes cost together: for a row and a column, that options of each stand for, some parts."""
+    """Parts of what two nodes cost together, in tables; ends: for each option its row, or its column."""
 
     nodes: tuple[int, int]
-    index: tuple[Indices, Indices]
+    ends: tuple[Indices, Indices]
     parts: Mapping[int, Floats]
     banned: Flags
 
@@ -38,8 +39,8 @@ def solve_program(
 ) -> Solution:
     """The cheapest assignment within all limits. values: for each node the parts of every option.
 
-    Flows are real numbers: where options are chosen, so are they. scale: about what it costs. most_nodes: nodes
-    of the search tree after which it ends with what it has; gap: the share of the cost that it may leave.
+    Flows are real numbers: where options are chosen, so are they. scale: about what it costs. most_nodes:
+    nodes of the search tree after which it ends with what it has; gap: the share of the cost it may leave.
     """
     from scipy import sparse
 
@@ -91,5 +92,5 @@ def solve_program(
     bound = np.inf if found.status == 2 else 0.0 if bound is None else bound * scale
     if found.x is None:
         return Solution(None, bound)
-    chosen = [int(np.argmax(found.x[a:b])) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    chosen = [int(np.argmax(found.x[a:b])) for a, b in pairwise(starts)]
     return Solution(chosen, bound)

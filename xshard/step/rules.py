@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from xshard.notation.parser import ARROW
 from xshard.rules import Rules
 from xshard.step.edge import Edge
 from xshard.step.moves import Ways, layout_of
-from xshard.step.op import COPY, REPLICAS, SUM, Dims
+from xshard.step.op import COPY, REPLICAS, SUM
 from xshard.step.options import Indices
 from xshard.step.problem import EACH, KEPT, Problem
 
@@ -56,12 +56,9 @@ def written(problem: Problem, assignment: Sequence[int]) -> StepRules:
             outputs[edge.place] = _text(src, dst)
     # The first of repeated blocks needs no rule where the rule of all is the same.
     inputs = {name: text for name, text in inputs.items() if text != inputs.get(_repeated(name, inputs))}
-    root = {"": roots if len(roots) > 1 else text for text in list(roots.values())[:1]}
-    rules = [
-        Rules({**first, **_merged(texts)})
-        for first, texts in (({}, parameters), (root, inputs), ({}, outputs))
-    ]
-    return StepRules(*rules, once=next(iter(_merged(once)), ""))
+    root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
+    arriving = Rules({**root, **_merged(inputs)})
+    return StepRules(Rules(_merged(parameters)), arriving, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
 def limited(problem: Problem, rules: StepRules) -> list[Indices]:
@@ -71,8 +68,8 @@ def limited(problem: Problem, rules: StepRules) -> list[Indices]:
     parameters = rules.parameters.match(list(step.parameters), what="parameter")
     root = rules.inputs.find("")
     for edge in problem.edges:
-        source, consumer = (problem.nodes[n] for n in edge.nodes)
-        names = names_of(step.dims[source.name])
+        source = problem.nodes[edge.nodes[0]]
+        names = names_of(problem, source.name)
         if source.kept is not None:
             with located(f"rule of {source.name}"):
                 rule = _resolved(parameters[source.name], problem, names)
@@ -82,7 +79,7 @@ def limited(problem: Problem, rules: StepRules) -> list[Indices]:
                     source.kept == mode
                 )
                 kept = np.where(edge.layouts[1] == COPY, REPLICAS, edge.layouts[1])
-                allowed[edge.nodes[1]] &= (kept == used).all(-1)[edge.index[1]]
+                allowed[edge.nodes[1]] &= (kept == used).all(-1)[edge.ends[1]]
             continue
         if source.name in step.inputs and root is not None:
             text = root if isinstance(root, str) else root.get(source.name)
@@ -103,18 +100,19 @@ def limited(problem: Problem, rules: StepRules) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def fixed_options(problem: Problem, fixed: Mapping[str, str]) -> list[Indices]:
+def fixed_options(problem: Problem, fixed: Mapping[Any, Any]) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, whose result is meant.
     """
-    rules, allowed = Rules(fixed), []
+    rules: Any = Rules({**fixed})
+    allowed = []
     found = rules.match([node.name for node in problem.nodes], partial=True, what="array of the step")
     for node in problem.nodes:
         allowed.append(np.ones(len(node.options), bool))
         if node.name in found:
             with located(f"rule of {node.name}"):
-                rule = _resolved(found[node.name], problem, names_of(problem.step.dims[node.name]))
+                rule = _resolved(found[node.name], problem, names_of(problem, node.name))
                 named = np.isin(problem.mesh.axes, rule.axes)
                 same = node.options.ways[:, -1] == _ways(rule.src, problem.mesh.axes)
                 allowed[-1] = (same | ~named).all(-1)
@@ -124,16 +122,24 @@ def fixed_options(problem: Problem, fixed: Mapping[str, str]) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def names_of(dims: Dims) -> list[str]:
-    """A name for each dim of an array: several that are one dim have one name together."""
-    return ["".join(members) for members in dims.members]
+def names_of(problem: Problem, name: str) -> list[str]:
+    """A name for each dim of an array: several that are one dim have one name together.
+
+    Dims of parameters are called alike in all, so that one rule is for many.
+    """
+    members = problem.step.dims[name].members
+    if name in problem.step.parameters:
+        return {1: ["n"], 2: ["o", "i"], 3: ["e", "o", "i"]}.get(
+            len(members), [f"d{i}" for i in range(len(members))]
+        )
+    return ["".join(each) for each in members]
 
 
 def _ends(problem: Problem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
-    names = names_of(problem.step.dims[problem.nodes[edge.nodes[0]].name])
+    names = names_of(problem, problem.nodes[edge.nodes[0]].name)
     chosen = (
         layouts[index[assignment[n]]]
-        for layouts, index, n in zip(edge.layouts, edge.index, edge.nodes, strict=True)
+        for layouts, index, n in zip(edge.layouts, edge.ends, edge.nodes, strict=True)
     )
     src, dst = (layout_of(ways, names, problem.mesh.axes) for ways in chosen)
     return src, dst
@@ -165,27 +171,23 @@ def _repeated(name: str, names: Texts) -> str:
     return next((other for other in names if other != name and other.replace("*", "0") == name), "")
 
 
-def _merged(texts: Texts) -> Texts:
+def _merged(texts: Texts) -> dict[Any, Any]:
     """One rule for all names with the same text; names that differ in one part become one pattern."""
-    merged = Texts()
+    merged = dict[Any, Any]()
     for text in dict.fromkeys(texts.values()):
-        patterns = list[list[set[str] | str]]()
-        for name in (name for name, other in texts.items() if other == text):
-            parts = name.split(".")
+        patterns = list[list[list[str]]]()  # of parts, each with its alternatives
+        for parts in (name.split(".") for name, other in texts.items() if other == text):
             for pattern in patterns:
-                differ = [
-                    i for i, (a, b) in enumerate(zip(pattern, parts, strict=False)) if b not in a.split(",")
-                ]
-                if (
-                    len(pattern) == len(parts)
-                    and len(differ) <= 1
-                    and not any("," in a for i, a in enumerate(pattern) if i not in differ)
-                ):
-                    for i in differ:
-                        pattern[i] += f",{parts[i]}"
+                differ = [i for i, (a, b) in enumerate(zip(pattern, parts, strict=False)) if a != [b]]
+                others = [a for i, a in enumerate(pattern) if i not in differ and len(a) > 1]
+                if len(pattern) == len(parts) and len(differ) == 1 and not others:
+                    pattern[differ[0]].append(parts[differ[0]])
                     break
             else:
-                patterns.append(parts)
-        spelled = (".".join(f"{{{p}}}" if "," in p else p for p in pattern) for pattern in patterns)
-        merged["|".join(spelled)] = text
+                patterns.append([[part] for part in parts])
+        merged["|".join(".".join(map(_either, pattern)) for pattern in patterns)] = text
     return merged
+
+
+def _either(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}"

@@ -70,7 +70,7 @@ class Search:
         self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
 
     def relax(self, cutoff: float = np.inf) -> None:
-        """Raise the bound as far as weights can, or above the cutoff: assignments that cost more are left out."""
+        """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
         if not self.found:
             self.start()
         expected = dict(self.found)  # at first no move is planned
@@ -121,14 +121,14 @@ class Search:
             self.bound = max(self.bound, cutoff)
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share of the best by an integer program of the options that may be better."""
+        """Bring the bound to within a share of the best, by an integer program of what may be better."""
         nodes = self.problem.nodes
         while self._proof is not None and self.bound < (goal := self.seconds * (1 - gap)):
             self._prune(*self._proof, goal)
             if self.bound >= goal:
                 return
             pairs = [
-                Pairs(e.nodes, (e.index[0][self.left[a]], e.index[1][self.left[b]]), e.tables, e.banned)
+                Pairs(e.nodes, (e.ends[0][self.left[a]], e.ends[1][self.left[b]]), e.tables, e.banned)
                 for e in self.problem.edges
                 for a, b in [e.nodes]
             ]

@@ -1,9 +1,10 @@
-"""`suggest`: the layouts of everything in a training step that make it fastest within the memory of a device."""
+"""`suggest`: where everything in a training step lives, so that it is fastest and fits the devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def suggest(
     *,
     memory: int | str | None = None,
     profile: str | Path | Profile = "h100",
-    fixed: Mapping[str, str] | None = None,
+    fixed: Mapping[Any, Any] | None = None,
     micro_batches: int | None = None,
     recompute: bool | None = None,
     overlap: float = 0.8,
@@ -44,8 +45,8 @@ def suggest(
     memory: bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as many as needed.
     profile: the machine, as for `plan`. fixed: layouts by patterns over names of inputs, parameters and
     operations (of which the result is meant): axes that one names do so, the others are free.
-    micro_batches, recompute: how many parts of the batch run one after another, and whether the activations of
-    repeated blocks are computed again in the backward pass; None stands for the best.
+    micro_batches, recompute: how many parts of the batch run one after another, and whether the activations
+    of repeated blocks are computed again in the backward pass; None stands for the best.
     overlap: share of the seconds of moves that run beside computing, if that takes long enough.
     gap: the share of the seconds that a better plan may still save when the search ends.
     Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.

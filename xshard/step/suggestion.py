@@ -49,7 +49,7 @@ class ByHand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Suggestion:
-    """Where everything in a training step lives, as rules, with its cost and a bound of the cost of all plans."""
+    """Where everything in a training step lives, as rules, with its cost and a bound of all costs."""
 
     search: Search
     bound: float
@@ -159,7 +159,7 @@ class Suggestion:
 
     def _stated(self, name: str, assignment: Sequence[int]) -> str:
         i, node = assignment[self.problem.number[name]], self.problem.nodes[self.problem.number[name]]
-        names = names_of(self.problem.step.dims[name])
+        names = names_of(self.problem, name)
         text = str(layout_of(node.options.ways[i, -1], names, self.problem.mesh.axes))
         return (
             text
@@ -178,11 +178,14 @@ class Suggestion:
 
         Nothing moves that no rule names. Raises PlanError for rules that cannot be run.
         """
-        given = (parameters, inputs, outputs)
-        texts = [own if each is None else Rules(each) for each, own in zip(given, self.rules, strict=False)]
-        problem = replace(self.problem)
-        flags = limited(problem, StepRules(*texts, once=self.once if once is None else once))
-        search = Search(problem, np.inf, flags)
+        own, problem = self.rules, replace(self.problem)
+        rules = StepRules(
+            own.parameters if parameters is None else Rules(parameters),
+            own.inputs if inputs is None else Rules(inputs),
+            own.outputs if outputs is None else Rules(outputs),
+            own.once if once is None else once,
+        )
+        search = Search(problem, np.inf, limited(problem, rules))
         search.relax()
         search.improve()
         if search.best is None:
@@ -197,7 +200,8 @@ class Suggestion:
             f"{len(step.ops)} operations on {problem.mesh!r}, {problem.profile.name}, {batches}, activations "
             f"{'computed again' if self.recompute else 'kept'}"
         ]
-        for title, rules in zip(("parameters", "inputs", "outputs"), self.rules, strict=False):
+        for title in ("parameters", "inputs", "outputs"):
+            rules: Rules = getattr(self.rules, title)
             rows = [(f"  {pattern}", str(text)) for pattern, text in rules.items()]
             lines += [title, align_columns(rows)] if rows else []
         lines += [f"gathered once per step\n  {self.once}"] if self.once else []
@@ -209,7 +213,7 @@ class Suggestion:
         return "\n".join([*lines, *self._beside()])
 
     def _beside(self) -> list[str]:
-        """The plans by hand, the best first, at three shares of overlap; whether a plan by hand is as good."""
+        """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
         shares = sorted({0.0, self.problem.training.overlap, 1.0})
         rows = [("overlap", *(f"{share:g}" for share in shares), "bytes", "")]
         mine = self.problem.vector(self.assignment)
