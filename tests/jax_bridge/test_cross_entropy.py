@@ -81,6 +81,7 @@ def test_labels_that_are_no_classes() -> None:
     for labels, options, kind, words in (
         (np.ones((2, 4)), {}, e.DtypeError, "labels float32 in 'n v/tp'\n  labels are numbers of classes"),
         (np.ones((2, 8), int), {}, e.ShapeError, r"labels of shape \(8,\), logits of shape \(4, 8\)"),
+        (np.ones((2, 4), int), {"shape": (4,)}, e.ShapeError, r"shape \(4,\) of a block with 2 dims"),
         (np.ones((2, 4), int), {"reduction": "max"}, xs.XshardError, "unknown reduction='max'"),
         (np.ones((2, 4), int), {"classes": "c"}, xs.XshardError, "'c'"),
     ):
