@@ -118,8 +118,8 @@ class DeviceAttention:
         """Runs of queries, and of keys."""
         arrays = self.attn.queries, self.attn.keys
         starts = ((*run_starts(self.attn, x), x.max_local_shape[SEQUENCE]) for x in arrays)
-        runs = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
-        return [*itertools.product(*runs)]
+        rows, keys = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
+        return [*itertools.product(rows, keys)]
 
     def send(self, block: jax.Array, by: int = 1) -> Callable[[], jax.Array]:
         layouts, shape = self.attn.rotation(block.shape, by)
