@@ -303,6 +303,10 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2),
         "view() puts a dim of length 1 beside 'h/sp'",
     ),
+    "merged groups of as many rows as a block has": (
+        lambda x: x.view(1, 2, x.shape[2] // 4, 24).mean(2),
+        "view() puts a dim of length 1 beside 'h/sp'",
+    ),
     "rows by their numbers": (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
     "an equality of all": (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
     "a product over rows": (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),

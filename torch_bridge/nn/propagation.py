@@ -328,7 +328,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
     like the rows of the block beside a dim of length 1.
     """
     dims, lengths = list(itertools.islice(_new_dims(placement.layout), aim.ndim)), list(aim.shape)
-    merged = dict[int, tuple[Dim, int]]()
+    whole, sharded = dict[int, tuple[Dim, int]](), dict[int, tuple[Dim, int]]()
     for d, dim in enumerate(placement.layout.dims):
 
         def places(x: Tensor, d: int = d) -> list[int]:
@@ -337,16 +337,16 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
             return [i for i in range(x.ndim) if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])]
 
         before, after = places(empty), places(aim)
-        if len(before) == len(after):
-            e = after[before.index(d)]
-            if splits and placement.cuts(d) and any(map(gt, _ones_beside(aim, e), _ones_beside(empty, d))):
-                raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
-            dims[e], lengths[e] = dim, placement.shape[d] if placement.cuts(d) else aim.shape[e]
-        elif groups := _grouped(placement, empty, d, aim) if placement.cuts(d) else None:
-            merged |= groups
-        else:
-            check_whole(placement, (d,), what)
-    for i, (dim, length) in merged.items():
+        e = after[before.index(d)] if len(before) == len(after) else None
+        if not placement.cuts(d):
+            whole |= {} if e is None else {e: (dim, aim.shape[e])}
+            continue
+        place = _grouped(placement, empty, d, aim) if e is None else {e: (dim, placement.shape[d])}
+        check_whole(placement, (d,) if place.keys() <= sharded.keys() else (), what)
+        if splits and any(map(gt, _ones_beside(aim, *place), _ones_beside(empty, d))):
+            raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
+        sharded |= place
+    for i, (dim, length) in (whole | sharded).items():
         dims[i], lengths[i] = dim, length
     return placement.remade(dims, lengths)
 
