@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.step.op import Op
+from xshard.step.op import Op, elements
 from xshard.step.options import Flags, shares
 from xshard.step.problem import EACH, KEPT, Problem
 from xshard.step.step import TrainingStep
 
+IDLE, OTHER = 100, 10_000  # ranks of rules, behind all dims that are preferred
+SMALL = 0.01  # of the largest parameter: operations with smaller ones do whatever is best
 BATCH, SEQUENCE, TENSOR, HEADS = "batch", "sequence", "tensor", "heads"
 
 
@@ -50,7 +52,7 @@ def roles(step: TrainingStep) -> Mapping[str, Sequence[str]]:
 def allowed(problem: Problem, plan: HandPlan) -> list[Flags]:
     """The options of every node that a plan by hand leaves."""
     step, mesh, dims = problem.step, problem.mesh, roles(problem.step)
-    flags = []
+    flags, largest = [], max(elements(step.dims[name], step.lengths) for name in step.parameters)
     for node in problem.nodes:
         op, options = step.by_name.get(node.name), node.options
         if op is not None:
@@ -59,7 +61,11 @@ def allowed(problem: Problem, plan: HandPlan) -> list[Flags]:
             ranks = np.array([_rank(op, prefer)[options.rules[:, a]] for a, prefer in enumerate(wanted)]).sum(
                 0
             )
-            flags.append(ranks == ranks.min() if op.kind != "share" else np.ones(len(options), bool))
+            weight = max(
+                (elements(step.dims[o], step.lengths) for o in op.operands if o in step.parameters), default=0
+            )
+            free = weight < SMALL * largest and op.kind not in ("attention", "loss", "source")
+            flags.append((ranks < OTHER) | (op.kind == "share") if free else ranks == ranks.min())
         elif node.kept is not None:
             only = {"all": slice(None), "last": slice(-1, None)}[plan.stored]
             sharded = np.where(
@@ -78,7 +84,7 @@ def _rank(op: Op, prefer: Sequence[str]) -> np.ndarray:
     ranks = []
     for rule in op.axis_rules:
         parts = zip(op.arrays, (*rule.operands, rule.result), strict=True)
-        dim = next((dims[part] for dims, part in parts if part >= 0), None)
+        ranked = [prefer.index(dims[part]) for dims, part in parts if part >= 0 and dims[part] in prefer]
         idle = max((*rule.operands, rule.result), default=-1) == -1 and min(rule.operands, default=-1) == -1
-        ranks.append(prefer.index(dim) if dim in prefer else 100 if idle else 1000)
+        ranks.append(min(ranked, default=IDLE if idle else OTHER))
     return np.array(ranks)

@@ -62,8 +62,8 @@ def suggest(
     ...     parameters={"up.weight": "f c"},
     ... )
     >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
-    >>> plan.inputs[""], plan.gap < 0.005
-    ('b c -> b/dp c', True)
+    >>> plan.parameters["up.weight"], plan.gap < 0.005
+    ('o/dp/tp i', True)
     """
     check_mesh(mesh)
     mesh = Mesh({axis: n for axis, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1})
