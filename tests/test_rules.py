@@ -181,7 +181,8 @@ def test_plans_of_transformers() -> None:
         },
         "inputs": {
             "": "...", "a.*.q": copied, "a.*.o": "... i/tp", "a.*.norm": "... | copy(tp)",
-            "e.*": (copied, None, copied), "mla.kv_b": "... | copy(tp)", "mla": copied, "head": copied,
+            "e.*": (copied, None, copied), "mla": copied, "head": copied,
+            "mla.kv_a": "... | copy(tp)", "mla.kv_b": "... | copy(tp)",
         },
         "outputs": {"a.*.o": added, "e.*": added, "head": "... o/tp -> ... o"},
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -133,7 +133,7 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
 class Style(NamedTuple):
     """A style of transformers. dim: which one its parameters shard, from the last; of `parts` fused ones.
 
-    inputs, outputs: rules of its module, with `@` for the axis.
+    inputs, outputs: rules of its module.
     """
 
     dim: int | None = None
@@ -142,66 +142,59 @@ class Style(NamedTuple):
     parts: int = 1
 
 
-COPIED, SUMMED, PART = "... -> ... | copy(@)", "... | sum(@) -> ...", "... o/@ -> ... o"
-STYLES = {
-    "colwise": Style(-2, COPIED),
-    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, COPIED, PART)),
-    "rowwise": Style(-1, "... i/@", SUMMED),
-    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, "... i -> ... i/@", SUMMED)),
-    "packed_colwise": Style(-2, COPIED, parts=2),
-    "packed_rowwise": Style(-1, "... i/@", SUMMED, parts=2),
-    "embedding_rowwise": Style(-2, None, SUMMED),
-    "embedding_colwise": Style(-1, None, PART),
-    "sequence_parallel": Style(None, "b s/@ ..."),
-    "replicated_with_grad_allreduce": Style(None, "... | copy(@)"),
-    "all_reduce": Style(None, None, SUMMED),
-    "moe_tp_experts": Style(None, (COPIED, None, COPIED), SUMMED),
-    "moe_identity_expert": Style(None, "... | copy(@) -> ... | sum(@)"),
-    **dict.fromkeys(("local_params", "mla_kv_a_proj", "replicate"), Style()),
-}
+def styles_of_transformers(axis: str) -> dict[str, Style]:
+    copied, summed, part = f"... -> ... | copy({axis})", f"... | sum({axis}) -> ...", f"... o/{axis} -> ... o"
+    row, split, kept = f"... i/{axis}", f"... i -> ... i/{axis}", f"... | copy({axis})"
+    return {
+        "colwise": Style(-2, copied),
+        **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, copied, part)),
+        "rowwise": Style(-1, row, summed),
+        **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, split, summed)),
+        "packed_colwise": Style(-2, copied, parts=2),
+        "packed_rowwise": Style(-1, row, summed, parts=2),
+        "embedding_rowwise": Style(-2, None, summed),
+        "embedding_colwise": Style(-1, None, part),
+        "sequence_parallel": Style(None, f"b s/{axis} ..."),
+        "replicated_with_grad_allreduce": Style(None, kept),
+        "all_reduce": Style(None, None, summed),
+        "moe_tp_experts": Style(None, (copied, None, copied), summed),
+        "moe_identity_expert": Style(None, f"{kept} -> ... | sum({axis})"),
+        **dict.fromkeys(("mla_kv_a_proj", "local_params"), Style(None, kept)),
+        "replicate": Style(),
+    }
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     """The plan that a model of transformers declares -> the arguments of `parallelize`: see `Rules`."""
-    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    plan, styles = getattr(model, "tp_plan", None) or {}, styles_of_transformers(axis)
     if not plan:
         hint = "write rules for it: docs/models has some of many families"
         raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
-    if other := [name for name, kind in plan.items() if kind not in STYLES]:
-        what, known = f"{plan[other[0]]!r} of '{other[0]}'", ", ".join(STYLES)
+    if other := [name for name, kind in plan.items() if kind not in styles]:
+        what, known = f"{plan[other[0]]!r} of '{other[0]}'", ", ".join(styles)
         raise XshardError(f"unknown style {what} in the model's plan", hint=f"the styles are: {known}")
     texts: dict[str, dict[str, str]] = {}  # by the name with stars for numbers, and by name
     for name, x in model.named_parameters(remove_duplicate=False):
         path = _starred(name)
         where, _, own = path.rpartition(".")
-        style = STYLES[plan.get(path) or plan.get(where) or "replicate"]
+        style = styles[plan.get(path) or plan.get(where) or "replicate"]
         if style.dim is not None:
             texts.setdefault(path, {})[name] = _parameter(style, tuple(x.shape), own, axis)
     rules: dict[str, dict[Any, Any]] = {"parameters": {}, "inputs": {"": "..."}, "outputs": {}}
     for path, each in texts.items():
         rules["parameters"] |= {path: min(each.values())} if len({*each.values()}) == 1 else each
     rules["parameters"]["**"] = "..."
-    paths = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
-    # Modules in which a parameter of their own, or a part of an output, is used by each device for its heads.
-    inner = [
-        path if plan.get(path) == "local_params" else path.rpartition(".")[0]
-        for path in paths
-        if plan.get(path) in ("local_params", "mla_kv_a_proj")
-    ]
-    for path in paths:
-        style = STYLES[plan.get(path, "replicate")]
-        inputs = COPIED if path in inner else style.inputs
-        if inputs == COPIED and any(path.startswith(f"{around}.") for around in inner):
-            inputs = "... | copy(@)"
+    # Modules with a parameter of their own, or a part of an output, that each device uses for its heads.
+    whole = [path for path, kind in plan.items() if kind == "local_params"]
+    whole += [path.rpartition(".")[0] for path, kind in plan.items() if kind == "mla_kv_a_proj"]
+    for path in dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name):
+        style, copied = styles[plan.get(path, "replicate")], styles["colwise"].inputs
+        inputs = copied if path in whole else style.inputs
+        if inputs == copied and any(path.startswith(f"{around}.") for around in whole):
+            inputs = styles["mla_kv_a_proj"].inputs
         for kind, rule in (("inputs", inputs), ("outputs", style.outputs)):
-            if rule is not None:
-                rules[kind][path] = _of_axis(rule, axis)
+            rules[kind] |= {} if rule is None else {path: rule}
     return rules
-
-
-def _of_axis(rule: Any, axis: str) -> Any:
-    is_text = isinstance(rule, str)
-    return rule.replace("@", axis) if is_text else tuple(text and text.replace("@", axis) for text in rule)
 
 
 def _starred(name: str) -> str:

@@ -48,10 +48,9 @@ def explain(model: nn.Module) -> str:
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
     lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
-    own, whole = 0, 0
-    for each in parallel.parameters:
-        own += each.sharding.max_local_size * each.tensor.element_size()
-        whole += math.prod(each.sharding.shape) * each.tensor.element_size()
+    sizes = [(each.sharding, each.tensor.element_size()) for each in parallel.parameters]
+    own = sum(n * sharding.max_local_size for sharding, n in sizes)
+    whole = sum(n * math.prod(sharding.shape) for sharding, n in sizes)
     rows.append(("a process", *[""] * 5, f"{format_bytes(own)} of {format_bytes(whole)}"))
     stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
     sent = [("module", "", "moves", "forward", "backward"), *lines]

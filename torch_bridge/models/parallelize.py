@@ -108,9 +108,7 @@ def parallelize(
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     context, outputs, counts = ParallelContext(mesh, profile, comm_dtype), outputs or {}, counts or {}
     ranks, limit = context.processes.ranks, limit_of(bucket_bytes, "bucket_bytes")
-    prepared: list[
-        tuple[dict[str, ModuleHooks], list[Count], list[ShardedParameter], dict[str, ParameterUse]]
-    ] = []
+    prepared: list[tuple[dict[str, ModuleHooks], list[Count], list[ShardedParameter], Any]] = []
 
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)

@@ -18,7 +18,7 @@ from torch_bridge.testing.byte_counter import Meter
 
 PAGES = Path(__file__).parents[3] / "docs/models"
 FENCED = re.compile(r"^```(python|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-STEPS = 3
+STEPS = 2
 IN_FLOAT32 = ("deepseek_v3", "mamba", "qwen3_moe")  # a part of them
 # Collectives of a pass forward and one backward, as many as a program by hand has: activations that move,
 # parameters gathered once per module, and again, gradients once per group of processes.
