@@ -107,6 +107,15 @@ def _specialised() -> None:
         x = torch.arange(rows * 8.0).view(rows, 8).requires_grad_()
         _agrees(compiled, _user("n/a d -> n d/a", MESH), x)
     assert backend.frame_count == 3
+    backend = CompileCounterWithBackend("aot_eager")
+
+    def whole(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "n/a d -> n d", MESH, shape=(2 * v.shape[0], v.shape[1]))
+
+    compiled = torch.compile(whole, backend=backend, fullgraph=True, dynamic=True)
+    for rows, columns in ((4, 6), (4, 3), (4, 9), (5, 9)):
+        _agrees(compiled, whole, torch.arange(rows * float(columns)).view(rows, columns).requires_grad_())
+    assert backend.frame_count == 2, "the length of a whole dim may change"
 
 
 def _options() -> None:
