@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import check_error, error_of, on_ranks, still_connected
+from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import check_device
 
@@ -134,6 +135,34 @@ def _missed() -> None:
         assert _call()().shape == (8, 4)
 
 
+def _first_used() -> list[str]:
+    """What rank 2 does otherwise without `debug`, in plans that no rank has used before."""
+    turn, back, text, said = "n/a d -> n d/a", "n d/a -> n/a d", "b/a d, d f -> b f", list[str]()
+    plain = functools.partial(_call, debug=False)
+    x, y, z, u, v, w = (torch.ones(4, 4 * n) for n in range(1, 7))
+    for wrong, right, *words in (
+        (plain(x=x[1:]), plain(x=x), "redistribution: shape", "rank 2: 'n/a d -> n d', shape (12, 4)"),
+        (plain(x=y.int()), plain(x=y), "redistribution: dtype", "dtype int32", "dtype float32"),
+        (plain(turn, x=x), plain(back, x=x), "redistribution: shape", f"rank 2: '{turn}'"),
+        (plain(turn, x=z, shape=(16, 12)), plain(back, x=z.mT, shape=(12, 16)), f"rank 2: '{turn}'"),
+        (plain([turn, GOOD], x=[u, u]), plain([GOOD, turn], x=[u, u]), "redistribution: plan"),
+        (plain(x=v, async_op=True), plain("n d/a -> n d", x=v, async_op=True), "redistribution: shape"),
+        (_product(text, w[:2], w.mT), _product(text, w, w.mT), "redistribution: shape"),
+    ):
+        said.append(check_error(wrong if dist.get_rank() == 2 else right, "DesyncError", *words))
+        right()
+    x = torch.ones(4, 12, requires_grad=True)
+    first, second = (plain(move, x=x)() for move in (turn, "n/a d -> n d/cyclic(a)"))
+    loss = (first if dist.get_rank() == 2 else second).sum()
+    said.append(check_error(loss.backward, "DesyncError", "redistribution: "))
+    assert still_connected()
+    return said
+
+
+def _product(text: str, *operands: torch.Tensor) -> Callable[[], Any]:
+    return lambda: xt.einsum(text, *operands, mesh=MESH)
+
+
 def _alike() -> None:
     """Calls in which all ranks fail alike, or rightly differ."""
     rank = dist.get_rank()
@@ -158,8 +187,10 @@ def _alike() -> None:
 
 def _always() -> list[str]:
     """Operations that know no `debug=`, where the environment asks for it."""
-    os.environ["XSHARD_DEBUG"] = "1"
-    importlib.reload(desync)
+    for value, is_on in (("0", False), ("1", True)):
+        os.environ["XSHARD_DEBUG"] = value
+        importlib.reload(desync)
+        assert desync.NEW is desync.ALWAYS is is_on
     odd, gathered, x = dist.get_rank() == 0, "d0 d1 | copy(a)", torch.ones(4, 4)
     said = [
         check_error(call, "DesyncError", *words)
@@ -220,9 +251,10 @@ def _between_two_meshes() -> list[str]:
 
 
 def _compared() -> list[str]:
+    said = _first_used()
     _alike()
     _missed()
-    said = [*_different(), *_flipped(), *_backward(), *_placed_otherwise(), *_between_two_meshes()]
+    said += [*_different(), *_flipped(), *_backward(), *_placed_otherwise(), *_between_two_meshes()]
     return said + _always()
 
 
@@ -316,12 +348,14 @@ def test_an_error_of_python_is_no_lost_peer() -> None:
 
 
 def _of_another_size(folder: str) -> None:
-    """Rank 0 has more rows than the others: gloo ends a process that gets more than it waits for."""
+    """Rank 0 has more rows than the others, and plans are not compared: gloo ends a process that gets more
+    than it waits for."""
     rank = dist.get_rank()
     _world_that_waits(folder, 3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with xs.use_profile("h100"):
-        said = error_of(_call(mesh=xs.Mesh(a=3), x=torch.ones(3 if rank == 0 else 2, 4), debug=False))
+    move = _call(mesh=xs.Mesh(a=3), x=torch.ones(3 if rank == 0 else 2, 4), debug=False)
+    with xs.use_profile("h100"), mock.patch.object(Executable, "is_new", False):  # as XSHARD_DEBUG=0
+        said = error_of(move)
     Path(folder, f"{rank}.txt").write_text("\n".join(said))
 
 

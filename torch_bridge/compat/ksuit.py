@@ -67,9 +67,8 @@ def all_gather_grad(
 ) -> Tensor:
     """The blocks of all ranks along `batch_dim`: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
 
-    sizes: the rows of the block of each rank. shape: the global shape, if rows are divided evenly, the first
-    ranks with one more. Without either, ranks on gloo first tell each other their rows, as gloo ends a process
-    that receives more than it expects; on other backends blocks are equal, as in the original.
+    sizes: the rows of each rank. shape: the global shape, if the first ranks have a row more. Without either,
+    ranks on gloo first tell each other their rows; on other backends blocks are equal, as in the original.
     Raises as `redistribute` does: DesyncError for blocks that differ in another dim or in dtype.
 
     >>> import torch, torch_bridge as xt

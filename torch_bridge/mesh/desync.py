@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +25,9 @@ from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
 from xshard.arguments import is_on
 
-# Whether every call is compared, as with `debug=True`.
+# Whether every call is compared, as with `debug=True`, and whether each new plan is, when it is first used.
 ALWAYS = is_on("XSHARD_DEBUG")
+NEW = os.environ.get("XSHARD_DEBUG") != "0"
 LISTED = 8  # most facts that an error lists
 ABSENT = b"absent"  # in the place of a report that did not come in time
 

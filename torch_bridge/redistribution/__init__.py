@@ -76,7 +76,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     the result on processes outside the destination. A plan needs no mesh: its device numbers are ranks.
     shape: the global shape, needed between two meshes, and if blocks differ in size and the layout does not
     give their sizes, as `n/sizes(dp,2,3)` does. Without it all blocks are assumed to have the shape of `x`:
-    if they do not, processes make different plans and may hang. For a tree: nested like `layouts`.
+    if they do not, processes make different plans. For a tree: nested like `layouts`.
     profile: the machine to plan for.
     comm_dtype: the dtype in which blocks travel and are added, or a pair for forward and backward; None is
     the dtype of `x`. A narrower one compresses, a wider one adds exactly.
@@ -94,7 +94,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (the gradient is not defined), on all processes, with the name of the tensor in a tree; ShapeError for
     a block that does not fit, on its own process: unless all processes raise it, the others wait for the
-    group's timeout, or raise too with `debug`. CollectiveError, on the others, when a process of the mesh has
+    group's timeout, or raise too with `debug`. DesyncError, on all processes, if they run different plans
+    that none of them has used before. CollectiveError, on the others, when a process of the mesh has
     ended. With `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
