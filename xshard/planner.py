@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, overload
 
 from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
-from xshard.contractions.expression import contraction, is_contraction
+from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths
 from xshard.contractions.solve import ContractionRequest, find_contraction
+from xshard.contractions.views import written
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of, precision
@@ -131,11 +132,8 @@ def plan(
             hint = "a number of floating point operations"
             raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
         limits: tuple[Any, ...] = limit_of(memory_limit), operations
-        lengths_by_name, shapes = whole_lengths(sizes, shape)
-        by_name = None if lengths_by_name is None else tuple(lengths_by_name.items())
-        return plan_contraction(
-            expression, mesh, by_name, shapes, dtype, profile, *limits, objective or BOTH, overlap
-        )
+        call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
+        return plan_contraction(call, mesh, shapes, dtype, profile, *limits, objective or BOTH, overlap)
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
         hint = "shape= is the shape of the array"
@@ -152,10 +150,9 @@ def plan(
 
 @lru_cache(maxsize=4096)
 def plan_contraction(
-    text: str,
+    call: Contraction,
     mesh: Mesh,
-    sizes: tuple[tuple[str, int], ...] | None,
-    shapes: tuple[tuple[int, ...], ...] | None,
+    shapes: Shapes,
     dtype: object,
     profile: str | Path | Profile,
     memory_limit: int | None,
@@ -163,20 +160,22 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction for the bridges, cached; without an objective, by its dtype."""
-    parsed, name = contraction(text), name_of(dtype)
+    """`plan` of a contraction without `...`, cached. shapes: of operands with one dim per name.
+
+    Without an objective, by its dtype.
+    """
+    name = name_of(dtype)
     objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
-    for layout in (*parsed.operands, parsed.result):
-        check_axes(layout, mesh, text)
-    operands = parsed, mesh, shapes_of(parsed, None if sizes is None else dict(sizes), shapes)
+    for layout in (*call.operands, call.result):
+        check_axes(layout, mesh, call.text)
     machine = name, load_profile(profile)
-    request = ContractionRequest(*operands, *machine, memory_limit, flops_limit, objective, overlap)
-    with mark_errors(text):
-        _ = request.shardings  # a wrong shape is found before the cache of plans is asked
+    request = ContractionRequest(call, mesh, shapes, *machine, memory_limit, flops_limit, objective, overlap)
+    with mark_errors(call.text):
+        _ = request.shardings, written(call, mesh, shapes)  # errors come before the cache of plans
     return find_contraction(request)
 
 

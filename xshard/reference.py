@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from xshard import dtypes
 from xshard.arguments import lengths_of
 from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.views import by_name
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -141,7 +144,11 @@ def _contracted(
     """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
-    left = [checked_blocks(x, move.source) for x, move in zip(operands, plan.moves, strict=True)]
+    *arrays, result_array = plan.arrays
+    left = [
+        _by_name(checked_blocks(x, array), array, move.source)
+        for x, array, move in zip(operands, arrays, plan.moves, strict=True)
+    ]
     held = []
     for part in plan.parts:
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
@@ -149,19 +156,43 @@ def _contracted(
         names = [move.dst.names for move in part.moves]
         result = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
         left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
-    return left[0], held
+    return [y.reshape(result_array.local_shape(i)) for i, y in enumerate(left[0])], held
 
 
 def _pulled(
     plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
 ) -> list[Operand]:
     """The cotangents of all operands, computed part by part, the last part first."""
-    held, left = _contracted(plan, operands)[1], [list(map(np.asarray, cotangents))]
+    held, array = _contracted(plan, operands)[1], plan.arrays[-1]
+    dual = array.with_layout(array.layout.dual)
+    left = [_by_name(list(map(np.asarray, cotangents)), dual, plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
         taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
         left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
-    return left
+    return [
+        _as_written(x, array, move.source)
+        for x, array, move in zip(left, plan.arrays, plan.moves, strict=False)
+    ]
+
+
+def _by_name(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+    """Blocks of an array as it is written -> with one dim per name."""
+    found = []
+    for device, x in enumerate(blocks):
+        rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+        found.append(by_name(x, array.layout, named, named.local_shape(device), rows))
+    return found
+
+
+def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+    """The adjoint of `_by_name`: zeros where it takes nothing."""
+    shapes = [array.local_shape(device) for device in range(array.mesh.n_devices)]
+    places = _by_name([np.arange(math.prod(shape)).reshape(shape) for shape in shapes], array, named)
+    found = [np.zeros(shape, x.dtype) for shape, x in zip(shapes, blocks, strict=True)]
+    for y, x, at in zip(found, blocks, places, strict=True):
+        y.reshape(-1)[at] = x
+    return found
 
 
 def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:

@@ -19,9 +19,11 @@ from jax_bridge.einsum import Choices, check_given, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
 from xshard import ContractionPlan, Profile
+from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import Shapes, check_operands, shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
+from xshard.contractions.views import written_shapes
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
@@ -65,41 +67,43 @@ def einsum(
         what = "PRNG keys cannot be multiplied"
         raise DtypeError(what, text=text, hint="redistribute and reshard move them")
     own_shapes = tuple(x.shape for x in arrays)
-    check_operands(call, own_shapes)
-    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))
+    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))[1]
+    call = for_operands(call, own_shapes)
+    given = expression if isinstance(expression, ContractionPlan) else call
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
     options = Choices(profile, overlap, preferred, precision)
     axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(expression, arrays, mesh, shapes, options)
+        return einsum_blocks(given, arrays, mesh, shapes, options)
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
-    check_shapes(shapes or own_shapes, own_shapes, text)
+    if shapes is None:
+        shapes = given.shapes if isinstance(given, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
+    check_shapes(written_shapes(call, shapes)[:-1], own_shapes, text)
     options = options._replace(profile=machine(profile, here.here))
-    plan, sources, run = _program(expression, here, own_shapes, dtype, options)
+    plan, sources, run = _program(given, here, shapes, dtype, options)
     for x, source in zip(arrays, sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
     placed = [source.bring(x) for x, source in zip(arrays, sources, strict=True)]
-    return remember(run(*placed), plan.result.target)
+    return remember(run(*placed), plan.arrays[-1])
 
 
 @lru_cache(maxsize=4096)
 def _program(
-    expression: str | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+    given: Contraction | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
 ) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
     """A plan, the arrays that it expects, and a jitted function of all operands."""
-    call = contraction_of(expression)
-    text, layouts = call.text, (*call.operands, call.result)
-    free = mesh.free([axis for layout in layouts for axis in layout.axes], text)
-    if isinstance(expression, ContractionPlan):
-        plan = expression
+    call = given.contraction if isinstance(given, ContractionPlan) else given
+    text = call.text
+    free = mesh.free([axis for layout in call.arrays for axis in layout.axes], text)
+    if isinstance(given, ContractionPlan):
+        plan = given
         check_given(plan, shapes, dtype.name)
         mesh.free(plan.axes, text, plan.mesh)
     else:
-        plan = options.plan(text, free, shapes, dtype)
-    arrays = [*(move.source for move in plan.moves), plan.result.target]
-    *sources, target = (StoredArray.of(array, mesh, text) for array in arrays)
+        plan = options.plan(given, free, shapes, dtype)
+    *sources, target = (StoredArray.of(array, mesh, text) for array in plan.arrays)
     received = format_bytes(plan.bytes_received)
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 

@@ -78,8 +78,7 @@ def _traveller(trip: Trip) -> _Way:
 
 
 def _contracted(product: Product) -> _Way:
-    case, plan = product.chain, product.plan
-    sources, target = [move.source for move in plan.moves], plan.result.target
+    case, (*sources, target) = product.chain, product.plan.arrays
     options: Any = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap}
 
     def run(*blocks: jax.Array) -> list[jax.Array]:

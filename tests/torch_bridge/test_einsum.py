@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
-from tests.contractions.cases import CASES, Case
+from tests.contractions.cases import CASES, Case, spelled
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
@@ -43,15 +43,9 @@ def planned(case: Case) -> ContractionPlan:
     return xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
 
 
-def blocks_of(layout: xs.Layout, plan: ContractionPlan, seed: int) -> list[np.ndarray]:
+def blocks_of(array: xs.Sharding, seed: int) -> list[np.ndarray]:
     """Whole numbers for every device."""
-    lengths = {
-        name: n
-        for layout_, shape in zip(plan.contraction.operands, plan.shapes, strict=True)
-        for name, n in zip(layout_.names, shape, strict=True)
-    }
-    shape = tuple(lengths[name] for name in layout.names)
-    return oracle.random_blocks(layout, plan.mesh, shape, np.random.default_rng(seed), unit=4)
+    return oracle.random_blocks(array.layout, array.mesh, array.shape, np.random.default_rng(seed), unit=4)
 
 
 def _contracted(work: list[tuple[ContractionPlan, list[Any], Any]]) -> list[Any]:
@@ -98,24 +92,26 @@ def test_values_gradients_and_bytes(n: int) -> None:
     work = [
         (
             plan,
-            [blocks_of(layout, plan, i) for i, layout in enumerate(plan.contraction.operands)],
-            blocks_of(plan.contraction.result.dual, plan, 9),
+            [blocks_of(array, i) for i, array in enumerate(plan.arrays[:-1])],
+            blocks_of(plan.arrays[-1].with_layout(plan.arrays[-1].layout.dual), 9),
         )
         for plan in plans
     ]
     ranks = on_ranks(n, _contracted, work)
     for at, (plan, operands, cotangent) in enumerate(work):
-        given, case = plan.contraction, plan.text
-        ends = list(zip(given.operands, plan.shapes, strict=True))
+        *ends, end = [(array.layout, array.shape) for array in plan.arrays]
+        _, _, lengths, case = next(each for each in CASES if each[-1] == plan.text)
         wholes = [
             torch.from_numpy(oracle.gather(each, layout, plan.mesh, shape)).requires_grad_()
             for each, (layout, shape) in zip(operands, ends, strict=True)
         ]
-        expected = torch.einsum(dense([layout.names for layout, _ in ends], given.result.names), *wholes)
-        pulled = oracle.gather(cotangent, given.result.dual, plan.mesh, tuple(expected.shape))
+        names = [spelled(layout) for layout, _ in ends]
+        apart = (x.reshape([lengths[n] for n in dims]) for x, dims in zip(wholes, names, strict=True))
+        expected = torch.einsum(dense(names, spelled(end[0])), *apart).reshape(end[1])
+        pulled = oracle.gather(cotangent, end[0].dual, plan.mesh, end[1])
         gradients = torch.autograd.grad(expected, wholes, torch.as_tensor(pulled))
         blocks, found, forward, backward = zip(*(rank[at] for rank in ranks), strict=True)
-        y = oracle.gather(list(blocks), given.result, plan.mesh, tuple(expected.shape))
+        y = oracle.gather(list(blocks), end[0], plan.mesh, end[1])
         assert np.array_equal(y, expected.detach().numpy()), case
         for i, (layout, shape) in enumerate(ends):
             whole = oracle.gather([rank[i] for rank in found], layout.dual, plan.mesh, shape)
@@ -250,6 +246,14 @@ def _blocks() -> None:
         written = xt.einsum(SCHEMES[0], *operands, mesh=TP, save=save, profile="bandwidth")
         written += 1  # a tensor of its own
         assert (torch.autograd.grad(written.sum(), operands[1])[0] == 16).all()
+    # Names that the arrays' dims alone decide: of '...', of the parts of a composed dim, of a diagonal.
+    several = torch.stack([rows, 2 * rows])[:, None]
+    each = xt.einsum("... s/tp d, d f/tp -> ... f", several, columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)])
+    total = torch.ones(4) @ x @ w
+    assert torch.equal(each, torch.stack([total, 2 * total])[:, None])
+    pending = xt.einsum("... (h k)/tp, k f -> (h f)/tp", rows[0], columns[:2, :1], mesh=TP, async_op=True)
+    assert pending.shape == (2,) and torch.equal(pending.wait(), rows[0].view(2, 2) @ columns[:2, 0])
+    assert torch.equal(xt.einsum("s/tp s -> s/tp", rows, mesh=TP), block_of(x.diagonal(), "s/tp", TP))
     assert rows.is_contiguous() and torch.equal(rows, block_of(x, "s/tp d", TP)), (
         "operands are left as they are"
     )
@@ -280,6 +284,9 @@ def _placed() -> None:
         expected = torch.autograd.grad(((x @ w) ** 2).sum(), (x, w))
         assert [g.placements for g in found] == [rows.placements, columns.placements]
         assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), text
+    sizes = {"s": 2, "h": 2, "d": 4, "f": 1, "e": 4}
+    y = xt.einsum("(s h)/tp d, e (d f)/tp -> e f (s h)/tp", rows, columns, sizes=sizes)
+    assert y.placements == (Shard(2),) and torch.equal(y.full_tensor()[:, 0], w @ x.T)
     for text, second, options, part in (
         ("s/tp d, d/tp f -> s f", columns, {}, "placed as 'd f/tp' in"),
         ("s/tp d, d f/tp -> s f", w, {}, "not all operands are DTensors"),
@@ -322,7 +329,7 @@ ShapeError: a block of shape (2,) for 's/tp d' in
      ^^^^^^
   one name per dim
 ---
-ShapeError: dim 'd' is 4 long in one operand and 5 in another in
+ShapeError: dim 'd' is 4 long in one place and 5 in another in
     's/tp d, d f/tp -> s f/tp'
              ^
   a name stands for one length
@@ -424,6 +431,7 @@ def _compiled() -> None:
         ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given", "never"),
         ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used", "never"),
         ("b/tp d, d/tp f -> b/tp f", [(2, 4), (2, 3)], "used", "always"),
+        ("... (b d)/tp b, d f -> ... (b f)/tp", [(1, 2, 6, 4), (3, 3)], "given", "never"),
     ):
         draw = torch.Generator().manual_seed(0)
         x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)

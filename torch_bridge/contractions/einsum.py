@@ -18,10 +18,10 @@ from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard import Profile
-from xshard.contractions.placements import dim_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import shapes_of
+from xshard.contractions.shapes import for_operands, shapes_of
+from xshard.contractions.views import written_shapes
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 
@@ -131,14 +131,17 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
         raise MeshError(what, text=contraction.text, hint="all or none are")
     if call.mesh not in (None, mesh):
         raise MeshError(f"the DTensors are on {mesh!r}, not on {call.mesh!r}", hint="leave the mesh out")
-    shapes = shapes_of(contraction, None, [tuple(x.shape) for x in dtensors])
-    if call.shapes not in (None, shapes):
-        what = f"the DTensors have shapes {shapes}, not {call.shapes}"
+    own = tuple(tuple(x.shape) for x in dtensors)
+    contraction, shapes = for_operands(contraction, own), call.shapes
+    if shapes is None:
+        shapes = shapes_of(contraction, None, own)[1]
+    *operand_shapes, shape = written_shapes(contraction, shapes)
+    if tuple(operand_shapes) != own:
+        what = f"the DTensors have shapes {own}, not {tuple(operand_shapes)}"
         raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
-    lengths = dim_lengths(contraction.operands, shapes)
-    shape = tuple(lengths[name] for name in contraction.result.names)
-    to_placements(contraction.result, mesh, shape)  # raises if no DTensor is placed so
-    placed = zip(dtensors, contraction.operands, text_spans(contraction.text).layouts, strict=False)
+    result = contraction.arrays[-1]
+    to_placements(result, mesh, shape)  # raises if no DTensor is placed so
+    placed = zip(dtensors, contraction.arrays, text_spans(contraction.text).layouts, strict=False)
     blocks = [local_of(x, layout, contraction.text, span) for x, layout, span in placed]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
-    return as_dtensor(as_tensor(y), contraction.result, mesh, shape)
+    return as_dtensor(as_tensor(y), result, mesh, shape)

@@ -97,10 +97,14 @@ def parse_sides(text: str) -> tuple[Parsed, Parsed]:
 
 
 def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
-    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`."""
-    parser = _Parser(text)
+    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`.
+
+    A dim may be composed, `(h d)/tp`. The second dim of a name in an operand, for a diagonal, is named `i'`.
+    """
+    parser = _Parser(text, composes=True, repeats=True)
     operands = parser.operands()
     parser.expect(ARROW, hint="a contraction reads: layout, layout -> layout")
+    parser.repeats = False
     result: Parsed = ((), ()) if parser.kind == "end" else parser.layout()
     parser.expect("end")
     return operands, result
@@ -118,7 +122,7 @@ def parse_signature(text: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...]]:
 
 def text_spans(text: str) -> TextSpans:
     """The positions that later errors mark, in a text that parses."""
-    parser = _Parser(text)
+    parser = _Parser(text, composes=True, repeats=True)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
         parser.operands()
@@ -135,6 +139,11 @@ def mark_errors(text: str | None) -> Iterator[None]:
             raise
         span = next((span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None)
         raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
+
+
+def parts_of(dim: Dim) -> list[str]:
+    """The names of a dim of a contraction: of `(h d)` both, of the second `i`, which is `i'`, that one."""
+    return [name.rstrip("'") for name in dim.name.strip("()").split()]
 
 
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
@@ -161,9 +170,13 @@ _NUMBERS = {
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar, which records the positions of names."""
+    """Recursive descent over the grammar, which records the positions of names.
 
-    def __init__(self, text: str) -> None:
+    composes: a dim may be `(h d)`. repeats: a name may be that of two dims.
+    """
+
+    def __init__(self, text: str, *, composes: bool = False, repeats: bool = False) -> None:
+        self.composes, self.repeats = composes, repeats
         self.names: set[str] = set()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
         super().__init__(text)
@@ -177,7 +190,7 @@ class _Parser(Scanner):
     def layout(self) -> Parsed:
         start, self.names = self.span[0], set()
         dims: list[Dim] = []
-        while self.kind in ("name", ELLIPSIS):
+        while self.kind in ("name", ELLIPSIS) or self.is_composed:
             dims.append(self.dim())
         is_scalar = not dims and self.take("(")
         if is_scalar:
@@ -192,13 +205,33 @@ class _Parser(Scanner):
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
 
-    def dim(self) -> Dim:
+    @property
+    def is_composed(self) -> bool:
+        return self.composes and self.kind == "(" and not self.text[self.at :].lstrip().startswith(")")
+
+    def name(self) -> str:
+        """A name that may be new; a later one of the same gets an apostrophe if it may not."""
         name, span = self.value, self.span
         self.advance()
-        if name in self.names:
-            raise self.error(f"dim {name!r} is named twice", span, "a diagonal is taken before")
+        if name in self.names and (name == ELLIPSIS or not self.repeats):
+            raise self.error(f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i")
+        while name in self.names:
+            name += "'"
         self.names.add(name)
         self.spans.dims.append((name, span))
+        return name
+
+    def dim(self) -> Dim:
+        span = self.span
+        if self.take("("):
+            parts = list[str]()
+            while self.kind == "name":
+                parts.append(self.name())
+            self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
+            name = f"({' '.join(parts)})"
+            self.spans.dims.append((name, (span[0], self.end)))
+        else:
+            name = self.name()
         shards: list[Shard] = []
         if name == ELLIPSIS and self.kind in ("/", ":"):
             raise self.error("'...' stands for unsharded dims", hint="name the dim to shard or widen it")
@@ -213,7 +246,8 @@ class _Parser(Scanner):
             return Shard(self.axes())
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        if self.kind != "(":
+        is_order = name in (*ORDERS, SIZES, INTERVALS) or not self.composes or self.span[0] == self.end
+        if self.kind != "(" or not is_order:  # after a space a composed dim follows
             self.spans.axes.append((name, span))
             return Shard((name,))
         if name not in (*ORDERS, SIZES, INTERVALS):
