@@ -19,16 +19,15 @@ from jax import lax
 
 from jax_bridge.autodiff.product import multiplied
 from jax_bridge.calls import execute, with_entry_type
-from jax_bridge.lower.row_tables import mine
+from jax_bridge.lower.row_tables import mine, row_table
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
 from xshard import ContractionPlan, Mesh, Plan, Profile, Sharding, planner
 from xshard.contractions.expression import Contraction
-from xshard.contractions.plan import Part
+from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import Shapes, whole_shapes
-from xshard.contractions.views import by_name
+from xshard.contractions.views import named_block
 from xshard.errors import DtypeError, ShapeError
-from xshard.layout.runs import row_numbers
 from xshard.notation.parser import text_spans
 
 Move = Callable[[jax.Array, Plan], jax.Array]
@@ -58,7 +57,7 @@ def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
 
 def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
     """Raise ShapeError, marking the operand, for a shape that differs from the expected one."""
-    for i, (shape, other) in enumerate(zip(shapes, expected, strict=True)):
+    for i, (shape, other) in enumerate(zip(shapes, expected, strict=False)):
         if shape != other:
             span = text_spans(text).layouts[i]
             hint = "pass the expression alone, without sizes=, shape= or a plan"
@@ -73,13 +72,12 @@ def einsum_blocks(
     options: Choices,
 ) -> jax.Array:
     """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
-    dtype = jnp.result_type(*blocks)
+    call, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
-        plan, call = expression, expression.contraction
+        plan = expression
         here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
         check_given(plan, shapes or plan.shapes, dtype.name)
     else:
-        call = expression
         here, machine = machine_here(mesh, (*call.operands, call.result), call.text, options.profile)
         whole = shapes or whole_shapes(call, here, tuple(x.shape for x in blocks))
         plan = options._replace(profile=machine).plan(call, here, whole, dtype)
@@ -87,8 +85,8 @@ def einsum_blocks(
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_here(x.shape, array, call.text, inferred=shapes is None, start=span[0])
         x = with_entry_type(x, move, call.text, here.axes, span)
-        rows = partial(_rows, move.source)
-        left.append(by_name(x, array.layout, move.source, move.source.max_local_shape, rows))
+        named, rows = move.source, partial(_rows, move.source)
+        left.append(named_block(x, array.layout, named, named.max_local_shape, rows))
     moved = partial(_moved, here=here, text=plan.text)
     for part in plan.parts:
         operands = [left[i] for i in part.takes]
@@ -102,11 +100,8 @@ def einsum_blocks(
 
 
 def _rows(named: Sharding, name: str) -> jax.Array:
-    """The global rows of a dim in this device's block, and row 0 for padding."""
-    d = named.layout.dim_index(name)
-    axes = named.layout.dims[d].axes
-    rows = [row_numbers(held) for held in named.holders(d)]
-    return mine(np.array([np.resize(row, named.max_local_shape[d]) for row in rows]), axes)
+    """The global rows of a dim in this device's block."""
+    return mine(row_table(named, named.dim_index(name)), named.layout.dim(name).axes)
 
 
 def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:

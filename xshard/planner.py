@@ -81,6 +81,7 @@ def plan(
 
     A contraction sums the dims that the result lacks; its plan chooses where it is computed. It has several
     operands, or one with `sizes` or a list of its shape: with a plain shape it is a move, which sums nothing.
+    There `...` is any number of whole dims, `(h d)/tp` one composed dim, `i i` a diagonal.
 
     shape: the global shape; for a contraction, a list with the shape of every operand, unless `sizes` has the
     length of every dim by name. dtype: a name or a dtype of numpy, torch or JAX.

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from xshard import dtypes
 from xshard.arguments import lengths_of
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.views import by_name
+from xshard.contractions.views import named_block
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -144,11 +144,9 @@ def _contracted(
     """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
-    *arrays, result_array = plan.arrays
-    left = [
-        _by_name(checked_blocks(x, array), array, move.source)
-        for x, array, move in zip(operands, arrays, plan.moves, strict=True)
-    ]
+    *arrays, target = plan.arrays
+    ends = zip(operands, arrays, plan.moves, strict=True)
+    left = [by_name(checked_blocks(x, array), array, move.source) for x, array, move in ends]
     held = []
     for part in plan.parts:
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
@@ -156,43 +154,43 @@ def _contracted(
         names = [move.dst.names for move in part.moves]
         result = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
         left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
-    return [y.reshape(result_array.local_shape(i)) for i, y in enumerate(left[0])], held
+    return _as_written(left[0], target, plan.result.target), held
 
 
 def _pulled(
     plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
 ) -> list[Operand]:
     """The cotangents of all operands, computed part by part, the last part first."""
-    held, array = _contracted(plan, operands)[1], plan.arrays[-1]
-    dual = array.with_layout(array.layout.dual)
-    left = [_by_name(list(map(np.asarray, cotangents)), dual, plan.result.target)]
+    held = _contracted(plan, operands)[1]
+    left = [by_name(list(map(np.asarray, cotangents)), plan.arrays[-1], plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
         taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
         left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
-    return [
-        _as_written(x, array, move.source)
-        for x, array, move in zip(left, plan.arrays, plan.moves, strict=False)
-    ]
+    ends = zip(left, plan.arrays, plan.moves, strict=False)
+    return [_as_written(x, array, move.source) for x, array, move in ends]
 
 
-def _by_name(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
-    """Blocks of an array as it is written -> with one dim per name."""
-    found = []
-    for device, x in enumerate(blocks):
-        rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
-        found.append(by_name(x, array.layout, named, named.local_shape(device), rows))
-    return found
+def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
+    """Blocks of an array as a contraction writes it -> with one dim per name."""
+    return [x.reshape(-1)[at] for x, at in zip(blocks, _places_by_name(array, named), strict=True)]
 
 
 def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
-    """The adjoint of `_by_name`: zeros where it takes nothing."""
-    shapes = [array.local_shape(device) for device in range(array.mesh.n_devices)]
-    places = _by_name([np.arange(math.prod(shape)).reshape(shape) for shape in shapes], array, named)
-    found = [np.zeros(shape, x.dtype) for shape, x in zip(shapes, blocks, strict=True)]
-    for y, x, at in zip(found, blocks, places, strict=True):
+    """The adjoint of `by_name`: zeros where it takes nothing."""
+    found = [np.zeros(array.local_shape(device), x.dtype) for device, x in enumerate(blocks)]
+    for y, x, at in zip(found, blocks, _places_by_name(array, named), strict=True):
         y.reshape(-1)[at] = x
     return found
+
+
+def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
+    """For every device, the places that it takes from its block."""
+    for device in range(array.mesh.n_devices):
+        shape = array.local_shape(device)
+        rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
 
 
 def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:

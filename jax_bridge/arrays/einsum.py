@@ -23,7 +23,6 @@ from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
-from xshard.contractions.views import written_shapes
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
@@ -44,7 +43,8 @@ def einsum(
     Inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` over the axes that the expression names, they
     are blocks, as for `redistribute`; outside, global arrays, as for `reshard`.
     expression: `"layout, layout -> layout"`, in which dims that the right side lacks are summed, or a plan of
-    one. mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
+    one; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
+    mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
     or shape: the global shape of every operand; by default the arrays', or, assuming that all blocks are
     equal, as the blocks say. Uneven blocks are padded, as in `redistribute`.
     profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
@@ -79,9 +79,9 @@ def einsum(
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     if shapes is None:
         shapes = given.shapes if isinstance(given, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
-    check_shapes(written_shapes(call, shapes)[:-1], own_shapes, text)
     options = options._replace(profile=machine(profile, here.here))
     plan, sources, run = _program(given, here, shapes, dtype, options)
+    check_shapes(tuple(array.shape for array in plan.arrays), own_shapes, text)
     for x, source in zip(arrays, sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
@@ -94,7 +94,7 @@ def _program(
     given: Contraction | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
 ) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
     """A plan, the arrays that it expects, and a jitted function of all operands."""
-    call = given.contraction if isinstance(given, ContractionPlan) else given
+    call = contraction_of(given)
     text = call.text
     free = mesh.free([axis for layout in call.arrays for axis in layout.axes], text)
     if isinstance(given, ContractionPlan):
@@ -102,7 +102,7 @@ def _program(
         check_given(plan, shapes, dtype.name)
         mesh.free(plan.axes, text, plan.mesh)
     else:
-        plan = options.plan(given, free, shapes, dtype)
+        plan = options.plan(call, free, shapes, dtype)
     *sources, target = (StoredArray.of(array, mesh, text) for array in plan.arrays)
     received = format_bytes(plan.bytes_received)
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)

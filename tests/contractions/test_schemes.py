@@ -115,19 +115,28 @@ def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
 SIZES = {"b": 8, "d": 4, "f": 4}
 GIVEN = [{}, {"sizes": {"b": 8, "d": 4}}, {"sizes": SIZES | {"q": 1}}, {"shape": [[8, 4]]}, {"shape": 8}]
 GIVEN += [{"shape": [[8, 4], [6, 4]]}, {"shape": [[8, 4], [4]]}, {"sizes": SIZES}, {"shape": [[12], [8]]}]
-GIVEN += [{"shape": [[12], [4]]}, {"sizes": {"b": 3, "d": 4}}, {"shape": [[1, 3, 3], [1, 1]]}]
+GIVEN += [
+    {"shape": [[12], [4]]},
+    {"sizes": {"b": 3, "d": 4}},
+    {"sizes": {"b": 8, "d": 4}},
+    {"shape": [[1, 3, 3], [1, 1]]},
+]
 REFUSED = """
 b d, d f -> b f   no shapes   sizes={"b": 8, ...}, or shape=[(8, ...), ...] with one shape per operand
 b d, d «f» -> b f   sizes has no length for dim 'f'   sizes has: b=8, d=4
 b d, d f -> b f   sizes has dim 'q'   dims are: b, d, f
 b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
 b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
-b d, «d» f -> b f   dim 'd' is 4 long in one place and 6 in another   a name stands for one length
+b d, «d» f -> b f   dim 'd' is 6 long, elsewhere d=4   a name stands for one length; sizes= says all of them
 b d, «d f» -> b f   an array of 1 dims, (4,), for 'd f'   one dim per name
 «...» d, d f -> ... f   sizes has no length for dim '...'   pass shape= with one shape per operand
-«(b d)», b -> d   dim '(b d)' is 12 long, known is b=8   pass sizes= with the length of every name
-«(b d)», f -> d   dim '(b d)' is 12 long, known is no part   pass sizes= with the length of every name
-«(b d)/tp» -> b   'b' is 3 long, not a multiple of 2 parts   leave the dim whole
+«(b d)», b -> d   dim 'b d' is 12 long, elsewhere b=8   a name stands for one length; sizes= says all of them
+«(b d)», f -> d   dim 'b d' is 12 long, elsewhere no part is known
+    a name stands for one length; sizes= says all of them
+«(b d)/tp» -> b   blocks may end within a row of 'b', which is 3 long
+    it takes equal parts or zigzags of these rows
+«(b d)/cyclic(tp)» -> b   blocks may end within a row of 'b', which is 8 long
+    it takes equal parts or zigzags of these rows
 b ..., «... f» -> b f   '...' stands for 2 and for 1 dims   it stands for the same dims everywhere
 """
 

@@ -121,9 +121,7 @@ b d, d f -> b «q»   NotationError: dim 'q' of the result is in no operand   th
 «h/tp:halo(1,1)» d, d f -> h f   NotationError: an overlap in a contraction
     trim halos first
 i/dp b «i/tp» -> b   NotationError: two dims 'i' are sharded
-    redistribute the array first: to a layout in which one of them is whole
-«(b d)/cyclic(dp)» -> b   NotationError: blocks of a composed dim that split its first name
-    redistribute the array first: to contiguous blocks or a zigzag
+    redistribute the array first, so that one of them is whole
 b (d«/»tp f) -> b   NotationError: expected ')', found '/'
     a composed dim has names alone and is sharded as a whole: (h d)/tp
 b d -> b «b»   NotationError: dim 'b' is named twice   an einsum takes diagonals: i i -> i

@@ -157,7 +157,7 @@ def _names(layout: xs.Layout, *, once: bool = False) -> tuple[str, ...]:
 def planned(case: Contraction) -> Product:
     """The contraction, its plan, whole numbers for its operands, and cotangents where there are gradients."""
     has_gradients = case.dtype[0] != "i"
-    call, shapes = shapes_of(contraction(case.text), case.sizes, None)
+    call, shapes = shapes_of(contraction(case.text), tuple(case.sizes.items()), None)
     plan = plan_contraction(call, case.mesh, shapes, case.dtype, case.profile, None, None, None, case.overlap)
     if case.seed % 8 == 0:
         assert xs.ContractionPlan.from_json(plan.to_json()) == plan, "another plan in JSON"

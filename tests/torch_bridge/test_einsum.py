@@ -324,15 +324,15 @@ MeshError: one operand is cpu, another meta in
 ShapeError: the block or gradient is sparse (torch.sparse_coo)
   x.to_dense(); a gradient is dense with embedding(sparse=False)
 ---
-ShapeError: a block of shape (2,) for 's/tp d' in
+ShapeError: an array of 1 dims, (2,), for 's/tp d' in
     's/tp d, d f/tp -> s f/tp'
      ^^^^^^
-  one name per dim
+  one dim per name
 ---
-ShapeError: dim 'd' is 4 long in one place and 5 in another in
+ShapeError: dim 'd' is 5 long, elsewhere d=4 in
     's/tp d, d f/tp -> s f/tp'
              ^
-  a name stands for one length
+  a name stands for one length; sizes= says all of them
 ---
 ShapeError: the block of operand 2 on rank 0 has shape (4, 3), not (4, 2) in
     's/tp d, d f/tp -> s f/tp'

@@ -26,7 +26,7 @@ from xshard import Profile
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
+from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
@@ -163,19 +163,14 @@ TRACED["einsum"] = _traced
 def _for_operands(given: Contraction, blocks: Sequence[Block]) -> Contraction:
     """The contraction of such blocks. Raises XshardError unless each operand has one, all of one kind."""
     check_number(given, blocks)
-    given = given.resolved(len(shape) for shape, *_ in blocks)
     check_device(blocks[0][2])
-    spans = text_spans(given.text).layouts
-    for layout, (shape, *kind), span in zip(given.arrays, blocks, spans, strict=False):
+    for (_, *kind), span in zip(blocks, text_spans(given.text).layouts, strict=False):
         for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
             if one != other:
                 what = f"one operand is {one}, another {other}"
                 hint = "x.to(...): they are multiplied as they are"
                 raise error(what, text=given.text, span=span, hint=hint)
-        if len(shape) != len(layout.names):
-            what = f"a block of shape {tuple(shape)} for '{layout}'"
-            raise ShapeError(what, text=given.text, span=span, hint="one name per dim")
-    return given
+    return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
 
 
 def check_number(given: Contraction, tensors: Sequence[object]) -> None:

@@ -16,12 +16,12 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Profile
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of
-from xshard.contractions.views import written_shapes
+from xshard.contractions.views import written
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 
@@ -42,9 +42,10 @@ def einsum(
     """This process's blocks of the operands -> its block of their contraction, differentiable.
 
     `"b s/tp d, d f/tp -> b s f/tp"`: every operand under its layout, and the result, in which dims that it
-    lacks are summed. Operands are moved as the plan says, each process contracts its blocks, and the result
-    is moved: a new tensor, contiguous. All processes of the mesh call it, with equal arguments except the
-    values of blocks, and with equal `requires_grad`.
+    lacks are summed; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
+    Operands are moved as the plan says, each process contracts its blocks, and the result is moved: a new
+    tensor, contiguous. All processes of the mesh call it, with equal arguments except the values of blocks,
+    and with equal `requires_grad`.
 
     expression: text, or a plan (`xshard.plan`), which is run as it is. Axes that it does not name are left
     alone: blocks may differ along them.
@@ -135,13 +136,12 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     contraction, shapes = for_operands(contraction, own), call.shapes
     if shapes is None:
         shapes = shapes_of(contraction, None, own)[1]
-    *operand_shapes, shape = written_shapes(contraction, shapes)
-    if tuple(operand_shapes) != own:
-        what = f"the DTensors have shapes {own}, not {tuple(operand_shapes)}"
+    *arrays, result = written(contraction, mesh_of(mesh), shapes)
+    if (needed := tuple(array.shape for array in arrays)) != own:
+        what = f"the DTensors have shapes {own}, not {needed}"
         raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
-    result = contraction.arrays[-1]
-    to_placements(result, mesh, shape)  # raises if no DTensor is placed so
+    to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
     placed = zip(dtensors, contraction.arrays, text_spans(contraction.text).layouts, strict=False)
     blocks = [local_of(x, layout, contraction.text, span) for x, layout, span in placed]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
-    return as_dtensor(as_tensor(y), result, mesh, shape)
+    return as_dtensor(as_tensor(y), result.layout, mesh, result.shape)

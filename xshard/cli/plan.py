@@ -153,7 +153,7 @@ def show(
     else:
         einsum = contraction(layout)
         layouts = [*einsum.operands, einsum.result]
-        shapes_of(einsum, lengths["sizes"], None)  # raises for lengths that do not fit
+        shapes_of(einsum, tuple(lengths["sizes"].items()), None)  # raises for lengths that do not fit
     for each in layouts:
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:

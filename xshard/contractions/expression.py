@@ -26,9 +26,9 @@ from xshard.notation.parser import (
 
 @dataclass(frozen=True)
 class Contraction:
-    """The layouts of operands and result, with one dim per name, and the text that errors mark.
+    """The layouts of operands and result with one dim per name, the text that errors mark, and its layouts.
 
-    arrays: operands and result as the text writes them, where a dim may be composed or a name stand twice.
+    arrays: these, operands and result, in which a dim may be composed and a name stand twice.
     """
 
     operands: tuple[Layout, ...]
@@ -125,13 +125,8 @@ def _by_name(layout: Layout) -> Layout:
     for dim in layout.dims:
         first, *rest = parts_of(dim)
         if dim.shards and shards.get(first):
-            hint = "redistribute the array first: to a layout in which one of them is whole"
+            hint = "redistribute the array first, so that one of them is whole"
             raise NotationError(f"two dims {first!r} are sharded", text=str(dim), hint=hint)
-        if rest and any(shard.numbers or shard.order == "cyclic" for shard in dim.shards):
-            hint = "redistribute the array first: to contiguous blocks or a zigzag"
-            raise NotationError(
-                "blocks of a composed dim that split its first name", text=str(dim), hint=hint
-            )
         shards[first] = shards.get(first) or dim.shards
         shards |= {name: () for name in rest if name not in shards}
     order = sorted(shards, key=lambda name: names[name] > 1)

@@ -257,8 +257,10 @@ class ContractionPlan(Pictured):
             )
 
 
-def contraction_of(expression: str | ContractionPlan) -> Contraction:
+def contraction_of(expression: str | Contraction | ContractionPlan) -> Contraction:
     """The contraction of a text or of a plan. Raises NotationError."""
+    if isinstance(expression, Contraction):
+        return expression
     return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
 
 

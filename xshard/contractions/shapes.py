@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from xshard.arguments import lengths_of, shown, whole_number
@@ -11,17 +12,18 @@ from xshard.contractions.expression import Contraction
 from xshard.errors import ShapeError
 from xshard.layout import Mesh
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ELLIPSIS, Dim, parts_of, text_spans
+from xshard.notation.parser import ELLIPSIS, parts_of, text_spans
 
 Shapes = tuple[tuple[int, ...], ...]
+Sizes = tuple[tuple[str, int], ...]  # lengths by name
 
 
-def whole_lengths(sizes: Any, shape: Any) -> tuple[dict[str, int] | None, tuple[tuple[int, ...], ...] | None]:
-    """Lengths by name, and shapes, as users write them -> the same in ints, or ShapeError."""
+def whole_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
+    """Lengths by name, and shapes, as users write them -> the same in tuples of ints, or ShapeError."""
     if sizes is not None:
         if not isinstance(sizes, Mapping):
             raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
-        sizes = {name: _length(f"dim {name!r} in sizes", n) for name, n in sizes.items()}
+        sizes = tuple((name, _length(f"dim {name!r} in sizes", n)) for name, n in sizes.items())
     if shape is not None:
         shapes = tuple(shape) if whole_number(shape) is None else (shape,)
         shapes = (shapes,) if all(whole_number(n) is not None for n in shapes) else shapes
@@ -36,12 +38,11 @@ def _length(what: str, value: Any) -> int:
     return length
 
 
-def shapes_of(
-    call: Contraction, sizes: Mapping[str, int] | None, shapes: Sequence[tuple[int, ...]] | None
-) -> tuple[Contraction, Shapes]:
-    """Lengths by name, or all global shapes -> the contraction without `...`, and a length for every name.
+@lru_cache(maxsize=4096)
+def shapes_of(call: Contraction, sizes: Sizes | None, shapes: Shapes | None) -> tuple[Contraction, Shapes]:
+    """Lengths by name, or all global shapes -> the contraction without `...`, and shapes by name of operands.
 
-    The lengths are a shape for every operand. Raises ShapeError.
+    A shape by name has a length for every name of an operand. Raises ShapeError.
     """
     text, operands = call.text, call.operands
     if (sizes is None) == (shapes is None):
@@ -50,29 +51,21 @@ def shapes_of(
         hint = f'sizes={{"{first}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
         raise ShapeError(what, text=text, hint=hint)
     if shapes is None:
-        return call, _from_sizes(call, sizes or {})
+        return call, _from_sizes(call, dict(sizes or ()))
     call = for_operands(call, shapes)
     lengths: dict[str, int] = {}
-    composed: list[tuple[int, Dim, int]] = []
-    for i, (layout, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
-        for dim, length in zip(layout.dims, shape, strict=True):
-            [name, *rest] = parts_of(dim)
-            if rest:
-                composed.append((i, dim, length))
-            elif lengths.setdefault(name, length) != length:
-                what = f"dim {name!r} is {lengths[name]} long in one place and {length} in another"
-                span = _dim_span(call, i, dim.name)
-                raise ShapeError(what, text=text, span=span, hint="a name stands for one length")
-    composed.sort(key=lambda each: len(set(parts_of(each[1])) - lengths.keys()))
-    for i, dim, length in composed:
-        unknown = set(parts_of(dim)) - lengths.keys()
-        known = math.prod(lengths.get(name, 1) for name in parts_of(dim))
+    pairs = zip(call.arrays, shapes, strict=False)
+    dims = [(i, *dim) for i, (x, shape) in enumerate(pairs) for dim in zip(x.dims, shape, strict=True)]
+    for i, dim, length in sorted(dims, key=lambda each: len(parts_of(each[1]))):
+        unknown = set(parts := parts_of(dim)) - lengths.keys()
+        known = math.prod(lengths.get(name, 1) for name in parts)
         if len(unknown) == 1 and known and length % known == 0:
             lengths[unknown.pop()] = length // known
         elif unknown or known != length:
-            have = ", ".join(f"{n}={lengths[n]}" for n in parts_of(dim) if n in lengths) or "no part"
-            what, span = f"dim {dim.name!r} is {length} long, known is {have}", _dim_span(call, i, dim.name)
-            raise ShapeError(what, text=text, span=span, hint="pass sizes= with the length of every name")
+            have = " and ".join(f"{name}={lengths[name]}" for name in parts if name in lengths)
+            what = f"dim '{' '.join(parts)}' is {length} long, elsewhere {have or 'no part is known'}"
+            hint = "a name stands for one length; sizes= says all of them"
+            raise ShapeError(what, text=text, span=_dim_span(call, i, dim.name), hint=hint)
     return call, tuple(tuple(lengths[name] for name in layout.names) for layout in call.operands)
 
 
@@ -121,8 +114,8 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
     operands = list(zip(call.arrays, blocks, strict=False))
     dims = [pair for layout, block in operands for pair in zip(layout.dims, block, strict=True)]
     unsharded = {str(parts_of(dim)): rows for dim, rows in dims if not dim.shards}
-    shapes = []
+    shapes = list[tuple[int, ...]]()
     for layout, block in operands:
         known = {dim.name: unsharded.get(str(parts_of(dim))) for dim in layout.dims if dim.shards}
         shapes.append(global_shape(layout, mesh, block, call.text, known))
-    return shapes_of(call, None, shapes)[1]
+    return shapes_of(call, None, tuple(shapes))[1]

@@ -14,33 +14,31 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import parts_of
 
 
-def written_shapes(call: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of operands with one dim per name -> those of all arrays as they are written."""
-    n = dim_lengths(call.operands, shapes)
-    return tuple(tuple(math.prod(n[name] for name in parts_of(d)) for d in x.dims) for x in call.arrays)
-
-
 def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> tuple[Sharding, ...]:
     """The operands and the result as they are written. shapes: of the operands, a length per name.
 
     Raises ShapeError unless the blocks of a composed dim are blocks of its first name.
     """
-    lengths = dim_lengths(call.operands, shapes)
+    lengths, arrays = dim_lengths(call.operands, shapes), list[Sharding]()
     for layout in call.arrays:
         for dim in layout.dims:
             first, *rest = parts_of(dim)
             n = mesh.size(*dim.axes) * 2 ** sum(shard.order == "zigzag" for shard in dim.shards)
-            if rest and lengths[first] % n:
-                what, hint = (f"{first!r} is {lengths[first]} long", "leave the dim whole")
-                raise ShapeError(f"{what}, not a multiple of {n} parts", text=str(dim), hint=hint)
-    pairs = zip(call.arrays, written_shapes(call, shapes), strict=True)
-    return tuple(Sharding(layout, mesh, shape) for layout, shape in pairs)
+            in_turn = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
+            if rest and (in_turn or lengths[first] % n):
+                what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
+                raise ShapeError(what, text=str(dim), hint="it takes equal parts or zigzags of these rows")
+        shape = (math.prod(lengths[name] for name in parts_of(dim)) for dim in layout.dims)
+        arrays.append(Sharding(layout, mesh, tuple(shape)))
+    return tuple(arrays)
 
 
-def by_name(x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]) -> Any:
-    """A block under a layout as it is written -> the block under `named`, of shape `block`, differentiable.
+def named_block(
+    x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
+) -> Any:
+    """A block under a layout as it is written -> the block, of shape `block`, under `named`.
 
-    x: an array of numpy, torch or JAX. rows: the global rows of a name in the block.
+    x: of numpy, torch or JAX, which have its gradient. rows: the global rows of a name in the block.
     """
     here, whole = (dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape))
     names, lengths, picked = list[str](), list[int](), list[int]()

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 
 from xshard import reference
-from xshard.contractions.placements import dim_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.dtypes import itemsize, n_bytes, numpy_dtype, precision
 from xshard.errors import DtypeError, ShapeError, XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
-from xshard.notation.parser import parts_of
 from xshard.planner import plan as make_plan
 from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
 from xshard.runtimes.processes import FunctionError
@@ -119,27 +117,26 @@ def audit(question: Question, answer: Answer) -> Verdict:
 
     Gradients are right but for the scales of means; a max has winners, so they are not compared.
     """
-    plan, sources, target = question.plan, question.shardings, target_of(question.plan)
-    moves = plan.moves if isinstance(plan, ContractionPlan) else (plan,)
-    lengths = dim_lengths((move.src for move in moves), (move.shape for move in moves))
-    arrays = [_named(x, source, lengths) for x, source in zip(question.inputs, sources, strict=True)]
-    [result] = reference.contract(arrays, _names(target))
-    forward = _error_in_array(answer.outputs[OUTPUT], result.reshape(target.shape), target)
+    plan, given, end = question.plan, question.shardings, target_of(question.plan)
+    sources, target = given, end
+    if isinstance(plan, ContractionPlan):
+        sources, target = tuple(move.source for move in plan.moves), plan.result.target
+    inputs = map(reference.by_name, question.inputs, given, sources)
+    arrays = [_named(x, source) for x, source in zip(inputs, sources, strict=True)]
+    [result] = reference.contract(arrays, target.layout.names)
+    forward = _error_in_array(reference.by_name(answer.outputs[OUTPUT], end, target), result, target)
     if not is_linear(plan):
         return Verdict(forward, None)
-    dual, errors = target.with_layout(target.layout.dual), [0.0]
-    cotangent = _named(question.cotangents, dual, lengths)
-    for i, (source, (names, [x])) in enumerate(zip(sources, arrays, strict=True)):
+    cotangents, errors = reference.by_name(question.cotangents, end, target), [0.0]
+    cotangent = _named(cotangents, target.with_layout(target.layout.dual))
+    for i, source in enumerate(sources):
         others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
-        once = tuple(dict.fromkeys(names))  # of a name that repeats, the diagonal has the gradient
-        [places] = reference.contract([(names, [np.arange(x.size).reshape(x.shape)])], once)
-        gradient = np.zeros(x.size, x.dtype)
-        [gradient[places]] = reference.contract_gradient(others, once, [places])
-        gradient = gradient.reshape(source.shape)
+        [gradient] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
         if (scale := source.scale / target.scale) != 1:
             [gradient] = Scale(scale).run([gradient], source)
         dual = source.with_layout(source.layout.dual)
-        errors.append(_error_in_array((answer.gradients or {})[i], gradient, dual))
+        own = reference.by_name((answer.gradients or {})[i], given[i], source)
+        errors.append(_error_in_array(own, gradient, dual))
     return Verdict(forward, max(errors))
 
 
@@ -149,16 +146,10 @@ def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> f
     return max((largest_error(got[key], want[key]) for key in want), default=0.0)
 
 
-def _names(sharding: Sharding) -> tuple[str, ...]:
-    return tuple(name for dim in sharding.layout.dims for name in parts_of(dim))
-
-
-def _named(
-    blocks: Blocks, sharding: Sharding, lengths: Mapping[str, int]
-) -> tuple[tuple[str, ...], list[Block]]:
-    """The names of the dims of the array in some blocks, and the array with a dim for each."""
+def _named(blocks: Blocks, sharding: Sharding) -> tuple[tuple[str, ...], list[Block]]:
+    """The dims of the array in some blocks, and the array."""
     array = reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
-    return _names(sharding), [array.reshape([lengths[name] for name in _names(sharding)])]
+    return sharding.layout.names, [array]
 
 
 def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -> float:
