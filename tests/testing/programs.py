@@ -271,7 +271,7 @@ MISTAKES = {
     "batch statistics per device": Mistake("normed", partial(normed, own=True), "output", "own statistics",
         "of its own part along dp"),
     "auxiliary loss per device": Mistake("balanced", partial(balanced, own=True), "output", "own statistics",
-        "an auxiliary loss per rank", "what '() | mean(dp) -> ()'", "dp=2,tp=1", False),
+        "a loss per rank", "what '() | mean(dp) -> ()'", "dp=2,tp=1", False),
     "residual inside the sum": Mistake("residual", partial(residual, inside=True), "output",
         "counted argument", "[0] is counted"),
     "dropout per device": Mistake("mlp", dropped, "output", "random", "F.dropout", "after what",

@@ -183,8 +183,8 @@ def own_statistics(case: Case) -> str | None:
             fits.append(np.stack([factor, shift]))
         if len(fits) == mesh.n_devices and not all(case.near(fits[0], fits[d]) for d in mesh.group(0, axes)):
             return (
-                f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its own "
-                f"part along {names_of(axes)}, not of all (batch normalisation, an auxiliary loss per rank)"
+                f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
+                f"own part along {names_of(axes)}, not of all (batch normalisation, a loss per rank)"
             )
     return None
 
