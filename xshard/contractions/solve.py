@@ -185,12 +185,12 @@ class _Solver:
         operands = tuple(path.left[i] for i in takes)
         rest = [operand for i, operand in enumerate(path.left) if i not in takes]
         if not rest:
-            return EinsumShardings(operands, self.shardings.result)
+            return EinsumShardings(operands, self.shardings.result, self.shardings.dim_shardings)
         kept = {name for other in (*rest, self.shardings.result) for name in other.layout.names}
         lengths = dim_lengths((x.layout for x in operands), (x.shape for x in operands))
         dims = {name: n for name, n in lengths.items() if name in kept}
         result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
-        return EinsumShardings(operands, result)
+        return EinsumShardings(operands, result, self.shardings.dim_shardings)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
         r, parts = self.request, tuple(itertools.starmap(self._part, path.steps))

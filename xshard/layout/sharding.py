@@ -149,7 +149,7 @@ class Sharding(Pictured):
         >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
         'n/a/b d'
         """
-        dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
+        dims = tuple(normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
         tags = tuple(
             ("sum" if kind == "mean" else kind, tuple(a for a in axes if self.mesh.size(a) > 1))
             for kind, axes in self.layout.tags
@@ -205,7 +205,7 @@ def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ..
 
 
 @lru_cache(maxsize=65536)
-def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim)
     # The outputs of a window are sharded like the dim, but need not be divisible when its rows are.
     regroups = overlap is None or isinstance(unfolded(overlap), Halo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
-from xshard.steps.exchange.traffic import counted_traffic
+from xshard.steps.exchange.messages import node_local_traffic
+from xshard.steps.exchange.traffic import counted_traffic, most_kept
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Space.shards`
@@ -56,26 +57,25 @@ class Space:
 
     @cached_property
     def tables(self) -> Tables:
-        """Tables shared by all spaces of the grid without other shards than the axes."""
-        return self.grid.tables if len(self.shards) == len(self.axes) else Tables()
+        """Tables shared by all spaces of the grid."""
+        return self.grid.tables
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         return self.grid.axes
 
     @cached_property
-    def shards(self) -> tuple[Shard, ...]:
-        named = [s for end in (self.start, self.goal) for dim in end.layout.dims for s in dim.shards]
-        return tuple(dict.fromkeys([*(Shard((a,)) for a in self.axes), *named]))
+    def shards(self) -> Sequence[Shard]:
+        return self.grid.shards.known
 
     @cached_property
-    def shard_axes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.axes.index(a) for a in shard.axes) for shard in self.shards)
+    def shard_axes(self) -> Sequence[tuple[int, ...]]:
+        return self.grid.shards.axes_of
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sequence[int]:
         """Number of parts of every shard; the first are the sizes of the axes."""
-        return tuple(self.start.mesh.size(*shard.axes) for shard in self.shards)
+        return self.grid.shards.sizes
 
     @cached_property
     def op(self) -> str:
@@ -89,7 +89,7 @@ class Space:
 
     def state(self, layout: Layout) -> State:
         """A layout of this space -> its state."""
-        cuts = tuple(tuple(self.shards.index(s) for s in dim.shards) for dim in layout.dims)
+        cuts = tuple(tuple(map(self.grid.shards.number, dim.shards)) for dim in layout.dims)
         return State(cuts, tuple(sorted(self.axes.index(a) for a in layout.tagged(self.op))))
 
     def layout(self, state: State) -> Layout:
@@ -135,18 +135,28 @@ class Space:
             self.tables.blocks[state.cuts] = known
         return known
 
-    def least_received(self, state: State) -> int:
-        """Fewest elements that the busiest device must receive on any path from a state to the goal."""
-        goal = self.goal_state
+    def least_received(self, state: State, goal: State) -> int:
+        """Fewest elements that the busiest device must receive on any path from a state to another."""
         if state.sums != goal.sums:
-            return self._least_reduced(state)
-        even = self._even_exchange(state, goal)
-        # Uneven blocks would have to be compared one by one, too slow for a bound.
-        return max(0, self.block(goal) - self.block(state)) if even is None else even.received
+            return self._least_reduced(state, goal)
+        if (even := self._even_exchange(state, goal)) is not None:
+            return even.received
+        ends = zip(state.cuts, goal.cuts, strict=True)
+        return self.block(goal) - math.prod(self._kept(d, a, b) for d, (a, b) in enumerate(ends))
 
-    def _least_reduced(self, state: State) -> int:
+    def _kept(self, dim: int, before: Cut, after: Cut) -> int:
+        """Rows of a dim that a device may have under both cuts, at most."""
+        if before == after or (self.is_plain(before) and self.is_plain(after)):
+            return min(self.length(dim, before)[0], self.length(dim, after)[0])
+        if (known := self.tables.kept.get((dim, before, after))) is None:
+            ends = (Dim("", self.cut_by(cut)) for cut in (before, after))
+            known = most_kept(*ends, self.start.shape[dim], self.start.mesh)
+            self.tables.kept[dim, before, after] = known
+        return known
+
+    def _least_reduced(self, state: State, goal: State) -> int:
         """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""
-        goal, n = self.goal_state, self.start.mesh.n_devices
+        n = self.start.mesh.n_devices
         ended = math.prod(self.sizes[a] for a in state.sums if a not in goal.sums)
         if ended == 1:
             return 0
@@ -155,16 +165,17 @@ class Space:
         stay = math.prod(self.sizes[a] for a in goal.sums if a in state.sums)
         return least_received(math.prod(self.start.shape), n, ended, copies, stay)
 
-    def least_crossing(self, state: State) -> float:
-        """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
-        goal, several = self.goal_state, len(self.fabric.links) > 1 and self.grid.nodes is None
+    def least_crossing(self, state: State, goal: State) -> float:
+        """Fewest elements that some device must receive over the slowest links, on any path to the other."""
+        several = len(self.fabric.links) > 1 and self.grid.nodes is None
         if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
         return self.grid.crossing(state.cuts, goal.cuts)
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, if it is known without counting per device."""
-        return None if self.grid.nodes else self._even_exchange(state, after)
+        is_node_local = self.grid.nodes and state.sums == after.sums
+        return None if is_node_local else self._even_exchange(state, after)
 
     @cached_property
     def start_state(self) -> State:
@@ -193,11 +204,18 @@ class Space:
         even = self.even_received(state, after)
         if even is not None:
             return even
-        before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
-        step = self.exchange(there.layout, before.layout)
-        if step.node_devices is None:  # known not to be even
-            return counted_traffic(before, there, self.fabric.spans)
-        return step.traffic(before)
+        before, there = self._sharding(state), self._sharding(after)
+        if self.grid.nodes and state.sums == after.sums:
+            return node_local_traffic(before, there, self.grid.nodes)
+        return counted_traffic(before, there, self.fabric.spans)
+
+    def _sharding(self, state: State) -> Sharding:
+        """A state as a sharding, with numbers for the names of its dims, as all spaces of the grid share it."""
+        if (known := self.tables.shardings.get(state)) is None:
+            dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
+            layout = Layout(dims, (("sum", self.names(state.sums)),))
+            known = self.tables.shardings[state] = Sharding(layout, self.start.mesh, self.start.shape)
+        return known
 
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
         """The exchange to a layout from another, by default the start; with node-local senders if needed."""

@@ -172,11 +172,10 @@ def _received_of_dim(
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
         return count_sources(a, b, length, fixed, mesh, once)
-    ends = a.dim, b.dim
-    receivers, givers, rows = shared_rows(*(all_owned_rows(d, length, mesh.sizes_of(d.axes)) for d in ends))
+    receivers, givers, rows = shared_rows_of(a.dim, b.dim, length, mesh)
     theirs, mine = (
         dict(zip(d.axes, coords_of(indices, mesh.sizes_of(d.axes)), strict=True))
-        for d, indices in zip(ends, (givers, receivers), strict=True)
+        for d, indices in ((a.dim, givers), (b.dim, receivers))
     )
     theirs = {axis: at for axis, at in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
@@ -190,6 +189,18 @@ def _received_of_dim(
     np.add.at(elements, at, rows[agree])
     np.add.at(senders, at, 1)
     return elements.reshape(shape), senders.reshape(shape)
+
+
+@lru_cache(maxsize=16384)
+def shared_rows_of(src: Dim, dst: Dim, length: int, mesh: Mesh) -> tuple[NDArray[np.int64], ...]:
+    """`shared_rows` of the blocks of a dim under two shardings."""
+    return shared_rows(*(all_owned_rows(d, length, mesh.sizes_of(d.axes)) for d in (src, dst)))
+
+
+def most_kept(src: Dim, dst: Dim, length: int, mesh: Mesh) -> int:
+    """Rows of a dim without overlaps that some device has under both shardings."""
+    ends = (DimEnd(dim) for dim in (src, dst))
+    return int(_received_of_dim(*ends, length, src.axes, mesh, False)[0].max(initial=0))
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
