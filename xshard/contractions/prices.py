@@ -39,14 +39,17 @@ class ArrayMove(NamedTuple):
 
 @dataclass(eq=False)
 class MoveEstimate:
-    """The seconds of a move as far as they are known. make: makes the move once its layouts are needed."""
+    """The seconds of a move as far as they are known, at least `least`. make: makes the move when needed."""
 
-    seconds: float
+    least: float
     before: OperandSharding
     after: OperandSharding
     shape: tuple[int, ...]
     make: Callable[[], ArrayMove]
     level: int = BOUND
+
+    def __post_init__(self) -> None:
+        self.seconds = self.least
 
 
 Leg = tuple[object, ...]  # a move as its cost sees it: without names of dims, and copies are replicas

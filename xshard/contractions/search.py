@@ -40,7 +40,15 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        times = [estimate.seconds for estimate in self.estimates if estimate.seconds]
+        return self._total([estimate.seconds for estimate in self.estimates])
+
+    @property
+    def least_seconds(self) -> float:
+        """The same by the bounds of all moves."""
+        return self._total([estimate.least for estimate in self.estimates])
+
+    def _total(self, seconds: list[float]) -> float:
+        times = [s for s in seconds if s]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property

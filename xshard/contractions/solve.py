@@ -146,7 +146,10 @@ class _Solver:
             placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             candidate = CandidateSearch(pair, self.prices, self.request.objective, stays).candidate(placement)
-            in_one_placement = in_one_placement.then(takes, candidate)
+            seconds = (
+                in_one_placement.seconds + candidate.least_seconds
+            )  # prices decide about it, not estimates
+            in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 
     def _extended(

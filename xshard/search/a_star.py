@@ -21,7 +21,6 @@ from xshard.steps import Step
 # How many states of a directed space are settled before the best path so far is taken: once by nearness to
 # the goal, once by cost. Complete spaces are searched to the end.
 MAX_SETTLED = 32
-LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 Rank = tuple[float, float, int]  # seconds, elements held, plainness; paths are compared by their ranks
 _WORST: Rank = (math.inf, 0, 0)
@@ -183,9 +182,8 @@ class Search:
         if self.space.block(move.after) > self._largest:
             return None
         if best is not None:
-            least = path.seconds + (0.0 if move.kind in LOCAL else self._least_step)
-            if move.kind == "exchange":
-                least = path.seconds + self._least_exchanged(state, move.after)
+            step_s = self._least_exchange if move.kind == "exchange" else self._least_step
+            least = path.seconds + (0.0 if move.kind in LOCAL else step_s)
             if least > best.seconds or least + self._remaining(move.after) > best.seconds:
                 return None
         if move.kind == "permute" and not self._permutes(state, move.after):
@@ -213,19 +211,12 @@ class Search:
     def _remaining(self, state: State) -> float:
         """A lower bound for the seconds of any path from a state to the goal."""
         if (known := self._known_remaining.get(state)) is None:
-            known = self._known_remaining[state] = self._least_seconds(state, self.space.goal_state)
+            known = self._known_remaining[state] = self._least_seconds(state)
         return known
 
-    def _least_exchanged(self, state: State, after: State) -> float:
-        """A lower bound for the seconds of an exchange, much sooner known than messages can be counted."""
-        if self.space.even_received(state, after) is not None:
-            return self._least_exchange
-        seconds = self._least_exchange + self._least_seconds(state, after) - self._least_step
-        return max(self._least_exchange, seconds * (1 - LEAST_GAIN))
-
-    def _least_seconds(self, state: State, goal: State) -> float:
+    def _least_seconds(self, state: State) -> float:
         space, links = self.space, self.space.fabric.links
-        received, crossing = space.least_received(state, goal), space.least_crossing(state, goal)
+        received, crossing = space.least_received(state), space.least_crossing(state)
         if not received:
             return 0.0
         # The slowest links may be busiest at another device than the others: steps wait for both.

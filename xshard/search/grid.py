@@ -15,7 +15,7 @@ from xshard.notation.parser import Shard
 from xshard.steps import Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
 from xshard.steps.exchange.messages import MAX_PAIRED
-from xshard.steps.exchange.traffic import spans_by_axis
+from xshard.steps.exchange.traffic import Received, SpanAxes, span_axes, spans_by_axis
 from xshard.steps.traffic import LinkSpans
 
 Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that shard it, outermost first
@@ -59,7 +59,7 @@ class Tables:
     blocks: dict[Any, int] = field(default_factory=dict)
     regular: dict[Any, bool] = field(default_factory=dict)
     shardings: dict[Any, Sharding] = field(default_factory=dict)
-    kept: dict[Any, int] = field(default_factory=dict)
+    received: dict[Any, Received] = field(default_factory=dict)
     roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
     costs: dict[Any, Any] = field(default_factory=dict)
     remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)
@@ -94,6 +94,10 @@ class Grid:
         """Devices of a node, if exchanges choose node-local senders."""
         splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
         return self.profile.node_devices if splits else None
+
+    @cached_property
+    def span_axes(self) -> SpanAxes:
+        return span_axes(self.mesh, self.fabric.spans)
 
     @cached_property
     def _spans(self) -> tuple[LinkSpans, ...]:

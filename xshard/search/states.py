@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Sharding
+from xshard.layout.layout import factored
 from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
 from xshard.steps.exchange.messages import node_local_traffic
-from xshard.steps.exchange.traffic import counted_traffic, most_kept
+from xshard.steps.exchange.sources import DimEnd
+from xshard.steps.exchange.traffic import Received, counted_traffic, received_of_dim, traffic_by_level
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Space.shards`
@@ -135,28 +139,18 @@ class Space:
             self.tables.blocks[state.cuts] = known
         return known
 
-    def least_received(self, state: State, goal: State) -> int:
-        """Fewest elements that the busiest device must receive on any path from a state to another."""
+    def least_received(self, state: State) -> int:
+        """Fewest elements that the busiest device must receive on any path from a state to the goal."""
+        goal = self.goal_state
         if state.sums != goal.sums:
-            return self._least_reduced(state, goal)
-        if (even := self._even_exchange(state, goal)) is not None:
-            return even.received
-        ends = zip(state.cuts, goal.cuts, strict=True)
-        return self.block(goal) - math.prod(self._kept(d, a, b) for d, (a, b) in enumerate(ends))
+            return self._least_reduced(state)
+        even = self._even_exchange(state, goal)
+        # Uneven blocks would have to be compared one by one, too slow for a bound.
+        return max(0, self.block(goal) - self.block(state)) if even is None else even.received
 
-    def _kept(self, dim: int, before: Cut, after: Cut) -> int:
-        """Rows of a dim that a device may have under both cuts, at most."""
-        if before == after or (self.is_plain(before) and self.is_plain(after)):
-            return min(self.length(dim, before)[0], self.length(dim, after)[0])
-        if (known := self.tables.kept.get((dim, before, after))) is None:
-            ends = (Dim("", self.cut_by(cut)) for cut in (before, after))
-            known = most_kept(*ends, self.start.shape[dim], self.start.mesh)
-            self.tables.kept[dim, before, after] = known
-        return known
-
-    def _least_reduced(self, state: State, goal: State) -> int:
+    def _least_reduced(self, state: State) -> int:
         """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""
-        n = self.start.mesh.n_devices
+        goal, n = self.goal_state, self.start.mesh.n_devices
         ended = math.prod(self.sizes[a] for a in state.sums if a not in goal.sums)
         if ended == 1:
             return 0
@@ -165,9 +159,9 @@ class Space:
         stay = math.prod(self.sizes[a] for a in goal.sums if a in state.sums)
         return least_received(math.prod(self.start.shape), n, ended, copies, stay)
 
-    def least_crossing(self, state: State, goal: State) -> float:
-        """Fewest elements that some device must receive over the slowest links, on any path to the other."""
-        several = len(self.fabric.links) > 1 and self.grid.nodes is None
+    def least_crossing(self, state: State) -> float:
+        """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
+        goal, several = self.goal_state, len(self.fabric.links) > 1 and self.grid.nodes is None
         if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
         return self.grid.crossing(state.cuts, goal.cuts)
@@ -204,13 +198,52 @@ class Space:
         even = self.even_received(state, after)
         if even is not None:
             return even
+        is_node_local = self.grid.nodes and state.sums == after.sums
+        begins = set(after.sums) - set(state.sums)
+        most = math.prod(self.start.shape) * self.start.mesh.n_devices**2
+        if not (is_node_local or begins) and most < 2**62:
+            return self._counted(state, after)
         before, there = self._sharding(state), self._sharding(after)
-        if self.grid.nodes and state.sums == after.sums:
-            return node_local_traffic(before, there, self.grid.nodes)
+        if is_node_local:
+            return node_local_traffic(before, there, self.grid.nodes or 1)
         return counted_traffic(before, there, self.fabric.spans)
 
+    def _counted(self, state: State, after: State) -> Traffic:
+        """`counted_traffic` from tables by dim: a search asks for thousands."""
+        mesh, factors, levels = self.grid.span_axes
+        ended = [axis for a in state.sums if a not in after.sums for axis in factors[self.axes[a]]]
+        old, new = self.roles(state), self.roles(after)
+        moved = [axis for a in {**old, **new} if old.get(a) != new.get(a) for axis in factors[self.axes[a]]]
+        cuts = list(enumerate(zip(state.cuts, after.cuts, strict=True)))
+
+        def received_from(agree: tuple[str, ...]) -> Received:
+            addends = mesh.size(*(axis for axis in ended if axis not in agree))
+            elements = senders = np.full((1,) * len(mesh.axes), addends)
+            for d, (a, b) in cuts:
+                if a or b:
+                    rows, parts = self._received_of_dim(d, a, b, agree)
+                    elements, senders = elements * rows, senders * parts
+                else:
+                    elements = elements * self.start.shape[d]
+            return Received(elements, senders)
+
+        return traffic_by_level(received_from, mesh, [*ended, *moved], levels)
+
+    def _received_of_dim(self, d: int, a: Cut, b: Cut, agree: tuple[str, ...]) -> Received:
+        """The factors of a dim: see `received_of_dim`."""
+        if (known := self.tables.received.get((d, a, b, agree))) is None:
+            mesh, factors, _ = self.grid.span_axes
+            source, target = (
+                factored(Layout((Dim("", self.cut_by(cut)),)), factors).dims[0] for cut in (a, b)
+            )
+            fixed = tuple(axis for axis in source.axes if axis in agree)
+            ends = DimEnd(source), DimEnd(target)
+            known = Received(*received_of_dim(*ends, self.start.shape[d], fixed, mesh, False))
+            self.tables.received[d, a, b, agree] = known
+        return known
+
     def _sharding(self, state: State) -> Sharding:
-        """A state as a sharding, with numbers for the names of its dims, as all spaces of the grid share it."""
+        """A state as a sharding, shared by all spaces of the grid: its dims have numbers for names."""
         if (known := self.tables.shardings.get(state)) is None:
             dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
             layout = Layout(dims, (("sum", self.names(state.sums)),))

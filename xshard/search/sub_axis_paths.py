@@ -16,13 +16,14 @@ from itertools import combinations, islice, pairwise, permutations
 
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
-from xshard.search.a_star import LEAST_GAIN, Path
+from xshard.search.a_star import Path
 from xshard.search.move_costs import move_cost, step_of
 from xshard.search.states import Cut, Move, Space, State
 from xshard.steps import Step
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
+LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 Cuts = tuple[Cut, ...]
 Needs = tuple[Sequence[int], Sequence[int]]  # on both sides, the factor by which every dim is sharded further
@@ -99,10 +100,10 @@ def _least_seconds(space: Space, needs: Needs) -> float:
     """A lower bound for such paths: elements that must arrive, launches and first latencies."""
     start, links, profile = space.start_state, space.fabric.links, space.profile
     least = min(link.latency_s for link in links)
-    seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start, space.goal_state) else least)
+    seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
     if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
         seconds += profile.launch("all_gather") + least
-    received = space.least_received(start, space.goal_state) * space.itemsize
+    received = space.least_received(start) * space.itemsize
     return seconds + received / max(link.bytes_per_s for link in links)
 
 

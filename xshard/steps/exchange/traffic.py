@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,10 +15,16 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.pieces import shared_rows
-from xshard.layout.runs import Runs
+from xshard.layout.runs import Runs, row_numbers
+from xshard.notation.parser import Dim
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, coords_of, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
+
+MOST_ROWS = 2**14  # of a dim whose rows are compared one by one
+
+Axes = tuple[str, ...]
+Levels = list[tuple[int, dict[str, str]]]
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
@@ -28,21 +35,29 @@ def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Tra
 
 def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
     """The same traffic, counted per device: for shards that are uneven or do not divide each other."""
-    before, after, levels = _on_span_axes(before, after, spans)
-    farther = wanted = received_from(before, after, ())
-    hops, may_differ = list[Hop](), moving_axes(before, after)
-    agree: tuple[str, ...] = ()
+    mesh, factors, levels = span_axes(before.mesh, spans)
+    if mesh.axes != before.mesh.axes:
+        before, after = (Sharding(factored(s.layout, factors), mesh, s.shape) for s in (before, after))
+    return traffic_by_level(partial(received_from, before, after), mesh, moving_axes(before, after), levels)
+
+
+def traffic_by_level(
+    received_from: Callable[[Axes], Received], mesh: Mesh, may_differ: Sequence[str], levels: Levels
+) -> Traffic:
+    """The traffic of an exchange by what devices take from senders that share coordinates along some axes."""
+    farther = wanted = received_from(())
+    hops, agree = list[Hop](), Axes()
     total = np.zeros_like(wanted.elements)
     for level, axes in levels:
         # Over this level a device receives what it takes from senders that share its coordinates on
         # slower levels, less what it takes from those that share them on this level too.
         agree = (*agree, *axes)
-        nearer = received_from(before, after, agree)
+        nearer = received_from(agree)
         received, messages = farther.elements - nearer.elements, farther.senders - nearer.senders
         total = total + received
         if received.any():
-            longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
-            nearer_axes = tuple(i for i, axis in enumerate(before.mesh.axes) if axis not in agree)
+            longest = max((mesh.size(a), a) for a in may_differ if a in axes)[1]
+            nearer_axes = tuple(i for i, axis in enumerate(mesh.axes) if axis not in agree)
             slack = int(received.max() - received.mean(axis=nearer_axes).max())
             hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level, slack))
         farther = nearer
@@ -51,13 +66,19 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
     return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
 
-def _on_span_axes(
-    before: Sharding, after: Sharding, spans: LinkSpans
-) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both shardings on a mesh that has the spans as axes; and per level, the name of a span -> its axis."""
-    mesh = before.mesh
+class SpanAxes(NamedTuple):
+    """A mesh with spans as axes, the spans of every axis, and per level, the name of a span -> its axis."""
+
+    mesh: Mesh
+    factors: dict[str, Axes]
+    levels: Levels
+
+
+@lru_cache(maxsize=256)
+def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
+    """A mesh that has the spans as axes: itself if spans are whole axes."""
     if not spans:
-        return before, after, [(0, {a: a for a in mesh.axes})]
+        return SpanAxes(mesh, {a: (a,) for a in mesh.axes}, [(0, {a: a for a in mesh.axes})])
     parts = spans_by_axis(mesh, spans)
     names: dict[LinkSpan, str] = {}
     for span in (span for own in parts.values() for span in own):
@@ -69,12 +90,9 @@ def _on_span_axes(
         (level, {names[span]: span.axis for span in level_spans})
         for level, level_spans in groupby(spans, key=lambda span: span.level)
     ]
-    if len(names) == len(mesh.axes):
-        return before, after, levels
     factors = {axis: tuple(names[span] for span in own) for axis, own in parts.items()}
     split = Mesh({names[span]: span.size for own in parts.values() for span in own})
-    source, target = (Sharding(factored(s.layout, factors), split, s.shape) for s in (before, after))
-    return source, target, levels
+    return SpanAxes(mesh if len(names) == len(mesh.axes) else split, factors, levels)
 
 
 def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
@@ -147,7 +165,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = _received_of_dim(a, b, length, fixed, mesh, once)
+            dim_elements, dim_senders = received_of_dim(a, b, length, fixed, mesh, once)
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
@@ -166,7 +184,7 @@ def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd
 
 
 @lru_cache(maxsize=16384)
-def _received_of_dim(
+def received_of_dim(
     a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
@@ -193,14 +211,24 @@ def _received_of_dim(
 
 @lru_cache(maxsize=16384)
 def shared_rows_of(src: Dim, dst: Dim, length: int, mesh: Mesh) -> tuple[NDArray[np.int64], ...]:
-    """`shared_rows` of the blocks of a dim under two shardings."""
-    return shared_rows(*(all_owned_rows(d, length, mesh.sizes_of(d.axes)) for d in (src, dst)))
+    """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
+    sizes = tuple(mesh.sizes_of(d.axes) for d in (src, dst))
+    if length > MOST_ROWS:
+        return shared_rows(*(all_owned_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True)))
+    givers, takers = (_owner_of_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True))
+    parts = math.prod(sizes[0])
+    rows = np.bincount(takers * parts + givers)
+    pairs = np.flatnonzero(rows)
+    return pairs // parts, pairs % parts, rows[pairs]
 
 
-def most_kept(src: Dim, dst: Dim, length: int, mesh: Mesh) -> int:
-    """Rows of a dim without overlaps that some device has under both shardings."""
-    ends = (DimEnd(dim) for dim in (src, dst))
-    return int(_received_of_dim(*ends, length, src.axes, mesh, False)[0].max(initial=0))
+@lru_cache(maxsize=4096)
+def _owner_of_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """The number of the block that owns each row of a dim."""
+    owners = np.zeros(length, np.int64)
+    for block, runs in enumerate(all_owned_rows(dim, length, sizes)):
+        owners[row_numbers(runs)] = block
+    return owners
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
