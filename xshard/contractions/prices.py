@@ -15,7 +15,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
 from xshard.notation.parser import Dim
-from xshard.plans.plan import Plan, find_plan
+from xshard.plans.plan import Plan, find_plan, search_plan
 from xshard.search.move_costs import estimate
 from xshard.search.request import Request
 from xshard.search.states import Cut, Space, State
@@ -57,11 +57,12 @@ Leg = tuple[object, ...]  # a move as its cost sees it: without names of dims, a
 
 @dataclass(frozen=True)
 class Prices:
-    """The costs of moves on one mesh, each computed once."""
+    """The costs of moves on one mesh, each computed once. find: finds plans; most are only compared."""
 
     mesh: Mesh
     dtype: str
     profile: Profile
+    find: Callable[[Request], Plan] = search_plan
     _moves: dict[Leg, MoveEstimate] = field(default_factory=dict)
     _estimates: dict[tuple[tuple[int, ...], State, State], float] = field(default_factory=dict)
     _spaces: dict[tuple[int, ...], Space] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Prices:
         """The cheapest plan of a move."""
         devices = range(self.mesh.n_devices)
         endpoints = move.src, move.dst, self.mesh, self.mesh, devices, devices
-        return find_plan(Request(*endpoints, move.shape, self.dtype, self.profile))
+        return self.find(Request(*endpoints, move.shape, self.dtype, self.profile))
 
     def move(
         self,
@@ -161,7 +162,7 @@ def fastest_attention(
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     """Predicted seconds of the forward and backward pass on the busiest device."""
-    prices = Prices(attn.q.mesh, dtype, profile)
+    prices = Prices(attn.q.mesh, dtype, profile, find_plan)
     pairs = ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target))
     moves = [ArrayMove(src.layout, dst.layout, src.shape) for src, dst in pairs]
     moving = sum(prices.plan(move).cost + prices.plan(move.dual).cost for move in moves)

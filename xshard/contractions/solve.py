@@ -23,6 +23,7 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
+from xshard.plans.kept import kept
 from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
@@ -59,7 +60,21 @@ class ContractionRequest:
 
 @lru_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
-    """The cheapest plan. Raises PlanError if none keeps to the limits."""
+    """The cheapest plan, kept by an earlier run or searched for. Raises PlanError if none fits the limits."""
+    r = request
+
+    def read(text: str) -> ContractionPlan:
+        plan = ContractionPlan.from_json(text, r.profile)
+        wanted = r.contraction, r.mesh, r.shapes, r.dtype, r.memory_limit, r.objective
+        found = plan.contraction, plan.mesh, plan.shapes, plan.dtype, plan.memory_limit, plan.objective
+        if found != wanted:
+            raise PlanError("this plan is for another request")
+        return plan
+
+    return kept(request, read, lambda: _search(request))
+
+
+def _search(request: ContractionRequest) -> ContractionPlan:
     limit, least = request.memory_limit, None
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
