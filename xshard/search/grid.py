@@ -15,6 +15,7 @@ from xshard.notation.parser import Shard
 from xshard.steps import Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
 from xshard.steps.exchange.messages import MAX_PAIRED
+from xshard.steps.exchange.sources import DimEnd
 from xshard.steps.exchange.traffic import Received, SpanAxes, span_axes, spans_by_axis
 from xshard.steps.traffic import LinkSpans
 
@@ -60,6 +61,7 @@ class Tables:
     regular: dict[Any, bool] = field(default_factory=dict)
     shardings: dict[Any, Sharding] = field(default_factory=dict)
     received: dict[Any, Received] = field(default_factory=dict)
+    ends: dict[Any, DimEnd] = field(default_factory=dict)
     roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
     costs: dict[Any, Any] = field(default_factory=dict)
     remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)

@@ -231,15 +231,20 @@ class Space:
 
     def _received_of_dim(self, d: int, a: Cut, b: Cut, agree: tuple[str, ...]) -> Received:
         """The factors of a dim: see `received_of_dim`."""
-        if (known := self.tables.received.get((d, a, b, agree))) is None:
-            mesh, factors, _ = self.grid.span_axes
-            source, target = (
-                factored(Layout((Dim("", self.cut_by(cut)),)), factors).dims[0] for cut in (a, b)
+        source, target = self._dim_end(a), self._dim_end(b)
+        key = d, a, b, tuple([axis for axis in source.dim.axes if axis in agree])
+        if (known := self.tables.received.get(key)) is None:
+            rows = received_of_dim(
+                source, target, self.start.shape[d], key[-1], self.grid.span_axes.mesh, False
             )
-            fixed = tuple(axis for axis in source.axes if axis in agree)
-            ends = DimEnd(source), DimEnd(target)
-            known = Received(*received_of_dim(*ends, self.start.shape[d], fixed, mesh, False))
-            self.tables.received[d, a, b, agree] = known
+            known = self.tables.received[key] = Received(*rows)
+        return known
+
+    def _dim_end(self, cut: Cut) -> DimEnd:
+        """A dim with this cut, on the mesh that has the spans of links as axes."""
+        if (known := self.tables.ends.get(cut)) is None:
+            layout = Layout((Dim("", self.cut_by(cut)),))
+            known = self.tables.ends[cut] = DimEnd(factored(layout, self.grid.span_axes.factors).dims[0])
         return known
 
     def _sharding(self, state: State) -> Sharding:

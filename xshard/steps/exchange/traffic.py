@@ -21,7 +21,7 @@ from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, coords_of, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
-MOST_ROWS = 2**14  # of a dim whose rows are compared one by one
+MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
 
 Axes = tuple[str, ...]
 Levels = list[tuple[int, dict[str, str]]]
@@ -58,8 +58,9 @@ def traffic_by_level(
         if received.any():
             longest = max((mesh.size(a), a) for a in may_differ if a in axes)[1]
             nearer_axes = tuple(i for i, axis in enumerate(mesh.axes) if axis not in agree)
-            slack = int(received.max() - received.mean(axis=nearer_axes).max())
-            hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level, slack))
+            most, n = received.max(), math.prod(received.shape[i] for i in nearer_axes)
+            slack = int(most - received.sum(axis=nearer_axes).max() / n)
+            hops.append(Hop(axes[longest], int(most), int(messages.max()), level, slack))
         farther = nearer
     # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
@@ -213,7 +214,7 @@ def received_of_dim(
 def shared_rows_of(src: Dim, dst: Dim, length: int, mesh: Mesh) -> tuple[NDArray[np.int64], ...]:
     """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
     sizes = tuple(mesh.sizes_of(d.axes) for d in (src, dst))
-    if length > MOST_ROWS:
+    if length * math.prod(max(sizes, key=math.prod)) > MOST_COMPARED:
         return shared_rows(*(all_owned_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True)))
     givers, takers = (_owner_of_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True))
     parts = math.prod(sizes[0])
