@@ -1,6 +1,6 @@
 """Published models of transformers, trained by the plans that they declare and on one device: the same?
 
-    python -m benchmarks.plans           # 25 models in small, on 4 gloo ranks, float64
+    python -m benchmarks.plans           # 30 models in small, on 4 gloo ranks, float64
     python -m benchmarks.plans --quick   # 3 of them
 
 Prints a table and writes a JSON file. Exit status 1 if one differs.

@@ -68,6 +68,24 @@ SMALL = {
     "MiniMax-M2": small("MiniMaxM2", 48, 8, width=96, head_dim=8, **EXPERTS),
     "Nemotron-4": small("Nemotron", 24, 4, width=96),
     "EXAONE-4-32B": small("Exaone4", 40, 8, width=80),
+    "Granite-SWA": small("GraniteSWA", 20, 4, width=80, sliding_window=4),
+    "GLM-4.7-Flash": small("Glm4MoeLite", 20, 20, width=80, **EXPERTS | MLA),
+    "MiniCPM3-4B": small("MiniCPM3", 8, 8, **MLA),
+    "MiMo-V2-Flash": small(
+        "MiMoV2Flash", 64, 4, width=96, head_dim=8, v_head_dim=8, **EXPERTS | {"n_routed_experts": 8}
+    ),
+    "LongCat-Flash": small(
+        "LongcatFlash",
+        8,
+        8,
+        num_layers=1,
+        ffn_hidden_size=96,
+        head_dim=8,
+        moe_topk=3,
+        zero_expert_num=4,
+        expert_ffn_hidden_size=32,
+        **EXPERTS | MLA,
+    ),
 }
 
 

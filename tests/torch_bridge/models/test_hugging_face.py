@@ -15,6 +15,7 @@ from benchmarks.plans.published import same_as_on_one_device
 from tests.torch_bridge.helpers import block_of_each, in_turn, on_ranks
 from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.testing.byte_counter import Meter
+from xshard.compat import styles_of_transformers
 
 PAGES = Path(__file__).parents[3] / "docs/models"
 FENCED = re.compile(r"^```(python|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -85,8 +86,13 @@ def _pages() -> None:
 
 
 def _declared() -> None:
-    for name in ("Pythia", "Phi-3-mini", "Qwen3-30B-A3B", "Llama-4-Scout", "DeepSeek-V2-Lite"):
-        assert same_as_on_one_device(name).worst < 1e-6
+    """Each style is known; these have most of them."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    experts = {"ep_dispatch_experts", "grouped_gemm"}  # of plans for experts
+    assert {*ALL_PARALLEL_STYLES} - {*styles_of_transformers("tp")} <= experts
+    for name in ("Pythia", "Phi-3-mini", "Qwen3-30B-A3B", "Llama-4-Scout", "LongCat-Flash", "Granite-SWA"):
+        assert same_as_on_one_device(name).worst < 1e-6, name
 
 
 def test_pages_and_declared_plans_train_as_on_one_device() -> None:
