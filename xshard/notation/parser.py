@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +101,7 @@ def parse_sides(text: str) -> tuple[Parsed, Parsed]:
 def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
     """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`.
 
-    A dim may be composed, `(h d)/tp`. The second dim of a name in an operand, for a diagonal, is named `i'`.
+    A dim may be composed, `(h d)/tp`. The second dim of a name in an operand, for a diagonal, is named `i'1`.
     """
     parser = _Parser(text, composes=True, repeats=True)
     operands = parser.operands()
@@ -142,8 +144,8 @@ def mark_errors(text: str | None) -> Iterator[None]:
 
 
 def parts_of(dim: Dim) -> list[str]:
-    """The names of a dim of a contraction: of `(h d)` both, of the second `i`, which is `i'`, that one."""
-    return [name.rstrip("'") for name in dim.name.strip("()").split()]
+    """The names of a dim of a contraction: of `(h d)` both, of the second `i`, which is `i'1`, that one."""
+    return [name.partition("'")[0] for name in dim.name.strip("()").split()]
 
 
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
@@ -151,6 +153,8 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     text = " ".join(map(str, dims)) or "()"
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
+
+_CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
 _TAGS_ELSEWHERE = {"psum": "sum", "partial": "sum", "pmean": "mean", "avg": "mean", "average": "mean"}
@@ -177,7 +181,7 @@ class _Parser(Scanner):
 
     def __init__(self, text: str, *, composes: bool = False, repeats: bool = False) -> None:
         self.composes, self.repeats = composes, repeats
-        self.names: set[str] = set()  # the dims of this layout
+        self.names = Counter[str]()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
         super().__init__(text)
 
@@ -188,7 +192,7 @@ class _Parser(Scanner):
         return tuple(layouts)
 
     def layout(self) -> Parsed:
-        start, self.names = self.span[0], set()
+        start, self.names = self.span[0], Counter()
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS) or self.is_composed:
             dims.append(self.dim())
@@ -207,17 +211,17 @@ class _Parser(Scanner):
 
     @property
     def is_composed(self) -> bool:
-        return self.composes and self.kind == "(" and not self.text[self.at :].lstrip().startswith(")")
+        return self.composes and self.kind == "(" and not _CLOSES.match(self.text, self.at)
 
     def name(self) -> str:
-        """A name that may be new; a later one of the same gets an apostrophe if it may not."""
+        """A name; a later dim of the same, if there may be one, has an apostrophe and a number."""
         name, span = self.value, self.span
         self.advance()
         if name in self.names and (name == ELLIPSIS or not self.repeats):
             raise self.error(f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i")
-        while name in self.names:
-            name += "'"
-        self.names.add(name)
+        times = self.names[name]
+        self.names[name] += 1
+        name = f"{name}'{times}" if times else name
         self.spans.dims.append((name, span))
         return name
 
