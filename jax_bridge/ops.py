@@ -7,7 +7,6 @@ They work where `redistribute` does: inside `jax.shard_map`, `jax.pmap` and, alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import Table, mine, table, valid
+from jax_bridge.lower.row_tables import mine, row_table, valid
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.mesh.context import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, Sharding
@@ -196,7 +195,7 @@ def positions(
     index = layout.dim_index(dim)
     if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
         sharding = sharding_here(layout, shape, mesh)
-        return mine(_table(sharding, index), sharding.layout.dims[index].axes)
+        return mine(row_table(sharding, index), sharding.layout.dims[index].axes)
     if mesh is None:
         raise MeshError(
             "no axis of the layout is manual here",
@@ -204,14 +203,7 @@ def positions(
             hint="outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)",
         )
     with mark_errors(str(layout)):
-        rows = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), shape), index).ravel())
+        rows = jnp.asarray(row_table(Sharding(layout, xshard_mesh(mesh), shape), index).ravel())
     if not isinstance(mesh, JaxMesh):
         return rows
     return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(layout.dims[index].axes or None)))
-
-
-def _table(sharding: Sharding, dim: int) -> Table:
-    """The rows of every device along the dim's axes, padded to the most."""
-    axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
-    rows_of = partial(sharding.layout.positions, sharding.mesh, sharding.shape, dim)
-    return table(sharding.mesh, axes, width, rows_of)

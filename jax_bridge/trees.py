@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from xshard import Layout, Plan, Rules, XshardError
+from xshard import Layout, Plan, XshardError
 from xshard.plans.expression import Sides
-from xshard.trees import Leaf, leaf_name, spread
+from xshard.trees import Leaf, leaf_name, prefix_branches, spread
 
 
 def is_array(x: Any) -> bool:
@@ -39,18 +39,19 @@ def leaves_of(
     >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
     [('b.0', 2), ('w', 1)]
     """
-    structure: Any
-    values, structure = jax.tree_util.tree_flatten_with_path(
-        given, lambda x: isinstance(x, Rules) or is_value(x)
-    )
-    try:
-        branches = structure.flatten_up_to(tree)
-    except ValueError as error:
-        reason = f"the expressions do not fit the arrays: {error}"
-        hint = "pass one for all arrays, or a pytree prefix of the arrays; rules over names: xshard.Rules"
-        raise XshardError(reason, hint=hint) from None
-    parts = ((leaf_name(path), value, branch) for (path, value), branch in zip(values, branches, strict=True))
-    return spread(parts, lambda branch: _named_leaves(branch, is_leaf), takes_value)
+
+    def is_one(value: Any) -> bool:
+        return is_value(value) or _children(value) is None  # others raise as layouts
+
+    what = ("the arrays", "the layouts")
+    branches = prefix_branches(given, tree, is_one, what, children=_children, error=XshardError)
+    return spread(branches, lambda branch: _named_leaves(branch, is_leaf), takes_value)
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """The branches of a pytree by name; None for a leaf."""
+    parts = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
+    return None if parts and not parts[0][0] else {leaf_name(path): x for path, x in parts}
 
 
 def array_leaves(given: Any, tree: Any) -> list[Leaf]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
 from xshard import reference
+from xshard.nn.attention import dropped
 
 LENGTH, BATCH, WIDTH, VALUE_WIDTH = 19, 2, 6, 4
 ROW, GRID = xs.Mesh(cp=4), xs.Mesh(tp=2, cp=2)
@@ -16,13 +17,15 @@ DIMS = "bshk"
 
 
 class Case(NamedTuple):
-    """heads: of queries and of keys. kv_layout: that of keys, if it is another. factor: of the queries."""
+    """heads: of queries and of keys. kv_layout: that of keys, if it is another, with rows `t` of another
+    sequence, `kv_length` of them. factor: of the queries."""
 
     mesh: xs.Mesh
     layout: str
     heads: tuple[int, int]
     kv_layout: str | None = None
     factor: float = 1.0
+    kv_length: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,11 +36,13 @@ class Case(NamedTuple):
     def block_layout(self, dims: str = DIMS, of_keys: bool = False) -> xs.Layout:
         """The layout of an array with some of the dims."""
         layout = xs.Layout.parse(self.kv_layout if of_keys and self.kv_layout else self.layout)
+        dims = dims if "s" in layout.names else dims.replace("s", "t")
         return xs.Layout(tuple(dim for dim in layout.dims if dim.name in dims), layout.tags)
 
     def blocks(self, x: NDArray, dims: str = DIMS, of_keys: bool = False) -> list[NDArray]:
         """An array with such dims -> the blocks of all devices."""
         layout = self.block_layout(dims, of_keys)
+        dims = dims if "s" in layout.names else dims.replace("s", "t")
         kept = "".join(dim for dim in dims if dim in layout.names)
         x = x.reshape([n for n, dim in zip(x.shape, dims, strict=True) if dim in kept])
         x = x.transpose([kept.index(name) for name in layout.names])
@@ -46,8 +51,20 @@ class Case(NamedTuple):
 
 class Mask(NamedTuple):
     causal: bool = False
-    window: int | None = None
+    window: Any = None
     has_documents: bool = False
+    offset: int = 0
+    softcap: float | None = None
+    has_alibi: bool = False
+    dropout: float = 0.0
+    return_lse: bool = False
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """The options of `attention`, except arrays."""
+        names = ("causal", "window", "offset", "softcap", "dropout", "return_lse")
+        lengths = {"shape": case.shape, "kv_heads": case.heads[1], "kv_length": case.kv_length}
+        own = {name: getattr(self, name) for name in names} | {"seed": SEED}
+        return {**own, **lengths, "kv_layout": case.kv_layout}
 
 
 ORDERS = {
@@ -68,44 +85,105 @@ ORDERS = {
 MASKS = [Mask(), Mask(True), Mask(True, has_documents=True), Mask(True, 4), Mask(False, 5)]
 
 
+ALL = {"causal": True, "softcap": 2.0, "has_alibi": True, "dropout": 0.25, "return_lse": True}
+FEW, MANY, ELSEWHERE = "b s h k", "b t/cp h k", "b t/tp h k"
+# Two sequences, and what becomes of scores and weights.
+CROSS = {
+    "whole queries, sharded keys": (Case(ROW, FEW, (4, 2), MANY, kv_length=23), Mask()),
+    "sharded queries, whole keys": (
+        Case(ROW, "b s/cp h k", (4, 2), "b t h k", kv_length=5),
+        Mask(softcap=2.0),
+    ),
+    "a prompt before, keys in any order": (
+        Case(ROW, "b s/zigzag(cp) h k", (4, 4), "b t/sizes(cp,9,0,3,11) h k", kv_length=23),
+        Mask(True, None, True, 4, has_alibi=True, return_lse=True),
+    ),
+    "rows that see nothing": (
+        Case(ROW, FEW, (4, 1), MANY, kv_length=23),
+        Mask(True, offset=-7, return_lse=True),
+    ),
+    "before and after": (
+        Case(ROW, "b s/cp h k", (4, 2), MANY, kv_length=30),
+        Mask(False, (2, None), dropout=0.5),
+    ),
+    "keys over the axis of heads": (
+        Case(GRID, "b s/cp h/tp k", (4, 2), ELSEWHERE, kv_length=9),
+        Mask(False, (3, 1)),
+    ),
+    "keys over an axis of their own": (Case(GRID, "b s/cp h k", (4, 2), ELSEWHERE, kv_length=9), Mask(**ALL)),
+    "one sequence, all at once": (Case(ROW, "b s/zigzag(cp) h k", (6, 2)), Mask(**ALL)),
+    "heads and batch sharded, all at once": (Case(GRID, "h/tp b s/cp k", (6, 3)), Mask(**ALL)),
+}
+SEED = 5
+
+
 class Problem(NamedTuple):
-    """Arrays with the dims `b s h k`, and the documents `b s` if there are some."""
+    """Arrays with the dims `b s h k`, and the documents `b s` of queries and of keys if there are some."""
 
     q: NDArray
     k: NDArray
     v: NDArray
     cotangent: NDArray
     documents: NDArray | None
+    kv_documents: NDArray | None
+    alibi: NDArray | None
+    lse_cotangent: NDArray
 
 
 def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
     """Random arrays; without a batch dim there is one batch."""
     draw, (heads, kv_heads) = np.random.default_rng(seed), case.heads
     batch = BATCH if "b" in xs.Layout.parse(case.layout).names else 1
-    shapes = [(heads, WIDTH), (kv_heads, WIDTH), (kv_heads, VALUE_WIDTH), (heads, VALUE_WIDTH)]
-    q, *others = (draw.normal(size=(batch, LENGTH, *shape)) for shape in shapes)
-    documents = (np.arange(LENGTH) + 2 * np.arange(batch)[:, None]) // 6 if mask.has_documents else None
-    return Problem(case.factor * q, *others, documents)
+    n, m = LENGTH, case.kv_length or LENGTH
+    shapes = [(n, heads, WIDTH), (m, kv_heads, WIDTH), (m, kv_heads, VALUE_WIDTH), (n, heads, VALUE_WIDTH)]
+    q, *others = (draw.normal(size=(batch, *shape)) for shape in shapes)
+    of_rows, of_keys = ((np.arange(r) + 2 * np.arange(batch)[:, None]) // 6 for r in (n, m))
+    documents = (of_rows, of_keys if case.kv_length else None) if mask.has_documents else (None, None)
+    alibi = 0.5 ** np.arange(heads) if mask.has_alibi else None
+    return Problem(case.factor * q, *others, *documents, alibi, draw.normal(size=(batch, n, heads)))
 
 
 def one_device(given: Problem, mask: Mask) -> list[NDArray]:
-    """The result, and the gradients of q, k and v, by products of whole arrays."""
-    q, k, v, cotangent, documents = given
-    group, scale, at = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5, np.arange(q.shape[1])
+    """The result, the gradients of q, k and v, by products of whole arrays; log-sum-exps if returned."""
+    q, k, v, cotangent, documents, kv_documents, alibi, of_lse = given
+    group, scale, keys = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5, np.arange(k.shape[1])
+    rows = np.arange(q.shape[1])[:, None] + mask.offset
     k, v = (x.repeat(group, 2) for x in (k, v))
-    seen = np.ones((1, 1, len(at), len(at)), bool)
+    seen = np.ones((1, 1, len(rows), len(keys)), bool)
     if mask.causal:
-        seen = seen & (at[:, None] >= at)
-    if mask.window:
-        seen = seen & (abs(at[:, None] - at) < mask.window)
+        seen = seen & (rows >= keys)
+    if isinstance(mask.window, int):
+        seen = seen & (abs(rows - keys) < mask.window)
+    elif mask.window:
+        before, after = mask.window
+        seen = seen & (rows - keys <= before) & (keys - rows <= (99 if after is None else after))
     if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    scores = np.where(seen, np.einsum("bqhk,bshk->bhqs", q, k) * scale, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    y = np.einsum("bhqs,bshk->bqhk", weights, v)
-    change = np.einsum("bqhk,bshk->bhqs", cotangent, v)
-    change = weights * (change - (weights * change).sum(-1, keepdims=True)) * scale
+        kv_documents = documents if kv_documents is None else kv_documents
+        seen = seen & (documents[:, None, :, None] == kv_documents[:, None, None])
+    scores, slope = np.einsum("bqhk,bshk->bhqs", q, k) * scale, scale
+    if mask.softcap:
+        slope = (1 - np.tanh(scores / mask.softcap) ** 2) * scale
+        scores = np.tanh(scores / mask.softcap) * mask.softcap
+    if alibi is not None:
+        scores = scores - alibi[:, None, None] * abs(rows - keys)
+    scores = np.where(seen, scores, -np.inf)
+    top = scores.max(-1, keepdims=True).clip(min=-1e30)
+    weights, kept = np.exp(scores - top), np.ones(())
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total, total, 1)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    if mask.dropout:
+        cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
+        kept = ~dropped(SEED, cells, rows - mask.offset, keys, part=mask.dropout) / (1 - mask.dropout)
+    y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)
+    change = np.einsum("bqhk,bshk->bhqs", cotangent, v) * kept
+    change = change - (weights * change).sum(-1, keepdims=True)
+    if mask.return_lse:
+        change = change + of_lse.swapaxes(1, 2)[..., None]
+    change = weights * change * slope
+    weights = weights * kept
     of_k, of_v = np.einsum("bhqs,bqhk->bshk", change, q), np.einsum("bhqs,bqhk->bshk", weights, cotangent)
     of_k, of_v = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (of_k, of_v))
-    return [y, np.einsum("bhqs,bshk->bqhk", change, k), of_k, of_v]
+    found = [y, np.einsum("bhqs,bshk->bqhk", change, k), of_k, of_v]
+    return [*found, lse[..., 0].swapaxes(1, 2)] if mask.return_lse else found

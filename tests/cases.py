@@ -192,6 +192,7 @@ CASES = (
     Case("halo-edge-none", "h/a -> h/a:halo(2,2,edge,none)", "a=4", (12,)),
     Case("halo-constant", "h/a w -> h/a:halo(1,2,constant(7)) w", "a=4", (8, 3)),
     Case("halo-constant-bfloat16", "h/a -> h/a:halo(1,2,constant(-2))", "a=4", (8,), "bfloat16"),
+    Case("halo-constant-beside-uneven", "h/a w -> h/a:halo(1,0) w:halo(1,2,constant(3))", "a=4", (7, 2)),
     Case("halo-constant-int", "h/a -> h/a:halo(1,2,constant(-2))", "a=4", (8,), "int32"),
     Case("halo-many-hops", "h/a -> h/a:halo(3,3,periodic)", "a=8", (16,)),
     Case("halo-uneven", "h/balanced(a) w -> h/balanced(a):halo(1,1) w", "a=4", (10, 2)),

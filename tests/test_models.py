@@ -63,11 +63,15 @@ def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
 
 
 def test_lengths_are_known_from_outside() -> None:
-    outside = known_inside(rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), ())
-    assert outside == (KnownDim("b", frozenset({"dp"}), 4, 2), KnownDim("s", frozenset(), 10, 10))
+    outside = known_inside(rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), (), "input of the model")
+    source = "'b s -> b/dp s' of the input of the model"
+    assert outside == (
+        KnownDim("b", frozenset({"dp"}), 4, 2, source),
+        KnownDim("s", frozenset(), 10, 10, source),
+    )
     enters = rule_of("b s c -> b s/tp c", MESH)
     assert arriving_shape(enters, MESH, 0, (2, 10, 6), outside) == (2, 10, 6)
-    inside = known_inside(enters, (2, 10, 6), (2, 3, 6), outside)
+    inside = known_inside(enters, (2, 10, 6), (2, 3, 6), outside, "input of mlp")
     leaves = rule_of("b s/tp c -> b s c | copy(tp)", MESH)
     for device, rows in ((0, 3), (3, 1)):  # uneven, and known all the same
         assert arriving_shape(leaves, MESH, device, (2, rows, 6), inside) == (2, 10, 6)
@@ -81,15 +85,21 @@ def test_lengths_are_known_from_outside() -> None:
     }
     with pytest.raises(ShapeError, match=r"the block has shape \(2, 10, 6\), not \(2, 3, 6\)"):
         arriving_shape(leaves, MESH, 0, (2, 10, 6), inside)
-    with pytest.raises(ShapeError, match="'s' names another dim outside"):
+    with pytest.raises(
+        ShapeError, match=r"not 3 of 3 as by 'b s c -> b s/tp c' of the input of mlp: .* another dim"
+    ):
         arriving_shape(rule_of("b s", MESH), MESH, 0, (2, 5), inside)
+    unnamed = rule_of("... c -> ... c | copy(tp)", MESH)  # the dims of `...` are no other array's
+    assert known_inside(unnamed, (3, 5, 6), (3, 5, 6), ()) == known_inside(unnamed, (7, 6), (7, 6), ())
 
 
 def test_parameters_are_kept_as_values() -> None:
-    for text in ("o i | sum(tp)", "o i -> o i | copy(dp)", "o/tp:halo(1,1) i"):
+    for text in ("o i | sum(tp)", "o i | copy(dp) -> o i", "o/tp:halo(1,1) i"):
         with pytest.raises(NotationError, match="a parameter is stored and used as values"):
             use_of(text, 2, MESH, frozenset())
     with pytest.raises(ShapeError, match="1 dims, the parameter has 2"):
         use_of("o", 2, MESH, frozenset())
     with pytest.raises(NotationError, match="unknown mesh axis 'cp'"):
         rule_of("b s/cp", MESH)
+    with pytest.raises(NotationError, match="activations do not differ along 'dp'"):
+        use_of("o -> o | copy(dp)", 1, MESH, frozenset({"tp"}))

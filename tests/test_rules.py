@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace as Fake
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -60,12 +62,29 @@ def test_names_and_rules_that_do_not_meet_are_listed_together() -> None:
     assert str(error.value) == (
         "no rule for 1 of 2 parameters: a.weight; rule '*.weigth' fits no parameter\n"
         "  the rules are for: '*.weigth', '*.bias'; '**' is for all others, '...' for whole arrays\n"
+        "  '*.weigth': did you mean 'weight'?\n"
         "  the parameters are: a.weight, a.bias"
     )
     with pytest.raises(XshardError, match=r"^rule '\*.weigth' fits no name") as error:
         Rules(rules).match(["a.bias"], partial=True)
     with pytest.raises(XshardError, match=r"for 30 of 30 names: a0, .*a7 and 22 more\n"):
         Rules({}).match([f"a{i}" for i in range(30)])
+
+
+@pytest.mark.parametrize(("pattern", "idle", "near"), [
+    ("**.{q,k,upp}_proj.weight", ["**.upp_proj.weight"], "up_proj"),
+    ("model.layers.*|model.nrom", ["model.nrom"], "norm"),
+    ("*.{layers,heads}.**|model.**", ["*.heads.**"], ""),
+])  # fmt: skip
+def test_each_alternative_has_to_fit(pattern: str, idle: list[str], near: str) -> None:
+    names = [f"model.layers.{i}.{x}_proj.weight" for i in (0, 1) for x in ("q", "k", "up")]
+    names += ["model.layers.0", "model.norm"]
+    with pytest.raises(XshardError) as error:
+        Rules({pattern: "...", "**": "..."}).match(names)
+    said = str(error.value)
+    assert said.startswith("; ".join(f"'{each}' in rule '{pattern}' fits no name" for each in idle))
+    assert (f"did you mean '{near}'?" in said) == bool(near)
+    assert Rules({pattern: "...", "**": "..."}).match([]) == {}
 
 
 def test_a_rule_that_comes_too_late_is_an_error() -> None:
@@ -132,3 +151,45 @@ def test_names_and_rules_have_the_same_patterns(pattern: str, name: str) -> None
 
 def test_rules_are_public() -> None:
     assert xs.Rules is Rules
+
+
+def test_plans_of_transformers() -> None:
+    """Each style as rules; numbers in names are stars, unless layers differ."""
+    norm, cut = "replicated_with_grad_allreduce", {"weight": (8, 4), "bias": (8,)}
+    modules: dict[str, Any] = {
+        "a.0.q": ("colwise", cut), "a.1.q": ("colwise", cut), "a.0.o": ("rowwise", cut),
+        "e.0": ("moe_tp_experts", {"up": (2, 8, 4), "down": (2, 4, 4)}),
+        "e.1": ("moe_tp_experts", {"up": (2, 6, 4)}), "mla": (None, {}), "a.0.norm": (norm, {}),
+        "mla.kv_a": ("mla_kv_a_proj", {"weight": (4, 4)}), "mla.kv_b": ("colwise", {"weight": (8, 4)}),
+        "head": ("colwise_rep", {"weight": (9, 4)}), "plain": (None, {"weight": (4,)}),
+    }  # fmt: skip
+    starred = {re.sub(r"\.\d+", ".*", name): style for name, (style, _) in modules.items() if style}
+
+    def model(**more: str) -> Any:
+        rows = [(f"{m}.{own}", Fake(shape=s)) for m, (_, xs) in modules.items() for own, s in xs.items()]
+        plan = {**starred, "e.*.up": "packed_colwise", "e.*.down": "rowwise", **more} if starred else {}
+        return Fake(tp_plan=plan, named_modules=lambda: modules.items(), named_parameters=lambda **_: rows)
+
+    rules = Rules.from_transformers(model(), "tp")
+    copied, added = "... -> ... | copy(tp)", "... | sum(tp) -> ..."
+    assert rules == {
+        "parameters": {
+            "a.*.q.weight": "d0/tp d1", "a.*.q.bias": "d0/tp",
+            "a.*.o.weight": "d0 d1/tp", "a.*.o.bias": "d0 -> d0 | sum(tp)",
+            "e.0.up": "d0 d1/block(tp,4,4) d2", "e.1.up": "d0 d1/block(tp,3,3) d2", "e.*.down": "d0 d1 d2/tp",
+            "mla.kv_b.weight": "d0/tp d1", "head.weight": "d0/tp d1", "**": "...",
+        },
+        "inputs": {
+            "": "...", "a.*.q": copied, "a.*.o": "... i/tp", "a.*.norm": "... | copy(tp)",
+            "e.*": (copied, None, copied), "mla": copied, "head": copied,
+            "mla.kv_a": "... | copy(tp)", "mla.kv_b": "... | copy(tp)",
+        },
+        "outputs": {"a.*.o": added, "e.*": added, "head": "... o/tp -> ... o"},
+    }  # fmt: skip
+    with pytest.raises(
+        XshardError, match="unknown style 'diagonal' of 'plain' in the model's plan\n  the styles are: "
+    ):
+        Rules.from_transformers(model(plain="diagonal"), "tp")
+    starred.clear()
+    with pytest.raises(XshardError, match="declares no tensor parallel plan\n  write rules for it"):
+        Rules.from_transformers(model(), "tp")

@@ -21,14 +21,16 @@ TWINS = {
     for name in ("redistribute", "einsum", "positions", "transfer", "save", "load")
 }
 TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS.split()}
-TWINS["nn.attention"] = xt.nn.attention, xj.nn.attention
+TWINS |= {
+    f"nn.{name}": (getattr(xt.nn, name), getattr(xj.nn, name)) for name in ("attention", "cross_entropy")
+}
 VERBS = {f"{bridge}.{name}": pair[i] for name, pair in TWINS.items() for i, bridge in enumerate(("xt", "xj"))}
 VERBS |= {f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")}
 VERBS |= {"xj.ops.valid_mask": xj.ops.valid_mask, "xt.parallelize": xt.parallelize}
 VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
 VERBS |= {f"torch_interop.{name}": getattr(torch_interop, name) for name in ("to_jax", "to_torch")}
 
-VALUES = {*"xqkvf", "tree", "array", "arrays", "model", "operands", "path"}
+VALUES = {*"xqkvf", "tree", "array", "arrays", "model", "operands", "path", "logits", "labels"}
 VALUES |= {"dim", "split_dim", "concat_dim", "width"}
 LAYOUTS = {"layout", "layouts", "rules", "expression", "parameters", "inputs", "axis"}
 MESHES = {"mesh", "dst_mesh"}

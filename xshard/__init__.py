@@ -17,6 +17,10 @@ from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan
 from xshard.rules import Rules
+from xshard.step.op import Op
+from xshard.step.step import TrainingStep
+from xshard.step.suggest import suggest
+from xshard.step.suggestion import Suggestion
 
 __version__ = "0.1.0"
 
@@ -25,14 +29,18 @@ __all__ = [
     "Layout",
     "Link",
     "Mesh",
+    "Op",
     "Plan",
     "Profile",
     "Rules",
     "Sharding",
+    "Suggestion",
+    "TrainingStep",
     "XshardError",
     "load_profile",
     "plan",
     "reference",
     "show",
+    "suggest",
     "use_profile",
 ]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import operator
 import os
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, cast
 
 from xshard.errors import PlanError, ShapeError, XshardError
 
 MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 MOST_LIKE = 100  # characters of a word that is compared to known ones
+_F = TypeVar("_F", bound=Callable[..., Any])
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -76,6 +79,29 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     if limit is None:
         raise PlanError(f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"')
     return limit
+
+
+def explained(**others: str) -> Callable[[_F], _F]:
+    """A decorator: unknown and missing arguments raise XshardError. others: their names elsewhere -> here."""
+
+    def decorated(function: _F) -> _F:
+        signature, name = inspect.signature(function), function.__name__
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = next((word for word in kwargs if word not in signature.parameters), "")
+                what = f"unexpected argument {unknown!r}" if unknown else error
+                hint = did_you_mean(unknown, signature.parameters, others)
+                hint += f"{name}({', '.join(signature.parameters)})"
+                raise XshardError(f"{name}: {what}", hint=hint) from None
+            return function(*args, **kwargs)
+
+        return cast(_F, called)
+
+    return decorated
 
 
 def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:

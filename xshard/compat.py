@@ -1,10 +1,11 @@
-"""Functions of other systems as expressions, for the drop-ins of both bridges."""
+"""Functions of other systems as expressions, and plans of transformers as rules, for both bridges."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from xshard.errors import ShapeError, XshardError
 from xshard.notation.parser import text_spans
@@ -127,3 +128,83 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
         hint = "all_to_all and redistribute take parts of any size (shape=)"
         raise ShapeError(f"{rows} cannot be split into {n} equal parts", hint=hint)
     return (1, n, shape[0] // n, *shape[1:])
+
+
+class Style(NamedTuple):
+    """A style of transformers. dim: which one its parameters shard, from the last; of `parts` fused ones.
+
+    inputs, outputs: rules of its module.
+    """
+
+    dim: int | None = None
+    inputs: Any = None
+    outputs: str | None = None
+    parts: int = 1
+
+
+def styles_of_transformers(axis: str) -> dict[str, Style]:
+    copied, summed, part = f"... -> ... | copy({axis})", f"... | sum({axis}) -> ...", f"... o/{axis} -> ... o"
+    row, split, kept = f"... i/{axis}", f"... i -> ... i/{axis}", f"... | copy({axis})"
+    return {
+        "colwise": Style(-2, copied),
+        **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, copied, part)),
+        "rowwise": Style(-1, row, summed),
+        **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, split, summed)),
+        "packed_colwise": Style(-2, copied, parts=2),
+        "packed_rowwise": Style(-1, row, summed, parts=2),
+        "embedding_rowwise": Style(-2, None, summed),
+        "embedding_colwise": Style(-1, None, part),
+        "sequence_parallel": Style(None, f"b s/{axis} ..."),
+        "replicated_with_grad_allreduce": Style(None, kept),
+        "all_reduce": Style(None, None, summed),
+        "moe_tp_experts": Style(None, (copied, None, copied), summed),
+        "moe_identity_expert": Style(None, f"{kept} -> ... | sum({axis})"),
+        **dict.fromkeys(("mla_kv_a_proj", "local_params"), Style(None, kept)),
+        "replicate": Style(),
+    }
+
+
+def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
+    """The plan that a model of transformers declares -> the arguments of `parallelize`: see `Rules`."""
+    plan, styles = getattr(model, "tp_plan", None) or {}, styles_of_transformers(axis)
+    if not plan:
+        hint = "write rules for it: docs/models has some of many families"
+        raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
+    if other := [name for name, kind in plan.items() if kind not in styles]:
+        what, known = f"{plan[other[0]]!r} of '{other[0]}'", ", ".join(styles)
+        raise XshardError(f"unknown style {what} in the model's plan", hint=f"the styles are: {known}")
+    texts: dict[str, dict[str, str]] = {}  # by the name with stars for numbers, and by name
+    for name, x in model.named_parameters(remove_duplicate=False):
+        path = _starred(name)
+        where, _, own = path.rpartition(".")
+        style = styles[plan.get(path) or plan.get(where) or "replicate"]
+        if style.dim is not None:
+            texts.setdefault(path, {})[name] = _parameter(style, tuple(x.shape), own, axis)
+    rules: dict[str, dict[Any, Any]] = {"parameters": {}, "inputs": {"": "..."}, "outputs": {}}
+    for path, each in texts.items():
+        rules["parameters"] |= {path: min(each.values())} if len({*each.values()}) == 1 else each
+    rules["parameters"]["**"] = "..."
+    # Modules with a parameter of their own, or a part of an output, that each device uses for its heads.
+    whole = [path for path, kind in plan.items() if kind == "local_params"]
+    whole += [path.rpartition(".")[0] for path, kind in plan.items() if kind == "mla_kv_a_proj"]
+    for path in dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name):
+        style, copied = styles[plan.get(path, "replicate")], styles["colwise"].inputs
+        inputs = copied if path in whole else style.inputs
+        if inputs == copied and any(path.startswith(f"{around}.") for around in whole):
+            inputs = styles["mla_kv_a_proj"].inputs
+        for kind, rule in (("inputs", inputs), ("outputs", style.outputs)):
+            rules[kind] |= {} if rule is None else {path: rule}
+    return rules
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _parameter(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str:
+    """How a parameter is stored and used: biases of partial products are added once."""
+    if style.dim == -1 and name == "bias":
+        return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
+    d = max(len(shape) + (style.dim or 0), 0)
+    length = f",{shape[d] // style.parts}" * style.parts
+    return dims(shape, {d: sharded(axis) if style.parts == 1 else f"block({axis}{length})"})

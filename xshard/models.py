@@ -6,16 +6,18 @@ activations vary (they shard, copy or sum where these arrive) and that do not sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from xshard.arguments import shown
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.layout import check_axes, parse_expression
+from xshard.layout.layout import check_axes, factored, parse_expression
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ARROW, ELLIPSIS
+from xshard.notation.parser import ARROW, ELLIPSIS, Dim
 
 
 class ActivationRule(NamedTuple):
@@ -34,9 +36,16 @@ class ActivationRule(NamedTuple):
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes)))
 
 
-@lru_cache(maxsize=4096)
-def rule_of(text: str, mesh: Mesh) -> ActivationRule:
+def rule_of(text: Any, mesh: Mesh) -> ActivationRule:
     """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError."""
+    if not isinstance(text, str):
+        hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
+        raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
+    return _rule_of(text, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):
         check_axes(layout, mesh, text)
@@ -50,13 +59,33 @@ def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozense
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
 
 
+def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
+    """A layout by a rule that names some axes -> the whole one: others are as `outside`, by dims' names."""
+    rest = factored(outside, {axis: () if axis in named else (axis,) for axis in outside.axes})
+    around = {dim.name: dim.shards for dim in rest.dims}
+    dims = (replace(dim, shards=(*around.get(dim.name, ()), *dim.shards)) for dim in layout.dims)
+    return Layout(tuple(dims), (*rest.tags, *layout.tags))
+
+
+def inside(rule: ActivationRule, outside: Layout) -> Layout:
+    """All dims that have names inside a module, and the tags of activations there."""
+    now = placed(rule.dst, rule.axes, outside)
+    unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
+    dims = {dim.name: dim for dim in (*placed(unsharded, rule.axes, outside).dims, *now.dims)}
+    return Layout(tuple(dim for name, dim in dims.items() if name != ELLIPSIS), now.tags)
+
+
 class KnownDim(NamedTuple):
-    """A dim inside a module: the axes that shard it, its global length, and the length of this block."""
+    """A dim inside a module: the axes that shard it, its global length, and the length of this block.
+
+    source: the rule that says so, for errors.
+    """
 
     name: str
     axes: frozenset[str]
     length: int
     rows: int
+    source: str = ""
 
 
 def arriving_shape(
@@ -75,36 +104,53 @@ def arriving_shape(
     if expected != local_shape:
         dims = zip(layout.dims, expected, local_shape, shape, strict=True)
         dim, want, rows, length = next(each for each in dims if each[1] != each[2])
-        raise ShapeError(
-            f"the block has shape {local_shape}, not {expected}",
-            text=rule.text,
-            hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
-            f"{dim.name!r} names another dim outside, and this one needs a name of its own",
-        )
+        hint = f"{rows} rows of '{dim}', not {want} of {length}"
+        if source := next((each.source for each in known if each.name == dim.name), ""):
+            hint += f" as by {source}: it arrives under another layout, or {dim.name!r} names another dim"
+            hint += " there, and this one needs a name of its own"
+        raise ShapeError(f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint)
     return shape
 
 
 def known_inside(
-    rule: ActivationRule, shape: Sequence[int], local_shape: Sequence[int], outside: Iterable[KnownDim]
+    rule: ActivationRule,
+    shape: Sequence[int],
+    local_shape: Sequence[int],
+    outside: Iterable[KnownDim],
+    where: str = "",
 ) -> tuple[KnownDim, ...]:
-    """The dims inside a module. shape: global shape on arrival; local_shape: shape of the block after it."""
+    """The dims with a name inside a module. shape: global shape on arrival; local_shape: shape of the block
+    after it; where: the tensor that the rule is for. Dims of `...` have no name that rules could share.
+    """
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, rows in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
+        if dim.name not in rule.dst.names:
+            continue
         before = dims.get(dim.name)
         axes, length = frozenset(dim.axes), lengths[dim.name]
         if before is not None:
             axes, length = axes | before.axes - set(rule.axes), before.length
-        dims[dim.name] = KnownDim(dim.name, axes, length, rows)
+        dims[dim.name] = KnownDim(dim.name, axes, length, rows, f"'{rule.text}' of the {where}")
     return tuple(dims.values())
 
 
+def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
+    """The sharded dims of a parameter, which its module's output may have, too."""
+    rows = zip(sharding.layout.dims, sharding.shape, sharding.local_shape(device), strict=True)
+    return tuple(KnownDim(dim.name, frozenset(dim.axes), n, own) for dim, n, own in rows if dim.axes)
+
+
 class ParameterUse(NamedTuple):
-    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary."""
+    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary.
+
+    whole: axes along which each process uses all of it, by its rule.
+    """
 
     stored: Layout
     used: Layout
     varying: frozenset[str]
+    whole: frozenset[str] = frozenset()
 
     @property
     def copied(self) -> frozenset[str]:
@@ -129,7 +175,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     Raises NotationError for a layout that does not keep values, ShapeError for another number of dims.
     """
     rule = rule_of(text, mesh)
-    for layout, tags in ((rule.src, set()), (rule.dst, {"sum"})):
+    for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
             raise NotationError(
                 f"a parameter is stored and used as values, not as '{layout}'",
@@ -137,12 +183,35 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
                 hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
                 "gradient is summed are derived",
             )
+    whole = frozenset(rule.dst.tagged("copy"))
+    if equal := whole - varying:
+        what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
+        raise NotationError(
+            what, text=text, hint="leave copy out: it says that a parameter is meant to be whole"
+        )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         hint = "'...' is any number of dims"
         raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
-    return ParameterUse(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
+    used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] != "copy"))
+    return ParameterUse(rule.src.resolved(ndim), used.resolved(ndim), varying, whole)
+
+
+def repeated(shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]) -> set[str]:
+    """Axes that shard a parameter with more dims, some of them of `shape`: a weight beside a bias."""
+    return {
+        axis
+        for use, lengths in beside
+        if len(lengths) > len(shape) and (left := iter(lengths)) and all(n in left for n in shape)
+        for dim in use.used.dims
+        for axis in dim.axes
+    }
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
     """The axes over which the gradient is summed once, after all uses: they do not shard the parameter."""
     return frozenset.intersection(*(use.copied for use in uses)) - set(uses[0].stored.axes)
+
+
+def written(layout: Layout | str) -> str:
+    """A layout with `...` for dims that have no name of their own."""
+    return re.sub(r"\b_0( _\d+)*", "...", str(layout))

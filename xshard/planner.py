@@ -8,12 +8,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
-from xshard.arguments import lengths_of, limit_of, shown
-from xshard.contractions.expression import contraction, is_contraction
+from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
+from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths
 from xshard.contractions.solve import ContractionRequest, find_contraction
+from xshard.contractions.views import written
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of, precision
@@ -78,10 +79,12 @@ def plan(
 ) -> Plan | ContractionPlan:
     """The cheapest plan of a move, `"layout -> layout"`, or of a contraction, `"layout, layout -> layout"`.
 
-    A contraction sums the dims that the result lacks; its plan chooses where it is computed.
+    A contraction sums the dims that the result lacks; its plan chooses where it is computed. It has several
+    operands, or one with `sizes` or a list of its shape: with a plain shape it is a move, which sums nothing.
+    There `...` is any number of whole dims, `(h d)/tp` one composed dim, `i i` a diagonal.
 
-    shape: the global shape; for a contraction, the shape of every operand, unless `sizes` has the length of
-    every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
+    shape: the global shape; for a contraction, a list with the shape of every operand, unless `sizes` has the
+    length of every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
     profile: the machine: a shipped name, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto"
     (`xshard.use_profile`). memory_limit: bytes that no device may exceed, as a number or as "2GiB".
     objective: "forward" (default of a move) plans the move; its gradient is planned when it is needed.
@@ -115,11 +118,14 @@ def plan(
     'transfer, 3 messages'
     """
     expression, profile = as_expression(expression), without_devices(profile)
+    if getattr(dtype, "__hash__", None) is None:  # which no cache takes
+        name_of(dtype)
     for each in (mesh, src_mesh, dst_mesh):
         if each is not None:
             check_mesh(each)
     two = src_mesh, dst_mesh, src_devices, dst_devices
-    if is_contraction(expression):
+    named = sizes is not None or any(isinstance(n, list | tuple) for n in whole_numbers(shape) or ())
+    if is_contraction(expression, named=named):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
         operations: Any = flops_limit
@@ -127,11 +133,8 @@ def plan(
             hint = "a number of floating point operations"
             raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
         limits: tuple[Any, ...] = limit_of(memory_limit), operations
-        lengths_by_name, shapes = whole_lengths(sizes, shape)
-        named = None if lengths_by_name is None else tuple(lengths_by_name.items())
-        return plan_contraction(
-            expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
-        )
+        call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
+        return plan_contraction(call, mesh, shapes, dtype, profile, *limits, objective or BOTH, overlap)
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
         hint = "shape= is the shape of the array"
@@ -148,10 +151,9 @@ def plan(
 
 @lru_cache(maxsize=4096)
 def plan_contraction(
-    text: str,
+    call: Contraction,
     mesh: Mesh,
-    sizes: tuple[tuple[str, int], ...] | None,
-    shapes: tuple[tuple[int, ...], ...] | None,
+    shapes: Shapes,
     dtype: object,
     profile: str | Path | Profile,
     memory_limit: int | None,
@@ -159,20 +161,22 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction for the bridges, cached; without an objective, by its dtype."""
-    parsed, name = contraction(text), name_of(dtype)
+    """`plan` of a contraction without `...`, cached. shapes: of operands with one dim per name.
+
+    Without an objective, by its dtype.
+    """
+    name = name_of(dtype)
     objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
-    for layout in (*parsed.operands, parsed.result):
-        check_axes(layout, mesh, text)
-    operands = parsed, mesh, shapes_of(parsed, None if sizes is None else dict(sizes), shapes)
+    for layout in (*call.operands, call.result):
+        check_axes(layout, mesh, call.text)
     machine = name, load_profile(profile)
-    request = ContractionRequest(*operands, *machine, memory_limit, flops_limit, objective, overlap)
-    with mark_errors(text):
-        _ = request.shardings  # a wrong shape is found before the cache of plans is asked
+    request = ContractionRequest(call, mesh, shapes, *machine, memory_limit, flops_limit, objective, overlap)
+    with mark_errors(call.text):
+        _ = request.shardings, written(call, mesh, shapes)  # errors come before the cache of plans
     return find_contraction(request)
 
 
@@ -214,7 +218,11 @@ def _plan_between(
     request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
-    return find_plan(request, objective)
+    try:
+        return find_plan(request, objective)
+    except ShapeError as error:  # more pieces of rows than can be compared
+        with mark_errors(text):
+            raise error from None
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from xshard import dtypes
 from xshard.arguments import lengths_of
 from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.views import named_block
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -125,11 +128,11 @@ def pullback(
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    best = run(plans.result, run(plan, xs))
+    best = run(plans.result, run(plan, xs) if plans.result.src.is_linear else xs)
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
     counts = run(plans.count, won)
     pulled = run(plans.cotangent, cotangents)
-    return [g * w / n for g, w, n in zip(pulled, won, counts, strict=True)]
+    return [g * w / np.maximum(n, 1) for g, w, n in zip(pulled, won, counts, strict=True)]
 
 
 Operand = list[Block]  # its blocks
@@ -141,7 +144,9 @@ def _contracted(
     """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
-    left = [checked_blocks(x, move.source) for x, move in zip(operands, plan.moves, strict=True)]
+    *arrays, target = plan.arrays
+    ends = zip(operands, arrays, plan.moves, strict=True)
+    left = [by_name(checked_blocks(x, array), array, move.source) for x, array, move in ends]
     held = []
     for part in plan.parts:
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
@@ -149,19 +154,43 @@ def _contracted(
         names = [move.dst.names for move in part.moves]
         result = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
         left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
-    return left[0], held
+    return _as_written(left[0], target, plan.result.target), held
 
 
 def _pulled(
     plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
 ) -> list[Operand]:
     """The cotangents of all operands, computed part by part, the last part first."""
-    held, left = _contracted(plan, operands)[1], [list(map(np.asarray, cotangents))]
+    held = _contracted(plan, operands)[1]
+    left = [by_name(list(map(np.asarray, cotangents)), plan.arrays[-1], plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
         taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
         left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
-    return left
+    ends = zip(left, plan.arrays, plan.moves, strict=False)
+    return [_as_written(x, array, move.source) for x, array, move in ends]
+
+
+def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
+    """Blocks of an array as a contraction writes it -> with one dim per name."""
+    return [x.reshape(-1)[at] for x, at in zip(blocks, _places_by_name(array, named), strict=True)]
+
+
+def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+    """The adjoint of `by_name`: zeros where it takes nothing."""
+    found = [np.zeros(array.local_shape(device), x.dtype) for device, x in enumerate(blocks)]
+    for y, x, at in zip(found, blocks, _places_by_name(array, named), strict=True):
+        y.reshape(-1)[at] = x
+    return found
+
+
+def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
+    """For every device, the places that it takes from its block."""
+    for device in range(array.mesh.n_devices):
+        shape = array.local_shape(device)
+        rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
 
 
 def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from xshard.arguments import shown
+from xshard.arguments import did_you_mean, shown
+from xshard.compat import plan_of_transformers
 from xshard.errors import NotationError, Span, XshardError, with_path
 from xshard.layout import Layout
 from xshard.layout.layout import parse_expression
@@ -50,6 +51,27 @@ class Rules(Mapping[Pattern, Any]):
                 except XshardError as error:
                     raise with_path(error, f"rule '{text_of(pattern)}'") from None
 
+    @classmethod
+    def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
+        """Read the tensor parallel plan that a model of transformers declares -> rules for `parallelize`.
+
+        Returns its `parameters`, `inputs` and `outputs`, by these names. The model's own rule, `inputs[""]`,
+        says nothing: replace it to shard the batch, too. axis: name of the mesh axis. Source of the plan:
+        `model.tp_plan`, which has `base_model_tp_plan` of the config. Raises XshardError for a model without
+        one, and for an unknown style.
+
+        >>> from types import SimpleNamespace as Fake
+        >>> up = ("layers.0.up.weight", Fake(shape=(8, 4)))
+        >>> model = Fake(
+        ...     tp_plan={"layers.*.up": "colwise"},
+        ...     named_parameters=lambda **_: [up],
+        ...     named_modules=lambda: [("layers.0.up", None)],
+        ... )
+        >>> Rules.from_transformers(model, "tp")["parameters"]
+        Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})
+        """
+        return {kind: cls(each) for kind, each in plan_of_transformers(model, axis).items()}
+
     def __getitem__(self, pattern: Pattern) -> Any:
         return self._rules[pattern]
 
@@ -75,8 +97,9 @@ class Rules(Mapping[Pattern, Any]):
         """The layout or expression for each name, in the order of `names`.
 
         partial: leave out names without a rule. what: the word for a name in errors.
-        Raises XshardError for names without a rule, and for unused rules: they fit no name, or rules before
-        them fit the same names. Only `**`, which fits everything, may be unused.
+        Raises XshardError for names without a rule, and for unused rules: they, or one of their alternatives
+        in braces or bars, fit no name, or rules before them fit the same names. Only `**`, which fits
+        everything, may be unused.
 
         >>> Rules({"*.weight": "o/tp i", "**": "..."}).match(["up.weight", "norm"])
         {'up.weight': 'o/tp i', 'norm': '...'}
@@ -84,25 +107,50 @@ class Rules(Mapping[Pattern, Any]):
         names = list(names)
         decided = {name: self.pattern_for(name) for name in names}
         missing = [name for name, pattern in decided.items() if pattern is None and not partial]
-        unused = [p for p in self._rules if p not in decided.values() and p != ALL] if names else []
+        used = set(decided.values()) if names else set(self._rules)
+        idle = {p: _idle(p, names) for p in self._rules if p not in used or set("{|") & set(text_of(p))}
+        unused = [p for p in self._rules if idle.get(p) or (p not in used and p != ALL)]
         if not (missing or unused):
             return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
         reasons, hints = [], []
         if missing:
-            reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {_listed(missing)}")
+            reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {listed(missing)}")
             rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
             hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
         for pattern in unused:
-            fitted = [name for name in names if self._fits[pattern].fullmatch(name)]
-            if fitted and (earlier := decided[fitted[0]]) is not None:
-                reasons.append(
-                    f"rule '{text_of(pattern)}' comes too late: '{text_of(earlier)}' decides {fitted[0]}"
-                )
+            if not idle[pattern]:  # all of it fits
+                fitted = next(name for name in names if self._fits[pattern].fullmatch(name))
+                earlier = text_of(decided[fitted] or pattern)
+                reasons.append(f"rule '{text_of(pattern)}' comes too late: '{earlier}' decides {fitted}")
                 hints.append("the first pattern that fits decides: write the narrow one before the wide one")
-            else:
-                reasons.append(f"rule '{text_of(pattern)}' fits no {what}")
-                hints.append(f"the {what}s are: {_listed(names)}")
+                continue
+            for each in idle[pattern]:
+                of = f"'{text_of(each)}' in " if each != pattern else ""
+                reasons.append(f"{of}rule '{text_of(pattern)}' fits no {what}")
+                hints += filter(None, (nearest(each, names), f"the {what}s are: {listed(names)}"))
         raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
+
+
+def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
+    """The alternatives of a pattern that fit none of these names; the pattern itself if none does."""
+    each = spellings(pattern) if isinstance(pattern, str) else [pattern]
+    idle = [one for one in each if names and one != ALL and not any(map(_compiled(one).fullmatch, names))]
+    return [pattern] if len(idle) == len(each) else [*idle]
+
+
+def nearest(spelling: Pattern, names: Collection[str]) -> str:
+    """The part of a name for which a pattern without alternatives has nearly the same, as a hint; or "".
+
+    >>> nearest("**.upp_proj.weight", ["layers.0.up_proj.weight"])
+    "'**.upp_proj.weight': did you mean 'up_proj'?"
+    """
+    parts = spelling.split(".") if isinstance(spelling, str) else []
+    for i, part in enumerate(parts):
+        wide, star = ".".join((*parts[:i], "*", *parts[i + 1 :])), len(stars_in(".".join(parts[:i])))
+        found = {stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))}
+        if meant := did_you_mean(part, found):
+            return f"'{spelling}': {meant.strip()}"
+    return ""
 
 
 def text_of(pattern: Pattern) -> str:
@@ -110,7 +158,8 @@ def text_of(pattern: Pattern) -> str:
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names as an error lists them: the first few, and how many more."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(name or "''" for name in names[:NAMED]) + more
 

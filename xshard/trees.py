@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from xshard.arguments import shown
 from xshard.errors import PlanError, XshardError, located
-from xshard.rules import Rules
+from xshard.rules import Rules, listed
 
 T = TypeVar("T")
 Test = Callable[[Any], bool]
@@ -82,18 +83,25 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`."""
+    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`.
+
+    A dict is rules for a module or state, unless it has a value for each of its parts.
+    """
     parts = children(tree)
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
     values, place = children(given), f"{what[0]}{f' at {name!r}' if name else ''}"
     if parts is None or values is None:
-        reason = f"{place}: one array, but {what[1]} {given!r}"
+        reason = f"{place}: one array, but {what[1]} {shown(given)}"
         raise error(reason, hint=f"one of the {what[1]} for each array")
     if isinstance(tree, Mapping) != isinstance(given, Mapping) or parts.keys() != values.keys():
+        if isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
+            yield name, Rules(given), tree
+            return
         reason = f"{place} and {what[1]} differ: {_described(tree, parts)}, and {_described(given, values)}"
-        raise error(reason, hint="one for each array, or one for all arrays of a branch")
+        hint = "one for each array, or one for all arrays of a branch; patterns over names: xshard.Rules"
+        raise error(reason, hint=hint)
     for key, part in parts.items():
         whole = f"{name}.{key}" if name else str(key)
         yield from prefix_branches(
@@ -102,7 +110,7 @@ def prefix_branches(
 
 
 def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
-    return f"keys {', '.join(map(repr, parts))}" if isinstance(tree, Mapping) else f"{len(parts)} items"
+    return f"keys {listed(list(map(repr, parts)))}" if isinstance(tree, Mapping) else f"{len(parts)} items"
 
 
 def groups(

@@ -19,9 +19,10 @@ from jax_bridge.einsum import Choices, check_given, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
 from xshard import ContractionPlan, Profile
+from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import Shapes, check_operands, shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
@@ -42,7 +43,8 @@ def einsum(
     Inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` over the axes that the expression names, they
     are blocks, as for `redistribute`; outside, global arrays, as for `reshard`.
     expression: `"layout, layout -> layout"`, in which dims that the right side lacks are summed, or a plan of
-    one. mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
+    one; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
+    mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
     or shape: the global shape of every operand; by default the arrays', or, assuming that all blocks are
     equal, as the blocks say. Uneven blocks are padded, as in `redistribute`.
     profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
@@ -65,41 +67,43 @@ def einsum(
         what = "PRNG keys cannot be multiplied"
         raise DtypeError(what, text=text, hint="redistribute and reshard move them")
     own_shapes = tuple(x.shape for x in arrays)
-    check_operands(call, own_shapes)
-    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))
+    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))[1]
+    call = for_operands(call, own_shapes)
+    given = expression if isinstance(expression, ContractionPlan) else call
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
     options = Choices(profile, overlap, preferred, precision)
     axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(expression, arrays, mesh, shapes, options)
+        return einsum_blocks(given, arrays, mesh, shapes, options)
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
-    check_shapes(shapes or own_shapes, own_shapes, text)
+    if shapes is None:
+        shapes = given.shapes if isinstance(given, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
     options = options._replace(profile=machine(profile, here.here))
-    plan, sources, run = _program(expression, here, own_shapes, dtype, options)
+    plan, sources, run = _program(given, here, shapes, dtype, options)
+    check_shapes(tuple(array.shape for array in plan.arrays), own_shapes, text)
     for x, source in zip(arrays, sources, strict=True):
         source.check(x)
         check_order(x, source.array, text)
     placed = [source.bring(x) for x, source in zip(arrays, sources, strict=True)]
-    return remember(run(*placed), plan.result.target)
+    return remember(run(*placed), plan.arrays[-1])
 
 
 @lru_cache(maxsize=4096)
 def _program(
-    expression: str | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+    given: Contraction | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
 ) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
     """A plan, the arrays that it expects, and a jitted function of all operands."""
-    call = contraction_of(expression)
-    text, layouts = call.text, (*call.operands, call.result)
-    free = mesh.free([axis for layout in layouts for axis in layout.axes], text)
-    if isinstance(expression, ContractionPlan):
-        plan = expression
+    call = contraction_of(given)
+    text = call.text
+    free = mesh.free([axis for layout in call.arrays for axis in layout.axes], text)
+    if isinstance(given, ContractionPlan):
+        plan = given
         check_given(plan, shapes, dtype.name)
         mesh.free(plan.axes, text, plan.mesh)
     else:
-        plan = options.plan(text, free, shapes, dtype)
-    arrays = [*(move.source for move in plan.moves), plan.result.target]
-    *sources, target = (StoredArray.of(array, mesh, text) for array in arrays)
+        plan = options.plan(call, free, shapes, dtype)
+    *sources, target = (StoredArray.of(array, mesh, text) for array in plan.arrays)
     received = format_bytes(plan.bytes_received)
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 

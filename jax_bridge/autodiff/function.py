@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_bridge.lower.row_tables import with_fills
 from jax_bridge.lower.rules import run
@@ -135,7 +136,7 @@ def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     """Equal shares of the winners' tangents: the transpose of this map is the cotangent plan."""
     (x,), (tangent,), (forward, tangent_map) = primals, tangents, MODES[ad]
     y, plans = apply(plan, x, ad), max_min_plans(plan)
-    won = x == forward(plans.result, y)
+    won = x == forward(plans.result, y if plans.result.src.is_linear else lax.stop_gradient(x))
     count = forward(plans.count, won.astype(x.dtype))
     share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
     return y, tangent_map(plans.cotangent.backward, share)

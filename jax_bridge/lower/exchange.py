@@ -39,7 +39,8 @@ def exchange(
     step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
 ) -> jax.Array:
     """A block before the step -> after it; sums in the order of the rounds, after a device's own box."""
-    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
+    # A box that stays has the type of one that is sent: all branches of a program have one type.
+    x, out = (as_varying(y, long_axes(after.mesh)) for y in (x, jnp.zeros(after.max_local_shape, x.dtype)))
     return _by_rounds(rounds(step, before), step.op(before), x, out, after, transport)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,13 @@ def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], 
         rows = rows_of(device)
         own[: len(rows)] = rows
     return result
+
+
+def row_table(sharding: Sharding, dim: int) -> Table:
+    """The global rows of every device along a dim's axes, padded to the most."""
+    axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
+    rows_of = partial(sharding.layout.positions, sharding.mesh, sharding.shape, dim)
+    return table(sharding.mesh, axes, width, rows_of)
 
 
 def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -98,7 +106,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
             along[dim] = -1
             constants = mine(values, axes).astype(x.dtype).reshape(along)
             x = jnp.where(mine(outside, axes).reshape(along), constants, x)
-    return x
+    return without_padding(x, sharding)  # constants along one dim reach the padding of the others
 
 
 def _chunk(positions: Table, length: int) -> int:

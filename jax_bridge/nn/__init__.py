@@ -2,6 +2,7 @@
 
 from jax_bridge.nn.attention import attention
 from jax_bridge.nn.conv import avg_pool, conv_general_dilated, max_pool, reduce_window
+from jax_bridge.nn.cross_entropy import cross_entropy
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
 from jax_bridge.nn.resample import interpolate, resize
 from jax_bridge.nn.sharded import Sharded
@@ -12,6 +13,7 @@ __all__ = [
     "avg_pool",
     "batch_norm",
     "conv_general_dilated",
+    "cross_entropy",
     "group_norm",
     "interpolate",
     "layer_norm",

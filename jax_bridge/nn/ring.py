@@ -1,11 +1,12 @@
-"""Ring attention: in every round a device uses the keys and values of another, while the next ones are sent.
-The backward pass sends the blocks again, and their gradients with them: a rule for reverse mode."""
+"""Attention in blocks, merged by log-sum-exps. In every round of a ring a device uses the keys and values of
+another, while the next ones are sent; the backward pass sends the blocks again, and their gradients
+with them: a rule for reverse mode."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,27 +17,43 @@ from jax import lax
 from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from xshard.nn.attention import HEADS, Attention, run_starts
+from jax_bridge.ops import positions
+from xshard.nn.attention import HEADS, SEQUENCE, Attention, dropped, run_starts
 
 
-@dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
 class DeviceAttention:
-    """This device's part of an attention."""
+    """This device's part of an attention; softcap, alibi, dropout and seed as in `attention`.
 
-    attn: Attention
-    scale: float
+    documents: numbers for all rows of queries, and of keys: `[batch or 1, rows]`.
+    """
 
-    def rows(self, turn: int = 0) -> jax.Array:
-        """The numbers of the rows of queries, or of keys in a later round; -1 in padding."""
-        axes = self.attn.axes
-        rows_of = partial(self.attn.key_rows, turn=turn) if turn else self.attn.query_rows
-        return mine(table(self.attn.q.mesh, axes, self.attn.block_rows, rows_of), axes)
+    attn: Attention = field(metadata={"static": True})
+    scale: float = field(metadata={"static": True})
+    softcap: float | None = field(metadata={"static": True})
+    dropout: float = field(metadata={"static": True})
+    documents: tuple[jax.Array, jax.Array] | None
+    alibi: jax.Array | None
+    seed: jax.Array | None
 
-    def visible(self, rows: jax.Array, keys: jax.Array, documents: jax.Array | None) -> jax.Array:
-        """The scores that count, `[batch or 1, 1, rows, keys]`. documents: `[batch or 1, all rows]`."""
+    def held(self, dim: int) -> jax.Array:
+        """The numbers of this device's queries, or their heads or batches; -1 in padding."""
+        queries = self.attn.queries
+        return positions(queries.layout, queries.mesh, shape=queries.shape, dim=dim)
+
+    def key_rows(self, turn: int = 0) -> jax.Array:
+        """The numbers of the rows of keys in a round; -1 in padding."""
+        attn = self.attn
+        rows_of = partial(attn.key_rows, turn=turn)
+        return mine(table(attn.q.mesh, attn.axes, attn.block_rows, rows_of), attn.axes)
+
+    def visible(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
+        """The scores that count, `[batch or 1, 1, rows, keys]`."""
         visible: Any = self.attn.visible(rows[:, None], keys)[None]  # type: ignore[arg-type]
-        if documents is not None:
-            of_rows, of_keys = (documents.take(x, 1, mode="clip") for x in (rows, keys))
+        if self.documents is not None:
+            pairs = zip(self.documents, (rows, keys), strict=True)
+            of_rows, of_keys = (documents.take(x, 1, mode="clip") for documents, x in pairs)
             visible &= of_rows[:, :, None] == of_keys[:, None]
         return visible[:, None]
 
@@ -54,16 +71,55 @@ class DeviceAttention:
         reads = self.heads_read
         return self.attn.split(kv if reads is None else kv.take(reads, 1))
 
-    def scores(self, q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
-        """Scores; masked ones are finite, and every row of an array sees itself."""
-        scores = jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=wide_dtype(q)) * self.scale
-        return jnp.where(visible, scores, empty(scores.dtype))
+    def bias(self, rows: jax.Array, keys: jax.Array, dtype: Any) -> jax.Array | None:
+        """`[1, heads, rows, keys]`: minus the slope of a head times the distance."""
+        if self.alibi is None:
+            return None
+        slopes = lax.stop_gradient(self.alibi).astype(dtype)[self.held(HEADS), None, None]
+        return -slopes[None] * abs(rows[:, None] + self.attn.offset - keys)
+
+    def scores(
+        self, q: jax.Array, k: jax.Array, rows: jax.Array, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array | float]:
+        """The scores, masked ones finite, and their derivative by the products."""
+        dtype: Any = wide_dtype(q)
+        slope: Any = self.scale
+        scores = jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=dtype) * slope
+        if self.softcap is not None:
+            part = jnp.tanh(scores / self.softcap)
+            scores, slope = part * self.softcap, (1 - part**2) * slope
+        if (bias := self.bias(rows, keys, dtype)) is not None:
+            scores += bias
+        return jnp.where(self.visible(rows, keys), scores, empty(dtype)), slope
+
+    def kept(self, rows: jax.Array, keys: jax.Array) -> jax.Array | float:
+        """The factors of weights, `[batch, heads, rows, keys]`, some of them dropped."""
+        if self.seed is None:
+            return 1.0
+        cells: Any = jnp.zeros((), jnp.uint32)
+        for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
+            cells = cells[..., None] * length + self.held(dim).astype(jnp.uint32)
+        numbers = cells.reshape(-1, cells.shape[-1], 1, 1), rows[:, None], keys
+        drop = dropped(self.seed, *(x.astype(jnp.uint32) for x in numbers), part=self.dropout)
+        return jnp.where(drop, 0.0, 1 / (1 - self.dropout))
+
+    def attend(
+        self, q: jax.Array, kv: jax.Array, rows: jax.Array, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The result of a block, and the log-sum-exps; a row that sees nothing has 0 and -inf."""
+        (k, v), sees = self.read(kv), self.visible(rows, keys).any(-1)
+        scores, _ = self.scores(q, k, rows, keys)
+        log_sum = jax.nn.logsumexp(scores, -1)
+        weights = jnp.exp(scores - log_sum[..., None]) * self.kept(rows, keys)
+        y = jnp.einsum("bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype)
+        return jnp.where(sees[..., None], y, 0), jnp.where(sees, log_sum, -jnp.inf)
 
     def pairs(self) -> Sequence[tuple[slice, slice]]:
         """Runs of queries, and of keys."""
-        starts = (*run_starts(self.attn), self.attn.block_rows)
-        runs = [slice(a, b) for a, b in itertools.pairwise(starts)]
-        return [(rows, keys) for rows in runs for keys in runs]
+        arrays = self.attn.queries, self.attn.keys
+        starts = ((*run_starts(self.attn, x), x.max_local_shape[SEQUENCE]) for x in arrays)
+        rows, keys = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
+        return [*itertools.product(rows, keys)]
 
     def send(self, block: jax.Array, by: int = 1) -> Callable[[], jax.Array]:
         layouts, shape = self.attn.rotation(block.shape, by)
@@ -79,62 +135,63 @@ def empty(dtype: Any) -> float:
     return float(jnp.finfo(dtype).min) / 2
 
 
-def ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
-    """Queries, and keys beside values -> the result for the device's queries."""
-    axes = frozenset(blocks.attn.q.layout.axes).union(*map(varying_axes, (q, kv)))
-    return _ring(blocks, as_varying(q, axes), as_varying(kv, axes), documents)
+def ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries, and keys beside values -> the result for the device's queries, and their log-sum-exps."""
+    arrays = jax.tree.leaves((blocks, q, kv))
+    axes = frozenset(blocks.attn.q.layout.axes).union(blocks.attn.axes, *map(varying_axes, arrays))
+    return _ring(blocks, as_varying(q, axes), as_varying(kv, axes))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None) -> jax.Array:
-    return _forward(blocks, q, kv, documents)[0]
+@jax.custom_vjp
+def _ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _forward(blocks, q, kv)[0]
 
 
-def _forward(
-    blocks: DeviceAttention, q: jax.Array, kv: jax.Array, documents: jax.Array | None
-) -> tuple[jax.Array, Any]:
-    wide, own_rows = wide_dtype(q), blocks.rows()
-    like = q[..., :1].astype(wide)
-    y, log_sum = like.repeat(blocks.attn.value_width, -1) * 0, jnp.full_like(like[..., 0], empty(wide))
-    sums = tuple(as_varying(x, varying_axes(q)) for x in (y, log_sum))
+def _forward(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[Any, Any]:
+    wide, own_rows = wide_dtype(q), blocks.held(SEQUENCE)
+    y, log_sum = jnp.zeros((*q.shape[:3], blocks.attn.value_width)), jnp.full(q.shape[:3], -jnp.inf)
+    sums = tuple(as_varying(x.astype(wide), varying_axes(q)) for x in (y, log_sum))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
-        their_rows = blocks.rows(turn)
+        their_rows = blocks.key_rows(turn)
         for rows, keys in blocks.pairs():
-            visible = blocks.visible(own_rows[rows], their_rows[keys], documents)
+            numbers = own_rows[rows], their_rows[keys]
 
-            def merged(y, log_sum, block=block, rows=rows, keys=keys, visible=visible):
-                k, v = blocks.read(block[:, :, keys])
-                scores = blocks.scores(q[:, :, rows], k, visible)
+            def merged(y, log_sum, block=block, rows=rows, keys=keys, numbers=numbers):
+                part, added = blocks.attend(q[:, :, rows], block[:, :, keys], *numbers)
                 before = log_sum[:, :, rows]
-                after = jnp.logaddexp(before, jax.nn.logsumexp(scores, -1))
-                weights = jnp.exp(scores - after[..., None]).astype(v.dtype)
-                part = jnp.einsum("bhqs,bhsk->bhqk", weights, v, preferred_element_type=wide)
-                part += y[:, :, rows] * jnp.exp(before - after)[..., None]
+                after = jnp.logaddexp(before, added)
+                finite = jnp.maximum(after, empty(wide))  # -inf for rows that have seen nothing so far
+                part *= jnp.exp(added - finite)[..., None]
+                part += y[:, :, rows] * jnp.exp(before - finite)[..., None]
                 return y.at[:, :, rows].set(part), log_sum.at[:, :, rows].set(after)
 
-            sums = lax.cond(visible.any(), merged, lambda *same: same, *sums)
+            sums = lax.cond(blocks.visible(*numbers).any(), merged, lambda *same: same, *sums)
     y = sums[0].astype(q.dtype)
-    return y, (q, kv, documents, y, sums[1])
+    return (y, sums[1]), (blocks, q, kv, y, sums[1])
 
 
-def _backward(blocks: DeviceAttention, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    q, kv, documents, y, log_sum = saved
-    wide, own_rows, reads = log_sum.dtype, blocks.rows(), blocks.heads_read
+def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    blocks, q, kv, y, log_sum = saved
+    cotangent, of_log_sum = cotangents
+    wide, own_rows, reads = log_sum.dtype, blocks.held(SEQUENCE), blocks.heads_read
     arrived: Any = None
-    share = (cotangent.astype(wide) * y).sum(-1, keepdims=True)
+    share = ((cotangent.astype(wide) * y).sum(-1) - of_log_sum)[..., None]
+    # Weights are exp(score - log_sum): none for rows that see nothing.
+    log_sum = jnp.where(jnp.isinf(log_sum), jnp.inf, log_sum)[..., None]
     product = partial(jnp.einsum, preferred_element_type=wide)
     q_gradient, nothing = (as_varying(jnp.zeros_like(x, wide), varying_axes(q)) for x in (q, kv))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
-        their_rows, kv_gradient = blocks.rows(turn), nothing
+        their_rows, kv_gradient = blocks.key_rows(turn), nothing
         for rows, keys in blocks.pairs():
-            visible = blocks.visible(own_rows[rows], their_rows[keys], documents)
+            numbers = own_rows[rows], their_rows[keys]
 
-            def added(q_gradient, kv_gradient, block=block, rows=rows, keys=keys, visible=visible):
+            def added(q_gradient, kv_gradient, block=block, rows=rows, keys=keys, numbers=numbers):
                 k, v = blocks.read(block[:, :, keys])
                 queries, dy = q[:, :, rows], cotangent[:, :, rows]
-                weights = jnp.exp(blocks.scores(queries, k, visible) - log_sum[:, :, rows, None])
-                change = weights * (product("bhqk,bhsk->bhqs", dy, v) - share[:, :, rows]) * blocks.scale
-                change, weights = change.astype(q.dtype), weights.astype(q.dtype)
+                scores, slope = blocks.scores(queries, k, *numbers)
+                weights, kept = jnp.exp(scores - log_sum[:, :, rows]), blocks.kept(*numbers)
+                change = weights * (product("bhqk,bhsk->bhqs", dy, v) * kept - share[:, :, rows]) * slope
+                change, weights = change.astype(q.dtype), (weights * kept).astype(q.dtype)
                 pairs = (change, queries), (weights, dy)
                 of_kv = jnp.concatenate([product("bhqs,bhqk->bhsk", *pair) for pair in pairs], -1)
                 if reads is not None:
@@ -142,11 +199,11 @@ def _backward(blocks: DeviceAttention, saved: Any, cotangent: jax.Array) -> tupl
                 of_q = product("bhqs,bhsk->bhqk", change, k)
                 return q_gradient.at[:, :, rows].add(of_q), kv_gradient.at[:, :, keys].add(of_kv)
 
-            gradients = lax.cond(visible.any(), added, lambda *same: same, q_gradient, kv_gradient)
-            q_gradient, kv_gradient = gradients
+            is_seen = blocks.visible(*numbers).any()
+            q_gradient, kv_gradient = lax.cond(is_seen, added, lambda *same: same, q_gradient, kv_gradient)
         kv_gradient = kv_gradient if arrived is None else arrived + kv_gradient
         arrived = blocks.send(kv_gradient, -turn if turn + 1 == blocks.attn.rounds else 1)()
-    return q_gradient.astype(q.dtype), arrived.astype(kv.dtype), None
+    return None, q_gradient.astype(q.dtype), arrived.astype(kv.dtype)
 
 
 _ring.defvjp(_forward, _backward)

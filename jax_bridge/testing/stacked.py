@@ -1,7 +1,7 @@
 """One device's function on all devices of a mesh, by `shard_map`, and the traffic of the compiled program.
 
 Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name: `shard_map`
-treats it as invariant. Uneven blocks are padded to the largest.
+treats it as invariant. Uneven blocks are padded to the largest: with NaN for plans, which return zeros there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from xshard import Mesh, Sharding
+from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block, Blocks
 
 
@@ -25,6 +27,7 @@ class DeviceProgram:
     """One device's function, compiled for all devices of a mesh, and its arguments there.
 
     inputs: the blocks of every array, one per device, and their sharding. mode: see `Question`.
+    fill: a number for the padding of inputs; unless it is zero, padding of results has to be zero.
     """
 
     def __init__(
@@ -34,8 +37,9 @@ class DeviceProgram:
         inputs: Sequence[tuple[Blocks, Sharding]],
         outputs: Sequence[Sharding],
         mode: str,
+        fill: float = 0,
     ) -> None:
-        self.mesh, self.outputs = mesh, outputs
+        self.mesh, self.outputs, self.fill = mesh, outputs, fill
         self.lead = 1 if mode == "pmap" else len(mesh.axes)
         # Devices of the processes in turn, so that some axis connects processes.
         by_process = (jax.local_devices(process) for process in range(jax.process_count()))
@@ -49,12 +53,12 @@ class DeviceProgram:
         if mode == "pmap":
             long = [a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1]
             program = jax.pmap(function, axis_name=(*long, "alone")[0], devices=self.devices)
-            self.arrays: list[Any] = [padded(blocks, sharding) for blocks, sharding in inputs]
+            self.arrays: list[Any] = [padded(*each, fill) for each in inputs]
         else:
             in_specs, out_specs = tuple(spec(sharding) for _, sharding in inputs), list(map(spec, outputs))
             specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": mode == "vma"}
             program = jax.jit(jax.shard_map(one_device, mesh=self.jax_mesh, **specs))
-            self.arrays = [stacked(blocks, sharding, self.jax_mesh) for blocks, sharding in inputs]
+            self.arrays = [stacked(*each, self.jax_mesh, fill) for each in inputs]
         self.compiled = program.lower(*self.arrays).compile()
 
     def __call__(self) -> Sequence[jax.Array]:
@@ -62,11 +66,19 @@ class DeviceProgram:
         return jax.block_until_ready(self.compiled(*self.arrays))
 
     def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
-        """Results of a run -> a block per device of every output, None on devices of other processes."""
-        return [
+        """Results of a run -> a block per device of every output, None on devices of other processes.
+
+        Raises FunctionError if a plan leaves something in the padding of a result.
+        """
+        every = [
             tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))
             for x, sharding in zip(results, self.outputs, strict=True)
         ]
+        for x, sharding, blocks in zip(results, self.outputs, every, strict=True) if self.fill else ():
+            own = sum(np.count_nonzero(block) for block in blocks if block is not None)
+            if own != sum(np.count_nonzero(shard.data) for shard in x.addressable_shards):
+                raise FunctionError(f"the padding of a block is not zero under '{sharding.layout}'")
+        return every
 
     @property
     def received_bytes(self) -> int | None:
@@ -81,9 +93,9 @@ def spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*(a if a in sharding.layout.axes else None for a in sharding.mesh.axes))
 
 
-def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh) -> jax.Array:
+def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) -> jax.Array:
     """One block per device -> one array on the devices of `mesh`."""
-    rows = padded(blocks, sharding)
+    rows = padded(blocks, sharding, fill)
     rows = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
     named = (a in sharding.layout.axes for a in sharding.mesh.axes)
     rows = rows[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
@@ -113,7 +125,9 @@ def unstacked(
 
 
 def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
-    """One block per device -> one array [device, *largest block], padded with `fill`."""
+    """One block per device -> one array [device, *largest block], padded with `fill`, integers with 1."""
+    if np.isnan(fill) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
+        fill = 1
     result = np.full((len(blocks), *sharding.max_local_shape), fill, blocks[0].dtype)
     for device, block in enumerate(blocks):
         result[device, ...][tuple(map(slice, block.shape))] = block

@@ -106,9 +106,9 @@ def _answer_plan(question: Question) -> Answer:
 
     operands = list(zip(question.inputs, sources, strict=True))
     cotangents = question.cotangents, target
-    forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode)
+    forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
     (output,), forward_s = _measured(forward)
-    backward = DeviceProgram(pulled, plan.mesh, [cotangents, *operands], sources, question.mode)
+    backward = DeviceProgram(pulled, plan.mesh, [cotangents, *operands], sources, question.mode, np.nan)
     gradients, backward_s = _measured(backward)
     # The gradients of a max or min, and of several operands, begin with the forward pass.
     repeats = not is_linear(plan) or len(sources) > 1

@@ -16,6 +16,7 @@ from benchmarks.jax_reshard import claims as jax_reshard
 from benchmarks.models import __main__ as models
 from benchmarks.nodes import __main__ as nodes
 from benchmarks.planner import claims as planner
+from benchmarks.plans import __main__ as plans
 from benchmarks.state import claims as state
 from benchmarks.torch_redistribute import claims as torch
 from tests.benchmarks.helpers import recorded
@@ -38,6 +39,7 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "models": judged_models,
     "nodes": lambda data: nodes.judge(data["cases"], data["profiles"], data["jax"]),
     "planner": lambda data: planner.judge(data["public"], data["scaled"], data["speed"], quick=False),
+    "plans": lambda data: plans.claims(data["models"]),
     "state": lambda data: state.judge(data["loads"], data["transfers"]),
     "torch_redistribute": lambda data: torch.judge(
         **{rows: data[rows] for rows in ("host", "ends", "memory", "packs")}

@@ -358,6 +358,19 @@ def test_selfcheck_refuses_runtimes_and_dtypes():
         assert message in xshard("selfcheck", *arguments, code=2).stderr
 
 
+def test_what_cannot_be_written_served_or_held_is_said(tmp_path):
+    for command, message in (
+        (("explore", "--port", "99999", "--no-browser"), "port 99999: "),
+        (("plan", *MOVE, "--html", ""), ".: Is a directory"),
+        (("plan", *MOVE, "--html", str(tmp_path / "no" / "x.html")), "x.html: No such file"),
+        (("selfcheck", "a/x -> a", "--mesh", "x=2", "--shape", "1000000000000"), "have 10.91 TiB together"),
+        (("show", "a/x", "--mesh", "x=100000", "--shape", "200000"), "100000 devices, a drawing has up to"),
+    ):
+        assert message in xshard(*command, code=2).stderr
+    page = tmp_path / "x.html"
+    assert '"steps"' in xshard("plan", *MOVE, "--json", "--html", str(page)).stdout and page.stat().st_size
+
+
 def test_selfcheck_all_asks_each_worker_once(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: o)
     told = xshard("selfcheck", "--all").stdout

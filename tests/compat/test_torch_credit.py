@@ -243,6 +243,17 @@ def _layers() -> None:
             same(p.grad * n, wanted, f"{name}: gradient of a parameter")
         credit._manager = None
     names = [name for name, _ in credit.DomainParallelConv2d(nn.Conv2d(1, 1, 3)).named_parameters()]
+    kinds = (
+        credit.DomainParallelConvTranspose2d,
+        credit.DomainParallelConvTranspose3d,
+        credit.DomainParallelConv2d,
+    )
+    convs = (
+        nn.ConvTranspose2d(1, 1, 4, 2, 1),
+        nn.ConvTranspose3d(1, 1, (2, 4, 3), (2, 4, 3)),
+        nn.Conv2d(1, 1, 8, 2),
+    )
+    assert [kind(conv).halo_width for kind, conv in zip(kinds, convs, strict=True)] == [1, 0, 3]
     assert names == ["conv.weight", "conv.bias"]
     resize, x = credit.DomainParallelInterpolate((6, 10)), torch.randn(1, 2, 8, 5)
     wanted = F.interpolate(x, size=(6 * n, 10), mode="bilinear")

@@ -94,6 +94,19 @@ def _plain_values() -> None:
     assert ksuit.all_reduce_mean_grad(rank).item() == 0.5
     uneven = torch.arange(3 - rank)
     assert ksuit.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
+    for sizes in ((1, 2), (0, 3), (2, 2)):
+        for dim, options in ((0, {}), (0, {"sizes": sizes}), (-1, {})):
+            rows, weights = torch.arange(sum(sizes)), torch.arange(1.0, sum(sizes) + 1)
+            x = rows.split(sizes)[rank].double().requires_grad_()
+            y = ksuit.all_gather_grad(x.unsqueeze(dim - 1), dim, **options)
+            (y.flatten() * weights * (1 + rank)).sum().backward()
+            assert (
+                y.flatten().tolist() == rows.tolist()
+                and x.grad.tolist() == (3 * weights).split(sizes)[rank].tolist()
+            )
+    odd = torch.ones(2, 3 + rank)
+    assert error_of(lambda: ksuit.all_gather_grad(odd))[0] == "DesyncError"
+    assert error_of(lambda: ksuit.all_gather_grad(odd, 2))[0] == "ShapeError"
 
 
 def test_without_a_process_group_every_block_is_the_whole() -> None:

@@ -5,8 +5,10 @@ Each is its name, the mesh of 4 or 8 devices, the length of every dim, and the e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+import xshard as xs
 from xshard.contractions.expression import contraction
 
 Case = tuple[str, Mapping[str, int], Mapping[str, int], str]
@@ -14,6 +16,11 @@ Case = tuple[str, Mapping[str, int], Mapping[str, int], str]
 LENGTHS = {"b": 8, "s": 8, "d": 8, "f": 16, "v": 8, "h": 8, "k": 2, "t": 8, "e": 8, "c": 8, "r": 3, "n": 16}
 TP4, TP8, BOTH = {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 4}
 SQUARE, CUBE = {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}
+
+
+def spelled(layout: xs.Layout) -> tuple[str, ...]:
+    """The names of an array with a dim for each, as einsum takes them: those of composed dims apart."""
+    return tuple(re.findall(r"\w+", " ".join(layout.names)))
 
 
 def _case(name: str, mesh: Mapping[str, int], expression: str, **lengths: int) -> Case:
@@ -84,6 +91,7 @@ CASES: tuple[Case, ...] = (
     _case("uneven", TP4, "s/tp d, d f/tp -> s f/tp", s=7, f=10),
     _case("uneven_summed", TP4, "s d/tp, d/tp f -> s/tp f", s=5, d=6),
     _case("empty_blocks", TP8, "s/tp d, d/tp f -> s f/tp", s=3, d=5),
+    _case("one_row", SQUARE, "s/x f, f/y -> s f", s=1, f=1),
     _case("sizes", TP4, "n/sizes(tp,5,0,8,3) d, d f -> f n/tp"),
     _case("addends", TP4, "s d | sum(tp), d f/tp -> s f/tp"),
     _case("addends_cut", BOTH, "s d/dp | sum(tp), d/dp f -> s/tp f"),
@@ -94,4 +102,12 @@ CASES: tuple[Case, ...] = (
     _case("axis_left_alone", {"dp": 2, "tp": 2}, "s/tp d, d f -> s f/tp"),
     _case("gradients_share_the_cotangent", TP4, "b d/tp, f d -> b f/tp", b=8, d=8, f=4),
     _case("batched_rows", SQUARE, "b/x s d, b/x d -> s b/y"),
+    # Composed dims, and names that an operand has twice.
+    _case("heads_of_one_dim", TP4, "b s (h k)/tp, b t (h k)/tp -> b h/tp s t"),
+    _case("heads_to_one_dim", BOTH, "b h/tp s t, b/dp t (h k)/tp -> b/dp s (h k)/tp"),
+    _case("composed_zigzag", TP4, "(s h)/zigzag(tp) d, h s -> (d s) h/tp", s=16),
+    _case("diagonals", SQUARE, "b/x s/y s, s -> b/x s/y"),
+    _case("trace", TP4, "s s/tp ->"),
+    _case("uneven_diagonal_of_three", TP4, "s d s/zigzag(tp) s -> d s/tp", s=7),
+    _case("diagonal_of_a_composed_dim", TP4, "d (s d)/tp -> d s", s=4),
 )

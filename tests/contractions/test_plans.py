@@ -32,6 +32,25 @@ def test_single_contractions(name):
     assert all(len(part.takes) <= 2 for part in product.plan.parts)
 
 
+@pytest.mark.parametrize(
+    ("text", "shapes", "equation"),
+    [
+        ("... d/x, d/x f -> ... f/y", [(2, 3, 4), (4, 5)], "...d,df->...f"),
+        ("... d/x, ... -> d", [(2, 3, 4), (2, 3)], "abd,ab->d"),
+        ("s/x ..., s/x -> ...", [(4,), (4,)], "s,s->"),
+        ("i/x ... i -> ... i/y", [(7, 2, 7)], "iji->ji"),
+    ],
+)
+def test_dots_are_all_dims_without_a_name(text, shapes, equation):
+    plan = xs.plan(text, xs.Mesh(MESH), shape=shapes, dtype="int64")
+    assert xs.ContractionPlan.from_json(plan.to_json()) == plan
+    arrays = [np.arange(np.prod(shape)).reshape(shape) for shape in shapes]
+    blocks = [xs.reference.scatter(x, a.layout, a.mesh) for x, a in zip(arrays, plan.arrays, strict=False)]
+    end = plan.arrays[-1]
+    found = xs.reference.gather(xs.reference.run(plan, *blocks), end.layout, end.mesh, end.shape)
+    assert np.array_equal(found, np.einsum(equation, *arrays))
+
+
 def test_the_scale_of_a_mean_counts_once_where_the_result_is_a_sum():
     layouts = tuple(map(xs.Layout, ("i | copy(x,y)", "() | mean(y)", "i | sum(y)")))
     judge(

@@ -114,15 +114,30 @@ def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
 
 SIZES = {"b": 8, "d": 4, "f": 4}
 GIVEN = [{}, {"sizes": {"b": 8, "d": 4}}, {"sizes": SIZES | {"q": 1}}, {"shape": [[8, 4]]}, {"shape": 8}]
-GIVEN += [{"shape": [[8, 4], [6, 4]]}, {"shape": [[8, 4], [4]]}]
+GIVEN += [{"shape": [[8, 4], [6, 4]]}, {"shape": [[8, 4], [4]]}, {"sizes": SIZES}, {"shape": [[12], [8]]}]
+GIVEN += [
+    {"shape": [[12], [4]]},
+    {"sizes": {"b": 3, "d": 4}},
+    {"sizes": {"b": 8, "d": 4}},
+    {"shape": [[1, 3, 3], [1, 1]]},
+]
 REFUSED = """
 b d, d f -> b f   no shapes   sizes={"b": 8, ...}, or shape=[(8, ...), ...] with one shape per operand
 b d, d «f» -> b f   sizes has no length for dim 'f'   sizes has: b=8, d=4
 b d, d f -> b f   sizes has dim 'q'   dims are: b, d, f
-b d, d f -> b f   1 shapes for 2 operands   one shape per operand
-b d, d f -> b f   1 shapes for 2 operands   one shape per operand
-b d, «d» f -> b f   dim 'd' is 4 long in one operand and 6 in another   a name stands for one length
-b d, «d f» -> b f   shape (4,) for 2 dims   one length per dim
+b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
+b d, d f -> b f   1 arrays for 2 operands   one array or shape per operand
+b d, «d» f -> b f   dim 'd' is 6 long, elsewhere d=4   a name stands for one length; sizes= says all of them
+b d, «d f» -> b f   an array of 1 dims, (4,), for 'd f'   one dim per name
+«...» d, d f -> ... f   sizes has no length for dim '...'   pass shape= with one shape per operand
+«(b d)», b -> d   dim 'b d' is 12 long, elsewhere b=8   a name stands for one length; sizes= says all of them
+«(b d)», f -> d   dim 'b d' is 12 long, elsewhere no part is known
+    a name stands for one length; sizes= says all of them
+«(b d)/tp» -> b   blocks may end within a row of 'b', which is 3 long
+    it takes equal parts or zigzags of these rows
+«(b d)/cyclic(tp)» -> b   blocks may end within a row of 'b', which is 8 long
+    it takes equal parts or zigzags of these rows
+b ..., «... f» -> b f   '...' stands for 2 and for 1 dims   it stands for the same dims everywhere
 """
 
 
@@ -155,9 +170,17 @@ def test_wrong_options(options, error, message):
 
 def test_what_is_wrong_with_a_text_comes_before_what_its_options_are_for():
     with pytest.raises(xs.errors.NotationError, match="dim 'a' is named twice"):
-        xs.plan("a a -> a", xs.Mesh(tp=2), sizes={"a": 4})
+        xs.plan("a a -> a", xs.Mesh(tp=2), (4, 4))
     with pytest.raises(xs.errors.ShapeError, match="sizes and flops_limit are for contractions"):
         xs.plan("a b -> b a/tp", xs.Mesh(tp=2), sizes={"a": 4, "b": 4})
+
+
+def test_one_operand_with_a_plain_shape_is_a_move_which_sums_nothing():
+    mesh = xs.Mesh(tp=2)
+    with pytest.raises(xs.errors.NotationError, match="dim names differ across the arrow"):
+        xs.plan("b s/tp c -> b c/tp", mesh, (2, 4, 6))
+    summed = xs.plan("b s/tp c -> b c/tp", mesh, [(2, 4, 6)])
+    assert summed.local == "b s/tp c -> b c | sum(tp)"
 
 
 def test_a_sum_of_one_operand_has_no_products():

@@ -105,6 +105,9 @@ FAMOUS = {
     "n | mean(dp), n | copy(dp) -> n": "n | mean(dp)",
     "s h/tp k -> h k s": "h/tp k s",
     "n/zigzag(dp) d, n/zigzag(dp) e -> d e | sum(dp)": "d e | sum(dp)",
+    "... d/tp, d/tp f -> ... f": "... f | sum(tp)",
+    "b s (h k)/tp, b t (h k)/tp -> b h s t": "b h/tp s t",
+    "b/tp s s | copy(dp) -> b": "b/tp | copy(dp)",
 }
 
 
@@ -116,7 +119,12 @@ def test_schemes(expression, result):
 REFUSED = """
 b d, d f -> b «q»   NotationError: dim 'q' of the result is in no operand   the operands have: b, d, f
 «h/tp:halo(1,1)» d, d f -> h f   NotationError: an overlap in a contraction
-    name every dim, and trim halos first
+    trim halos first
+i/dp b «i/tp» -> b   NotationError: two dims 'i' are sharded
+    redistribute the array first, so that one of them is whole
+b (d«/»tp f) -> b   NotationError: expected ')', found '/'
+    a composed dim has names alone and is sharded as a whole: (h d)/tp
+b d -> b «b»   NotationError: dim 'b' is named twice   an einsum takes diagonals: i i -> i
 «b | max(tp)», b -> b   NotationError: 'b | max(tp)' in a contraction
     max and min are not linear in each operand: reduce them first
 b d, d/tp f/«tp» -> b f   NotationError: mesh axis 'tp' is used twice

@@ -1,5 +1,7 @@
 """`profile="auto"`: which profile a kind of device has, and what overrides it."""
 
+import os
+import re
 import warnings
 
 import pytest
@@ -49,6 +51,27 @@ def test_an_unknown_kind_warns_once_and_names_calibrate():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         machine_of("Abacus 3", None)
+
+
+def test_a_file_that_was_rewritten_is_read_again(monkeypatch, tmp_path):
+    def planned(profile):
+        return xs.plan("n/a d -> n d", xs.Mesh(a=8), (8, 4), profile=profile).profile.node_devices
+
+    file = tmp_path / "mine.json"
+    for turn, nodes in enumerate((4, 2)):
+        file.write_text(xs.load_profile(f"h100:{nodes}").to_json())
+        os.utime(file, ns=(turn, turn))
+        monkeypatch.setenv("XSHARD_PROFILE", str(file))
+        assert planned(file) == planned(str(file)) == planned("auto") == nodes
+        monkeypatch.setenv("XSHARD_PROFILE", f"a100:{nodes}")
+        assert planned("auto") == nodes
+
+
+@pytest.mark.parametrize("wrong", [{}, [], 3])
+def test_what_is_no_profile_and_no_dtype(wrong):
+    for option, error in (("profile", xs.errors.ProfileError), ("dtype", xs.errors.DtypeError)):
+        with pytest.raises(error, match=re.escape(str(wrong))):
+            xs.plan("n/a -> n", xs.Mesh(a=2), (8,), **{option: wrong})
 
 
 def test_what_overrides_what(monkeypatch):

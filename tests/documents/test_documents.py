@@ -79,7 +79,8 @@ def printed_there(n_devices, path):
     return process(n_devices).ask("tests.documents.forking.printed", path, timeout_s=TIMEOUT_S)
 
 
-WITH_PYTHON = [document for document in DOCUMENTS if python_blocks(document)]
+# tests/torch_bridge/models runs the pages of models, all on the same ranks.
+WITH_PYTHON = [name for name in DOCUMENTS if python_blocks(name) and not name.startswith("docs/models/")]
 ON_DEVICES = [block for document in WITH_PYTHON for block in python_blocks(document) if block.special]
 UNDER_TORCHRUN = next(block for block in ON_DEVICES if block.special[0] == "torchrun")
 

@@ -1,13 +1,16 @@
 """Random contractions: one to four operands and their result, against numpy's einsum of whole arrays.
 
-The result is compared, and every operand's gradient.
+The result is compared, and every operand's gradient. Dims may be composed, and an operand's names repeat.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +18,10 @@ import xshard as xs
 from tests import oracle
 from tests.fuzz.chains import LENGTHS, PROFILES, random_layout, random_mesh
 from tests.fuzz.judge import Arrived, Blocks
+from xshard.contractions.expression import contraction
 from xshard.contractions.ring import OVERLAPS
+from xshard.contractions.shapes import shapes_of
+from xshard.notation.parser import Dim
 from xshard.planner import plan_contraction
 
 DTYPES = (*("float64",) * 5, "float32", "complex128", "int64", "int32")
@@ -24,7 +30,7 @@ MOST = 2**20  # products of one contraction
 
 @dataclass(frozen=True)
 class Contraction:
-    """Operands, and last the result, under `layouts`.
+    """Operands, and last the result, under `layouts`: a second dim of a name is `i'`, a composed one `(i j)`.
 
     shape: the length of every dim, in the order of `names`. leaves: the operands that get a gradient, or
     none for all. save, overlap: as in `xt.einsum`. seed: draws the values.
@@ -47,7 +53,7 @@ class Contraction:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({name for layout in self.layouts for name in layout.names}))
+        return tuple(sorted({name for layout in self.layouts for name in _names(layout, once=True)}))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,10 +61,11 @@ class Contraction:
 
     @property
     def text(self) -> str:
-        return f"{', '.join(map(str, self.layouts[:-1]))} -> {self.layouts[-1]}"
+        return f"{', '.join(map(str, self.layouts[:-1]))} -> {self.layouts[-1]}".replace("'", "")
 
     def shape_of(self, layout: xs.Layout) -> tuple[int, ...]:
-        return tuple(self.sizes[name] for name in layout.names)
+        parts = [name.strip("()").replace("'", "").split() for name in layout.names]
+        return tuple(math.prod(self.sizes[name] for name in each) for each in parts)
 
     def shorter(self) -> Iterator[Contraction]:
         """Contractions of fewer operands."""
@@ -111,17 +118,47 @@ def random_contraction(seed: object, devices: int | None = None, mesh: xs.Mesh |
         random_layout(rng, mesh, {name: lengths[name] for name in some}, kinds, (), False)
         for some in (*dims, kept)
     ]
+    if rng.random() < 0.3:
+        ends = [_composed(rng, mesh, end, lengths) for end in ends]
+        ends[:-1] = [_repeated(rng, end) if len(end.dims) < 3 else end for end in ends[:-1]]
     options = rng.choice(PROFILES), rng.choice(("never", *OVERLAPS)), rng.choice(("used", "given"))
     leaves = tuple(i for i in range(n) if rng.random() < 0.7)
     shape = tuple(lengths.values())
     return Contraction(mesh, shape, dtype, tuple(ends), *options, leaves, rng.randrange(10**9))
 
 
+def _composed(rng: random.Random, mesh: xs.Mesh, layout: xs.Layout, lengths: dict[str, int]) -> xs.Layout:
+    """The layout with two of its dims as one, if the second is whole and the first cut into equal parts."""
+    for i, (first, second) in enumerate(itertools.pairwise(layout.dims)):
+        parts = 2 * mesh.size(*first.axes) if first.shards else 1
+        plain = all(s.order in ("block", "balanced", "zigzag") and not s.numbers for s in first.shards)
+        if plain and not second.shards and lengths[first.name] % parts == 0 and rng.random() < 0.8:
+            one = replace(first, name=f"({first.name} {second.name})")
+            return replace(layout, dims=(*layout.dims[:i], one, *layout.dims[i + 2 :]))
+    return layout
+
+
+def _repeated(rng: random.Random, layout: xs.Layout) -> xs.Layout:
+    """The layout with one more dim of one of its names, of which one is whole."""
+    names = _names(layout, once=True)
+    if not names or rng.random() < 0.3:
+        return layout
+    dims, name = list(layout.dims), rng.choice(names)
+    dims.insert(rng.randint(0, len(dims)), Dim(f"{name}'"))
+    return replace(layout, dims=tuple(dims))
+
+
+def _names(layout: xs.Layout, *, once: bool = False) -> tuple[str, ...]:
+    """The names of all dims, in which that of a second one has an apostrophe; once: without those."""
+    names = " ".join(layout.names).replace("(", "").replace(")", "").split()
+    return tuple(name for name in names if not once or name[-1] != "'")
+
+
 def planned(case: Contraction) -> Product:
     """The contraction, its plan, whole numbers for its operands, and cotangents where there are gradients."""
     has_gradients = case.dtype[0] != "i"
-    options = case.profile, None, None, None, case.overlap
-    plan = plan_contraction(case.text, case.mesh, tuple(case.sizes.items()), None, case.dtype, *options)
+    call, shapes = shapes_of(contraction(case.text), tuple(case.sizes.items()), None)
+    plan = plan_contraction(call, case.mesh, shapes, case.dtype, case.profile, None, None, None, case.overlap)
     if case.seed % 8 == 0:
         assert xs.ContractionPlan.from_json(plan.to_json()) == plan, "another plan in JSON"
     rng, (*operands, result) = np.random.default_rng(case.seed), case.layouts
@@ -139,21 +176,25 @@ def planned(case: Contraction) -> Product:
     return Product(case, plan, given, drawn(result.dual) if has_gradients else None)
 
 
-def judge(product: Product, made: Arrived) -> None:
+def judge(product: Product, arrived: Arrived) -> None:
     """Raise AssertionError unless the result and all gradients are those of the whole arrays."""
     case, (*operands, result) = product.chain, product.chain.layouts
     arrays = [_whole(case, x, layout) for x, layout in zip(product.blocks, operands, strict=True)]
-    names = [layout.names for layout in operands]
-    _check(case, made.blocks[0], result, _einsum(case, arrays, names, result.names), "the result")
-    assert len(made.gradients) == len(product.leaves)
-    for i, gradient in zip(product.leaves, made.gradients, strict=True):
+    names = [_names(layout) for layout in operands]
+    made = _einsum(case, arrays, names, _names(result))
+    _check(case, arrived.blocks[0], result, made.reshape(case.shape_of(result)), "the result")
+    assert len(arrived.gradients) == len(product.leaves)
+    for i, gradient in zip(product.leaves, arrived.gradients, strict=True):
         assert product.cotangents is not None
         cotangent = _whole(case, product.cotangents, result.dual)
         others = [*arrays[:i], *arrays[i + 1 :], cotangent]
-        left = [*names[:i], *names[i + 1 :], result.names]
-        # A dim that the operand alone has: its gradient is repeated along it.
-        ones = [(np.ones(case.sizes[name]), (name,)) for name in names[i]]
-        expected = _einsum(case, [*others, *(x for x, _ in ones)], [*left, *(n for _, n in ones)], names[i])
+        left = [*names[:i], *names[i + 1 :], _names(result)]
+        # A dim that the operand alone has: its gradient is repeated along it. Beside a diagonal it is zero.
+        for name in names[i]:
+            n, again = case.sizes[name.rstrip("'")], name[-1] == "'"
+            others.append(np.eye(n) if again else np.ones(n))
+            left.append((name, name[:-1]) if again else (name,))
+        expected = _einsum(case, others, left, names[i], apart=names[i]).reshape(case.shape_of(operands[i]))
         # Of every addend of a mean, which counts for an n-th.
         expected = expected * case.mesh.size(*result.tagged("mean"))
         expected = expected / case.mesh.size(*operands[i].tagged("mean"))
@@ -161,11 +202,22 @@ def judge(product: Product, made: Arrived) -> None:
 
 
 def _einsum(
-    case: Contraction, arrays: Sequence[np.ndarray], names: Sequence[Sequence[str]], result: Sequence[str]
+    case: Contraction,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[Sequence[str]],
+    result: Sequence[str],
+    apart: Sequence[str] = (),
 ) -> np.ndarray:
-    number = {name: i for i, name in enumerate(case.names)}
-    parts = [part for x, dims in zip(arrays, names, strict=True) for part in (x, [number[n] for n in dims])]
-    return np.asarray(np.einsum(*parts, [number[n] for n in result]))
+    """numpy's own, in which a second dim of a name is the first one's, unless it is `apart`."""
+    number = {name: i for i, name in enumerate((*case.names, *(name for name in apart if name[-1] == "'")))}
+    lengths, arguments = case.sizes, list[Any]()
+    for x, dims in zip(arrays, names, strict=True):
+        plain = [name.rstrip("'") for name in dims]
+        arguments += [x.reshape([lengths[name] for name in plain])]
+        arguments += [
+            [number[n if n in number and n in apart else p] for n, p in zip(dims, plain, strict=True)]
+        ]
+    return np.asarray(np.einsum(*arguments, [number[name] for name in result]))
 
 
 def _whole(case: Contraction, blocks: Blocks, layout: xs.Layout) -> np.ndarray:

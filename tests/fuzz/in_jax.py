@@ -36,7 +36,7 @@ def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
 
     with jax.enable_x64(True):
         inputs = list(zip(all_of("blocks"), all_of("inputs"), strict=True))
-        program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode)
+        program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode, np.nan)
         results = iter(program.blocks(program()))
     made = ([list(next(results)) for _ in way.outputs] for way in ways)
     return [Arrived(each[: trip.moves], each[trip.moves :]) for trip, each in zip(trips, made, strict=True)]
@@ -78,8 +78,7 @@ def _traveller(trip: Trip) -> _Way:
 
 
 def _contracted(product: Product) -> _Way:
-    case, plan = product.chain, product.plan
-    sources, target = [move.source for move in plan.moves], plan.result.target
+    case, (*sources, target) = product.chain, product.plan.arrays
     options: Any = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap}
 
     def run(*blocks: jax.Array) -> list[jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
@@ -87,8 +88,16 @@ def _without_axis(case: Any, gone: str) -> Any:
 
 
 def _without_dim(case: Any, at: int) -> Any:
+    name = re.compile(rf"\b{case.names[at]}\b'?")  # of a composed dim the other part stays
     layouts = (
-        replace(layout, dims=tuple(dim for dim in layout.dims if dim.name != case.names[at]))
+        replace(
+            layout,
+            dims=tuple(
+                replace(dim, name=name.sub("", dim.name))
+                for dim in layout.dims
+                if name.sub("", dim.name).strip("() ")
+            ),
+        )
         for layout in case.layouts
     )
     return replace(case, shape=case.shape[:at] + case.shape[at + 1 :], layouts=tuple(layouts))

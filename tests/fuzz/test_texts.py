@@ -59,6 +59,21 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
     "is malformed: maximum recursion": lambda: profile_of("deep", "[" * 100_000),
     "a pattern of more than 1000 spellings": lambda: xs.Rules({"{a,b}" * 12: "..."}),
     "a pattern of more than 1000000 characters": lambda: xs.Rules({"x" * 1_000_001: "..."}),
+    "99999999 rows of 'periodic' beyond an end": lambda: xs.plan(
+        "a:halo(99999999,0,periodic) -> a", xs.Mesh(x=2), (8,)
+    ),
+    "137438953472 pieces of a block": lambda: xs.Layout("n/cyclic(x):halo(1,1)").local_shape(
+        xs.Mesh(x=8), (2**40,), 0
+    ),
+    "100000003 pieces of a block": lambda: xs.plan(
+        "a/cyclic(x):window(k=1,p=99999999) -> a", xs.Mesh(x=2), (8,)
+    ),
+    "rows in 274877906945 separate pieces": lambda: xs.plan(
+        "n/cyclic(x,3)/cyclic(y) -> n/x/y", xs.Mesh(x=2, y=2), (2**40,)
+    ),
+    "a block of up to 2000000000000000006": lambda: xs.plan(
+        "a:halo(999999999999999999,999999999999999999) -> a", xs.Mesh(x=2), (8,)
+    ),
     "no profile": lambda: xs.load_profile("x" * 5000),
 }
 

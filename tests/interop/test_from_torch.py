@@ -218,7 +218,7 @@ def test_what_is_refused_when_it_is_traced() -> None:
         (torch.sin, "n/a", "n/a", xs.errors.ShapeError, "needs equal blocks"),
         (torch.argmax, "n", "...", xs.errors.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
-        (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts: .* do not fit"),
+        (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts: the arrays .* differ: 1 items, and 2"),
     ):
         with pytest.raises(kind, match=message):
             from_torch(fn, ins, outs, mesh)(jnp.ones(3))

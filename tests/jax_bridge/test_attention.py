@@ -7,8 +7,8 @@ import pytest
 
 import xshard as xs
 from jax_bridge import nn
-from jax_bridge.testing.stacked import padded
-from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from jax_bridge.testing.stacked import DeviceProgram, padded
+from tests.attention import CROSS, MASKS, ORDERS, ROW, Case, Mask, one_device, problem
 from tests.jax_bridge.domains import difference, sharded
 from tests.jax_bridge.helpers import in_jax
 
@@ -18,6 +18,14 @@ ROWS = [
     ("blocks of any length, one of none", "gather", "vma", 2),
     ("no batch", "ulysses", "novma", 4),
     ("heads cut too, unequally", "ring", "novma", 1),
+    ("whole queries, sharded keys", "reduce", "vma", None),
+    ("a prompt before, keys in any order", "ring", "pmap", None),
+    ("a prompt before, keys in any order", "reduce", "novma", None),
+    ("rows that see nothing", "reduce", "vma", None),
+    ("rows that see nothing", "ring", "novma", None),
+    ("before and after", "auto", "vma", None),
+    ("keys over an axis of their own", "ring", "vma", None),
+    ("keys over an axis of their own", "ulysses", "novma", None),
 ]
 
 
@@ -26,49 +34,57 @@ ROWS = [
 def test_every_order_way_and_mask_is_that_of_one_device(order, how, mode, mask) -> None:
     """Values and the gradients of queries, keys and values; what is in the padding does not count."""
     with jax.enable_x64(True):
-        assert error(ORDERS[order], MASKS[mask], how, mode) < 1e-12
+        case = (ORDERS[order], MASKS[mask]) if order in ORDERS else CROSS[order]
+        assert error(*case, how, mode) < 1e-12
 
 
 def error(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64) -> float:
-    given = problem(case, mask)
-    x = [padded_blocks(case, x.astype(dtype), i in (1, 2), np.nan) for i, x in enumerate(given[:4])]
-    if given.documents is not None:
-        x.append(padded_blocks(case, given.documents, dims="bs"))
+    """The largest difference from one device of the gradients, the result and the log-sum-exps."""
+    given, n = problem(case, mask), 4 + mask.return_lse
+    kinds = [(False, "bshk"), (True, "bshk"), (True, "bshk"), (False, "bshk"), (False, "bsh")][:n]
+    x = [x.astype(dtype) for x in (*given[:4], given.lse_cotangent)[:n]]
+    numbers = {name: getattr(given, name) for name in ("documents", "kv_documents")}
+    numbers = {name: x for name, x in numbers.items() if x is not None}
+    placed = [blocks_of(case, *each) for each in zip(x, *zip(*kinds, strict=True), strict=True)]
+    placed += [blocks_of(case, x, name == "kv_documents", "bs") for name, x in numbers.items()]
 
-    def both(q, k, v, cotangent, *documents):
-        y, pull = jax.vjp(lambda *x: attended(case, mask, how, *x, *documents), q, k, v)
-        return y, *pull(cotangent)
+    def both(*x):
+        options = {**dict(zip(numbers, x[n:], strict=True)), "alibi": given.alibi}
+        y, pull = jax.vjp(lambda *x: attended(case, mask, how, *x, **options), *x[:3])
+        results = y if mask.return_lse else (y,)
+        assert results[0].dtype == dtype
+        return [*pull(x[3:n] if mask.return_lse else x[3]), *results]
 
-    if mode == "pmap":
-        found = jax.pmap(both, case.mesh.axes[0])(*x)
-    else:
-        found = jax.jit(sharded(both, case.mesh, check_vma=mode == "vma"))(*x)
-    assert all(y.dtype == dtype for y in found)
-    wanted = [padded_blocks(case, whole, i > 1) for i, whole in enumerate(one_device(given, mask))]
-    return difference(found, wanted)
-
-
-def attended(case: Case, mask: Mask, how: str, q, k, v, documents=None):
-    options = {"kv_layout": case.kv_layout, "shape": case.shape, "kv_heads": case.heads[1], "how": how}
-    asked = {"causal": mask.causal, "window": mask.window, "documents": documents}
-    return nn.attention(q, k, v, case.layout, **options, **asked)
+    y, *others = one_device(given, mask)
+    wanted = [blocks_of(case, x, *kind) for x, kind in zip([*others[:3], y, *others[3:]], kinds, strict=True)]
+    program = DeviceProgram(both, case.mesh, placed, [end for _, end in wanted], mode, np.nan)
+    sides = program.blocks(program()), [blocks for blocks, _ in wanted]
+    found = ([np.maximum(np.concatenate([*map(np.ravel, y)]), -1e4) for y in side] for side in sides)
+    return difference(*found)
 
 
-def padded_blocks(case: Case, x, of_keys: bool = False, fill: float = 0.0, dims: str = "bshk") -> np.ndarray:
+def attended(case: Case, mask: Mask, how: str, q, k, v, **arrays):
+    return nn.attention(q, k, v, case.layout, how=how, **mask.options(case) | arrays)
+
+
+def blocks_of(case: Case, x, of_keys: bool = False, dims: str = "bshk"):
+    """The blocks of an array, and its sharding."""
     layout = case.block_layout(dims, of_keys)
-    shape = [x.shape[dims.index(name)] for name in layout.names]
-    return padded(case.blocks(x, dims, of_keys), xs.Sharding(layout, case.mesh, tuple(shape)), fill=fill)
+    shape = [x.shape[dims.index(name if name in dims else "s")] for name in layout.names]
+    return case.blocks(x, dims, of_keys), xs.Sharding(layout, case.mesh, tuple(shape))
 
 
 @in_jax
 def test_a_ring_and_others_under_transformations() -> None:
     """Layers in a scan, each computed again, under vmap; in float32, where JAX's own attention is used."""
-    case, mask = Case(ROW, "b s/zigzag(cp) h k", (4, 4)), Mask(True)
+    case, mask = Case(ROW, "b s/zigzag(cp) h k", (4, 4)), Mask(True, has_alibi=True)
     given = problem(case, mask)
-    x = np.stack([padded_blocks(case, y) for y in (given.q, given.k)], 1)
+    x = np.stack([padded(*blocks_of(case, y)) for y in (given.q, given.k)], 1)
 
     def model(how, x):
-        layer = jax.checkpoint(lambda x, _: (x + attended(case, mask, how, x, 2 * x, x), None))
+        layer = jax.checkpoint(
+            lambda x, _: (x + attended(case, mask, how, x, 2 * x, x, alibi=given.alibi), None)
+        )
         return jax.lax.scan(layer, x, jnp.arange(2))[0]
 
     def gradients(how):
@@ -78,7 +94,14 @@ def test_a_ring_and_others_under_transformations() -> None:
     with jax.enable_x64(True):
         (y, found), (wanted_y, wanted) = gradients("ring"), gradients("gather")
     assert np.allclose(y, wanted_y, rtol=1e-12) and np.allclose(found, wanted, atol=1e-12)
+    assert np.allclose(gradients("gather")[1], wanted, atol=1e-4)
     assert error(case, mask, "auto", "vma", np.float32) < 1e-5
+    # All but a ring has tangents, also where a row sees nothing.
+    q, kv = jnp.ones((1, 3, 1, 2)), jax.random.normal(jax.random.key(0), (4, 1, 2, 1, 2))
+    few = {"layout": "b s h k", "kv_layout": "b t/cp h k", "causal": True, "offset": -1}
+    ways = (lambda x, how=how: nn.attention(q, x, x, how=how, **few) for how in ("reduce", "gather"))
+    one, other = (jax.jvp(jax.jit(jax.vmap(way, axis_name="cp")), (kv,), (kv,))[1] for way in ways)
+    assert np.allclose(one, other, atol=1e-6) and not one[:, :, 0].any()
     q = jnp.ones((2, 19, 3, 6))
     with pytest.raises(xs.errors.ShapeError, match="3 heads of queries, 2 of keys"):
         attended(Case(ROW, "b s h k", (3, 2)), mask, "ring", q, q[:, :, :2], q[:, :, :2])

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.testing.stacked import DeviceProgram, padded, received_bytes, unpadded
-from tests.contractions.cases import CASES
+from tests.contractions.cases import CASES, spelled
 from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 from xshard import errors
 from xshard.contractions.ring import rings
@@ -35,15 +35,11 @@ class Case:
         self.name, self.mesh, self.lengths = name, xs.Mesh(mesh), lengths
         self.options = {"sizes": lengths, "profile": "bandwidth", "overlap": overlap}
         self.plan = xs.plan(expression, self.mesh, dtype="float64", **self.options)
-        self.expression, given = expression, self.plan.contraction
-        ends = [self._sharding(layout) for layout in (*given.operands, given.result)]
+        self.expression, ends = expression, self.plan.arrays
         draw = np.random.default_rng(len(expression))
         self.arrays = [draw.integers(-4, 5, end.shape).astype(float) for end in ends]
         duals = [end.with_layout(end.layout.dual) for end in ends]
         self.taken, self.made = [*ends[:-1], duals[-1]], [ends[-1], *duals[:-1]]
-
-    def _sharding(self, layout) -> xs.Sharding:
-        return xs.Sharding(layout, self.mesh, tuple(self.lengths[name] for name in layout.names))
 
     @property
     def is_even(self) -> bool:
@@ -57,15 +53,23 @@ class Case:
 
     def expected(self) -> list[np.ndarray]:
         """The result, and the gradients of blocks: under `mean`, a share of the array's."""
-        numbers = {name: i for i, name in enumerate(self.lengths)}
-        names = [[numbers[name] for name in end.layout.names] for end in (*self.taken[:-1], self.made[0])]
-        pairs = [*zip(self.arrays, names, strict=True)]
-        found = [np.einsum(*itertools.chain(*pairs[:-1]), names[-1])]
+        numbers, later = {name: i for i, name in enumerate(self.lengths)}, itertools.count(40)
+        ends = [spelled(end.layout) for end in (*self.taken[:-1], self.made[0])]
+        apart = [
+            x.reshape([self.lengths[n] for n in some]) for x, some in zip(self.arrays, ends, strict=True)
+        ]
+        names = [[numbers[n] for n in some] for some in ends]
+        pairs = [*zip(apart, names, strict=True)]
+        found = [np.einsum(*itertools.chain(*pairs[:-1]), names[-1]).reshape(self.made[0].shape)]
         for i, operand in enumerate(self.taken[:-1]):
-            # A dim that the operand alone has: its gradient is repeated along it.
-            ones = [(np.ones(self.lengths[name]), [numbers[name]]) for name in operand.layout.names]
+            # A dim that the operand alone has: its gradient is repeated along it. Beside diagonals: zeros.
+            ones, own = [(np.ones(self.lengths[n]), [numbers[n]]) for n in ends[i]], list(names[i])
+            for at, n in enumerate(ends[i]):
+                if n in ends[i][:at]:
+                    own[at] = next(later)
+                    ones.append((np.eye(self.lengths[n]), [numbers[n], own[at]]))
             others = itertools.chain(*pairs[:i], *pairs[i + 1 :], *ones)
-            found.append(np.einsum(*others, names[i]) * float(operand.scale))
+            found.append(np.einsum(*others, own).reshape(operand.shape) * float(operand.scale))
         return found
 
     def on_device(self, *blocks: jax.Array, expression=None) -> list[jax.Array]:
@@ -92,7 +96,7 @@ def run_in_shard_map(cases: Sequence[Case], mode: str = "vma") -> DeviceProgram:
 
     given = [pair for case in cases for pair in zip(case.blocks(), case.taken, strict=True)]
     made = [end for case in cases for end in case.made]
-    program = DeviceProgram(one_device, cases[0].mesh, given, made, mode)
+    program = DeviceProgram(one_device, cases[0].mesh, given, made, mode, np.nan)
     found = iter(program.blocks(program()))
     for case in cases:
         case.check([next(found) for _ in case.made])
@@ -251,6 +255,12 @@ def test_global_arrays() -> None:
     assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
     explicit = functools.partial(xj.einsum, "n/dp d, d f -> n/dp f", mesh=device_mesh(BOTH, "Explicit"))
     assert np.array_equal(jax.jit(explicit)(X, W), X @ W), "arrays of which JAX knows no mesh"
+    wide = xj.einsum("... (h k)/tp, k h/dp f -> ... (h f)/tp", X[None], X[:3].T.reshape(2, 4, 3), mesh=mesh)
+    right = np.einsum("nhk,khf->nhf", X.reshape(64, 4, 2), X[:3].T.reshape(2, 4, 3))
+    assert wide.sharding.spec == P(None, None, "tp") and np.array_equal(wide, right.reshape(1, 64, 12))
+    assert np.array_equal(
+        xj.einsum("d/tp d ... -> ... d/dp", X[:8, :, None], mesh=mesh), X[:8].diagonal()[None]
+    )
     batches = jnp.stack([X, 2 * X])
     in_rounds = functools.partial(xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always")
     batched = jax.jit(jax.vmap(lambda x: jax.jvp(in_rounds, (x, w), (x, W % 3))[1]))(batches)
@@ -331,7 +341,9 @@ WRONG = [
     ("n/cp d, d f -> n f", SHAPES, {}, "NotationError", "unknown mesh axis 'cp'", "cp"),
     (LAYOUTS, [(64, 8)], {}, "ShapeError", "1 arrays for 2 operands", None),
     (LAYOUTS, [(64, 8), (8, 16, 1)], {}, "ShapeError", "an array of 3 dims", "d f/tp"),
-    (LAYOUTS, [(64, 8), (4, 16)], {}, "ShapeError", "8 long in one operand and 4 in another", "d"),
+    (LAYOUTS, [(64, 8), (4, 16)], {}, "ShapeError", "is 4 long, elsewhere d=8", "d"),
+    ("... d, ... f -> f", [(4, 8), (4, 4, 4)], {}, "ShapeError", "for 1 and for 2 dims", "... f"),
+    ("n (h k)/tp -> n h", [(8, 8)], {}, "ShapeError", "is 8 long, elsewhere no part is known", "(h k)"),
     (PLAN, SHAPES, {"dtype": "float16"}, "DtypeError", "float16, the plan is for float32", None),
     (PLAN, [(64, 8), (8, 32)], {}, "ShapeError", "(8, 32), not (8, 16)", "d f/tp"),
     (LAYOUTS, SHAPES, {"sizes": {"n": 64, "d": 8}}, "ShapeError", "no length for dim 'f'", "f"),

@@ -57,6 +57,14 @@ def test_leaves_of_flax_are_named_without_their_boxes() -> None:
     assert placed["nnx"].kernel[...].sharding.spec == P("a", None)
     assert np.array_equal(placed["nnx"](jnp.ones((1, 2))), model(jnp.ones((1, 2))))
     assert placed["box"]["kernel"].value.sharding.spec == P("a", None)
+    # A dict is rules for a state, too, and an error has names and no arrays.
+    layouts = ({"kernel": "i o/a", "**": "..."}, "n i"), "n o/a"
+    twice = nnx.state(nnx.Linear(2, 8, rngs=nnx.Rngs(0)))
+    up = xj.shard_map(lambda state, x: x @ state["kernel"][...], layouts, mesh())
+    assert np.allclose(up(twice, jnp.ones((1, 2))), twice["kernel"][...].sum(0))
+    with pytest.raises(xs.XshardError, match="no rule for 2 of 2 names: bias, kernel") as error:
+        xj.shard_map(lambda state: (), (({"kernal": "..."},), ()), mesh())(twice)
+    assert len(str(error.value).splitlines()) < 5
 
 
 @in_jax

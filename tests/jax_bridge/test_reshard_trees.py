@@ -123,7 +123,7 @@ def test_progress_is_logged() -> None:
 def test_wrong_trees() -> None:
     elsewhere = placed(X, device_mesh(xs.Mesh(c=8)), "c")
     for tree, layouts, words in (
-        ({"p": on("a")}, {"q": "n/a d -> n d"}, "do not fit the arrays"),
+        ({"p": on("a")}, {"q": "n/a d -> n d"}, "the arrays and the layouts differ: keys 'p', and keys 'q'"),
         ([on("a")] * 2, ["n/a d -> n d", "n/b d -> n d"], "not sharded as 'n/b d' says in 'n/b d -> n d'"),
         ([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"], "on several meshes"),
     ):

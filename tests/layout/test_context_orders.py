@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from xshard.layout.providers import as_runs
+from xshard.layout.runs import Run, merge_adjacent
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -122,7 +122,8 @@ def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
     expected = torch_per_document(lengths, n)
     assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
     assert expected != positions("s/zigzag(cp,4,8,4)", xs.Mesh(cp=n), 16)
-    runs = [[(run.start, run.start + run.length) for run in as_runs(np.array(rank))] for rank in expected]
+    runs = [merge_adjacent(Run(row, 1) for row in rank) for rank in expected]
+    runs = [[(run.start, run.start + run.length) for run in some] for some in runs]
     parts = ",".join(str([end for run in some for end in run]) for some in runs)
     assert positions(f"s/intervals(cp,{parts})", xs.Mesh(cp=n), 16) == expected
 

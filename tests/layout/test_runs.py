@@ -16,6 +16,7 @@ from tests import oracle, oracle_rows
 from tests.strategies import any_overlap, layouts, meshes
 from xshard import Layout
 from xshard.errors import ShapeError
+from xshard.layout import pieces
 from xshard.layout.partition import all_owned_rows, block_length, owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.parser import ORDERS, Dim, Shard
@@ -211,6 +212,24 @@ def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src,
             expected = [(have[row], at) for at, row in enumerate(expanded(dst)) if row in have]
             found = [(s.src + k, s.dst + k) for s in common_segments(src, dst) for k in range(s.length)]
             assert found == expected
+
+
+@given(st.data(), st.integers(0, 90), *[st.integers(1, 5)] * 2)
+def test_one_period_counts_for_all(data, length, n_src, n_dst):
+    """The rows that blocks of cyclic cuts share, counted in one period, against row by row."""
+
+    def blocks(n):
+        order, numbers = data.draw(st.sampled_from((("block", ()), ("zigzag", ()), ("cyclic", (1, 2, 3, 7)))))
+        shard = Shard(("a",), order, (data.draw(st.sampled_from(numbers)),) if numbers else ())
+        return all_owned_rows(Dim("n", (shard,)), length, (n,))
+
+    src, dst = blocks(n_src), blocks(n_dst)
+    every = [[len({*expanded(a)} & {*expanded(b)}) for a in src] for b in dst]
+    expected = [(j, i, n) for j, row in enumerate(every) for i, n in enumerate(row) if n]
+    for most in (pieces.MOST_COUNTED, -1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pieces, "MOST_COUNTED", most)
+            assert list(zip(*map(list, pieces.shared_rows(src, dst)), strict=True)) == expected
 
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order not in ("sizes", "intervals")])

@@ -101,7 +101,7 @@ ERRORS = """
 n/a «$»d   unexpected character '$'
 n d «)» e   expected the end, found ')'
 «»   an empty layout   a scalar is written ()
-b n/a «n»   dim 'n' is named twice   a diagonal is taken before
+b n/a «n»   dim 'n' is named twice   an einsum takes diagonals: i i -> i
 ...«/»a   '...' stands for unsharded dims   name the dim to shard or widen it
 ...«:»halo(1,1)   '...' stands for unsharded dims   name the dim to shard or widen it
 n/ «|» sum(a)   expected a name, found '|'   a mesh axis follows '/', as in s/cp or s/zigzag(cp)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import time
 from copy import deepcopy
 from fractions import Fraction
 
@@ -15,6 +16,8 @@ from tests.messages import refused
 from xshard.errors import PlanError
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
+from xshard.pictures.grid import picture
+from xshard.pictures.html import html
 from xshard.steps import AllGather, AllReduce, Exchange, ReduceScatter, Retag, Scale, Slice
 
 MESH = xs.Mesh(a=2, b=2)
@@ -206,3 +209,42 @@ def test_a_plan_read_back_keeps_its_memory_limit_and_the_profile_that_it_names()
     plan = xs.plan("n/a d -> n d/a", MESH, ROWS, profile="bandwidth")
     assert xs.Plan.from_json(plan.to_json()).cost == plan.cost
     assert xs.Plan.from_json(plan.to_json(), profile="h100") == xs.plan("n/a d -> n d/a", MESH, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("expression", "devices", "shape"),
+    [
+        ("a/cyclic(x,2) b -> a/x b", 4, (8, 9)),
+        ("a/balanced(x) -> a/zigzag(x)", 4, (4,)),
+        ("a/zigzag(x,0,1,0) -> a/x", 4, (1,)),
+        ("a/intervals(x,[0,1,3,4],[1,3]) b:halo(1,1) -> a/zigzag(x) b:halo(1,1)", 2, (4, 2)),
+    ],
+)
+def test_nothing_is_sent_between_layouts_that_mean_the_same(expression, devices, shape):
+    plan = xs.plan(expression, xs.Mesh(x=devices), shape)
+    assert (plan.steps, plan.bytes_received, plan.bytes_lower_bound, plan.backward.steps) == ((), 0, 0, ())
+    assert xs.plan(expression.replace("->", "| sum(y) ->"), xs.Mesh(x=devices, y=2), shape).steps == (
+        AllReduce(("y",)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "mesh", "shape", "received"),
+    [
+        ("n/zigzag(x) -> n/x", {"x": 1024}, 10_007, 40),
+        ("n/zigzag(x) -> n/zigzag(y)", {"x": 32, "y": 32}, 10_007, 1256),
+        ("n/balanced(x):halo(1,1) -> n/zigzag(x):halo(2,2)", {"x": 1024}, 10_007, 72),
+        ("n/x -> n/x:halo(3,3)", {"x": 8}, 2**40, 24),
+        ("n/x -> n/x:window(k=3,s=2,p=1)", {"x": 8}, 2**58, 4),
+        ("n/x -> n/cyclic(x)", {"x": 8}, 2**58, 2**57 // 8 * 7),
+        ("n/cyclic(x)/cyclic(y) -> n/x/y", {"x": 2, "y": 2}, 2**58, 2**58 // 4 * 3),
+        ("n/x:fold(halo(3,3,periodic)) -> n/x", {"x": 8}, 2**58, 24),
+    ],
+)
+def test_planning_takes_a_moment_however_many_devices_and_rows(expression, mesh, shape, received):
+    start = time.process_time()
+    plan = xs.plan(expression, xs.Mesh(mesh), (shape,))
+    assert plan.bytes_received == plan.bytes_lower_bound == received
+    assert plan.backward.bytes_received >= received
+    assert all((str(plan), str(plan.backward), *(html(picture(end)) for end in (plan.source, plan.target))))
+    assert time.process_time() - start < 3

@@ -116,6 +116,7 @@ INDEXES = {
     "a folder below": ({"w": "a/x.safetensors"}, "'a/x.safetensors' is no"),
     "a path of Windows": ({"w": "..\\x.safetensors"}, "is not a safetensors file"),
     "another kind of file": ({"w": "x.pt"}, "'x.pt' is not a safetensors file"),
+    "a NUL": ({"w": "x\0.safetensors"}, "is not a safetensors file of"),
     "a number": ({"w": 1}, "weight_map must map texts"),
     "a list": (["x.safetensors"], "weight_map must map texts"),
     "a file that is not there": ({"w": "y.safetensors"}, "y.safetensors: No such file"),
@@ -164,8 +165,23 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "missing")
     with pytest.raises(FileError, match=r"no safetensors files"):
         open_checkpoint(tmp_path)
-    os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(FileError, match=r"x.safetensors is not a file"):
+    for at in ("x.safetensors", ".metadata", "_METADATA"):  # of other systems, too
+        os.mkfifo(tmp_path / at)
+        with pytest.raises(FileError, match=f"{at} is not a file"):
+            open_checkpoint(tmp_path)
+        (tmp_path / at).unlink()
+    (tmp_path / "x.safetensors").symlink_to("x.safetensors")
+    with pytest.raises(FileError, match="Symlink loop"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(FileError, match="null byte"):
+        open_checkpoint(tmp_path / "x\0")
+
+
+def test_names_by_the_hundred_thousand(tmp_path: Path) -> None:
+    """One that is twice is found in the time of reading, not by comparing each with all."""
+    header = ", ".join(f'"{i}": 1' for i in (*range(100_000), 99_999))
+    (tmp_path / "x.safetensors").write_bytes(packed(f"{{{header}}}".encode()))
+    with pytest.raises(FileError, match="'99999' twice"):
         open_checkpoint(tmp_path)
 
 

@@ -162,6 +162,37 @@ def halo_without_gradient(f, x):
     return stencil(f.np.concatenate([rows[:1], x, rows[-1:]]))
 
 
+# Batch statistics, and a loss with a term of the means of all rows.
+def normed(f, x, own=False):
+    def mean(rows):
+        if own:
+            return rows.mean(0)
+        return f.move(f.move(rows.sum(0), "d | sum(dp) -> d"), "d -> d | copy(dp)") / 6
+
+    centred = x - mean(x)
+    return centred / f.np.sqrt(mean(centred**2))
+
+
+def balanced(f, x, own=False):
+    means = x.mean(0) if own else f.move(x.sum(0), "d | sum(dp) -> d") / 6
+    part = f.move((means**2).sum(), "() | mean(dp) -> ()") if own else (means**2).sum()
+    return f.move((x**4).sum(), "() | sum(dp) -> ()") + part
+
+
+def residual(f, x, w, inside=False):
+    copied = f.move(x, "n d -> n d | copy(tp)")
+    parts = f.np.tanh(copied @ w) @ w.T
+    return (
+        f.move(parts + copied, "n d | sum(tp) -> n d")
+        if inside
+        else f.move(parts, "n d | sum(tp) -> n d") + x
+    )
+
+
+def dropped(f, *args):
+    return f.np.nn.functional.dropout(mlp(f, *args), 0.5)
+
+
 class Program(NamedTuple):
     """A right program, (Torch or Jax, blocks) -> a block; its arguments, their layouts, and the result's."""
 
@@ -184,6 +215,9 @@ PROGRAMS = {
     "columns": Program(columns, (wide(30, 4), wide(4, 6, seed=1)), ("n/tp d", "d f/tp"), "n f/tp"),
     "rows": Program(rows, (_MATRIX,), ("n/tp d",), "n d"),
     "sequence": Program(transposed_cut, (wide(12, 6),), ("s/zigzag(tp) d",), "s d/tp"),
+    "normed": Program(normed, (_MATRIX,), ("n/dp d",), "n/dp d"),
+    "balanced": Program(balanced, (_MATRIX,), ("n/dp d",), "()"),
+    "residual": Program(residual, (_MATRIX, wide(4, 6, seed=1)), ("n d", "d f/tp"), "n d"),
     "halo": Program(widened_stencil, (wide(12, 4, seed=5),), ("h/tp d",), "h/tp d"),
 }
 
@@ -234,6 +268,14 @@ MISTAKES = {
     "contiguous for a zigzag": Mistake("sequence", partial(transposed_cut, taken="s/tp d"), "output",
         "moved rows", "'s/zigzag(tp)' are taken for 's/tp'"),
     "halo of zeros": Mistake("halo", halo_of_zeros, "output", "seam", "within 1 row of the seams"),
+    "batch statistics per device": Mistake("normed", partial(normed, own=True), "output", "own statistics",
+        "of its own part along dp"),
+    "auxiliary loss per device": Mistake("balanced", partial(balanced, own=True), "output", "own statistics",
+        "a loss per rank", "what '() | mean(dp) -> ()'", "dp=2,tp=1", False),
+    "residual inside the sum": Mistake("residual", partial(residual, inside=True), "output",
+        "counted argument", "[0] is counted"),
+    "dropout per device": Mistake("mlp", dropped, "output", "random", "F.dropout", "after what",
+        "dp=2,tp=1", False),
     "halo without a gradient": Mistake("halo", halo_without_gradient, "gradient [0]", "seam",
         "within 1 row of the seams"),
 }

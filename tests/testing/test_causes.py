@@ -97,6 +97,8 @@ ROWS = {
     "clipped by a part": Row("own factors", "divided by the norm of each one's own part along a",
         times(1 / 0.6, 1 / 0.8)),
     "factors of their own": Row("own factors", "weights or statistics of their own", times(2, 3)),
+    "statistics of the own rows": Row("own statistics", "own part along a",
+        lambda _, blocks: [(block - block.mean(0)) / block.std(0) for block in blocks]),
     "part of the first": Row("stale", "the block of the first device", lambda _, blocks: blocks[:1] * 4),
     "in reverse": Row("moved rows", "reverse order", lambda x, _: x[::-1]),
     "head and tail swapped": Row("moved rows", "head and tail swapped",

@@ -14,7 +14,7 @@ import torch._dynamo.testing
 import torch._functorch.aot_autograd
 import torch._inductor.pattern_matcher  # of a graph with a backward pass
 import transformers.models.llama.modeling_llama
-import transformers.models.mixtral.modeling_mixtral
+import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 import jax_bridge.nn
 import jax_bridge.torch_interop

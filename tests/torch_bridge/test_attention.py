@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_bridge as xt
-from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from tests.attention import CROSS, MASKS, ORDERS, ROW, Case, Mask, one_device, problem
 from tests.torch_bridge.helpers import assert_refused, in_ranks
 from torch_bridge.testing.byte_counter import Meter
 from xshard.nn.attention import METHODS
@@ -24,6 +25,9 @@ def test_every_order_way_and_mask_is_that_of_one_device() -> None:
         for j, how in enumerate(METHODS):
             mask = MASKS[(i + 2 * j) % 5]
             assert difference(case, mask, how) < 1e-12, (name, how, mask)
+    for name, (case, mask) in CROSS.items():
+        for how in METHODS:
+            assert difference(case, mask, how) < 1e-12, (name, how)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         for how in (*METHODS, "auto"):
             case, mask = ORDERS["zigzag, fewer heads of keys than devices"], Mask(True, has_documents=True)
@@ -35,27 +39,38 @@ def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.floa
     given, worst = problem(case, mask), 0.0
     wanted = one_device(given, mask)
     x = [mine(case, x, dtype, of_keys=i in (1, 2)) for i, x in enumerate(given[:4])]
-    y = attended(case, mask, how, *x[:3], documents=given.documents)
-    y.backward(x[3])
-    for i, (found, whole) in enumerate(zip([y, *(block.grad for block in x[:3])], wanted, strict=True)):
-        block = mine(case, whole, of_keys=i > 1)
-        assert found.shape == block.shape and found.dtype == dtype
+    y = attended(case, mask, how, *x[:3], given=given)
+    if mask.return_lse:
+        y, lse = y
+        torch.autograd.backward((y, lse), (x[3], mine(case, given.lse_cotangent, lse.dtype, dims="bsh")))
+    else:
+        y.backward(x[3])
+    found = [y, *(block.grad for block in x[:3]), *([lse] if mask.return_lse else [])]
+    for i, (own, whole) in enumerate(zip(found, wanted, strict=True)):
+        block = mine(case, whole, of_keys=i in (2, 3), dims="bsh" if i == 4 else "bshk")
+        assert own.shape == block.shape and (i == 4 or own.dtype == dtype)
+        own, block = (x.double().clamp(min=-1e30) for x in (own, block))
+        largest = max(1, np.abs(whole, where=np.isfinite(whole), out=np.zeros_like(whole)).max())
         if block.numel():
-            worst = max(worst, (found.double() - block).abs().max().item() / max(1, np.abs(whole).max()))
+            worst = max(worst, (own - block).abs().max().item() / largest)
     return worst
 
 
-def mine(case: Case, x: np.ndarray, dtype: torch.dtype = torch.float64, of_keys: bool = False) -> Tensor:
+def mine(
+    case: Case, x: np.ndarray, dtype: torch.dtype = torch.float64, of_keys: bool = False, dims: str = "bshk"
+) -> Tensor:
     """This rank's block of an array, with a gradient."""
-    return torch.from_numpy(case.blocks(x, of_keys=of_keys)[dist.get_rank()]).to(dtype).requires_grad_()
+    return torch.from_numpy(case.blocks(x, dims, of_keys)[dist.get_rank()]).to(dtype).requires_grad_()
 
 
-def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, documents: Any = None) -> Tensor:
-    if documents is not None:
-        documents = torch.from_numpy(case.blocks(documents, "bs")[dist.get_rank()])
-    options = {"kv_layout": case.kv_layout, "shape": case.shape, "kv_heads": case.heads[1], "how": how}
-    asked = {"causal": mask.causal, "window": mask.window, "documents": documents}
-    return xt.nn.attention(*blocks, case.layout, case.mesh, **options, **asked)
+def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = None) -> Any:
+    arrays = {}
+    for i, name in enumerate(("documents", "kv_documents")):
+        if given is not None and (x := getattr(given, name)) is not None:
+            arrays[name] = torch.from_numpy(case.blocks(x, "bs", bool(i))[dist.get_rank()])
+    if given is not None and given.alibi is not None:
+        arrays["alibi"] = torch.from_numpy(given.alibi)
+    return xt.nn.attention(*blocks, case.layout, case.mesh, how=how, **mask.options(case), **arrays)
 
 
 @in_ranks(4)
@@ -86,6 +101,19 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
         xt.nn.attention(*whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape),
     )
     heads = [x[:, :4, :n] for x, n in ((q, 3), (k, 2), (v, 2))]
+    alibi: Any = [torch.ones(3), torch.ones(4, requires_grad=True)]
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"window": (3, -1)}, "window=(3, -1)"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": 0.5}, "dropout=0.5 without seed="),
+        ({"alibi": alibi[0]}, "alibi (3,), 4 heads"),
+        ({"alibi": alibi[1]}, "alibi with a gradient"),
+        ({"kv_length": 7}, "kv_length=7"),
+        ({"kv_documents": one_row}, "documents of one sequence"),
+        ({"kv_layout": "b t/cp j k"}, "other dims of keys"),
+    )
+    ours = partial(xt.nn.attention, *whole, case.layout, ROW, shape=case.shape)
     assert_refused(
         (lambda: attended(case, mask, "rings", q, k, v), "XshardError: unknown how='rings'"),
         (lambda: attended(case, Mask(window=0), "ring", q, k, v), "XshardError: window=0"),
@@ -98,5 +126,6 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
             lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q),
             "XshardError: a ring under torch.func",
         ),
+        *((partial(ours, **options), f"...{text}") for options, text in wrong),
         is_alike=False,
     )

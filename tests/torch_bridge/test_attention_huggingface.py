@@ -60,7 +60,11 @@ def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:
 
     attend, mask = (kinds()["xshard"] for kinds in (AttentionInterface, AttentionMaskInterface))
     x, module = torch.zeros(1, 6, len(rows), 4), SimpleNamespace(is_causal=True)
-    for options, part in (({"softcap": 5.0}, "softcap"), ({"dropout": 0.1}, "dropout=0.1")):
+    q = torch.randn(1, 6, len(rows), 4)
+    options: Any = {"causal": True, "softcap": 0.5, "shape": (1, LENGTH, 6, 4)}
+    capped = xt.nn.attention(*[q.transpose(1, 2)] * 3, LAYOUT, MESH, **options)
+    assert torch.equal(attend(module, q, q, q, None, softcap=0.5)[0], capped)
+    for options, part in (({"s_aux": 5.0}, "s_aux"), ({"dropout": 0.1}, "dropout=0.1")):
         assert part in error_of(lambda options=options: attend(module, x, x, x, None, **options))[1]
     assert "of 4 dims" in error_of(lambda: attend(module, x, x, x, x))[1]
     assert "use_cache=False" in error_of(lambda: attend(module, x[:, :, :1], x, x, None))[1]

@@ -110,6 +110,15 @@ def _specialised() -> None:
     """A dim that is cut is planned for as the number that it is: another length is compiled again."""
     blocks = [torch.arange(rows * 8.0).view(rows, 8) for rows in (4, 6, 5)]
     assert _compiled("n/a d -> n d/a", MESH, blocks) == 3
+    backend = CompileCounterWithBackend("aot_eager")
+
+    def whole(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "n/a d -> n d", MESH, shape=(2 * v.shape[0], v.shape[1]))
+
+    compiled = torch.compile(whole, backend=backend, fullgraph=True, dynamic=True)
+    for rows, columns in ((4, 6), (4, 3), (4, 9), (5, 9)):
+        _agrees(compiled, whole, torch.arange(rows * float(columns)).view(rows, columns).requires_grad_())
+    assert backend.frame_count == 2, "the length of a whole dim may change"
 
 
 def _options() -> None:

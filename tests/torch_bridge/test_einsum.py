@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
-from tests.contractions.cases import CASES
+from tests.contractions.cases import CASES, spelled
 from tests.torch_bridge.helpers import assert_refused, block_of, error_of, in_ranks, numbers, on_ranks
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
@@ -85,23 +85,25 @@ def test_values_gradients_and_bytes(n: int) -> None:
     assert {pieces for *_, pieces in kinds} == {1, 2, 4}
     draw, work = np.random.default_rng(0), []
     for plan in plans:
-        ends = [*zip(plan.contraction.operands, plan.shapes, strict=True)]
-        ends += [(plan.contraction.result.dual, plan.result.target.shape)]
-        *operands, cotangent = (oracle.random_blocks(end, plan.mesh, n, draw, unit=4) for end, n in ends)
+        *operands, end = plan.arrays
+        ends = [*operands, end.with_layout(end.layout.dual)]
+        *operands, cotangent = (oracle.random_blocks(x.layout, x.mesh, x.shape, draw, unit=4) for x in ends)
         work.append((plan, operands, cotangent))
     ranks = on_ranks(n, _contracted, work)
     for at, (plan, operands, cotangent) in enumerate(work):
-        given, case = plan.contraction, plan.text
-        ends = list(zip(given.operands, plan.shapes, strict=True))
+        *ends, end = [(array.layout, array.shape) for array in plan.arrays]
+        _, _, lengths, case = next(each for each in CASES if each[-1] == plan.text)
         wholes = [
             torch.from_numpy(oracle.gather(each, layout, plan.mesh, shape)).requires_grad_()
             for each, (layout, shape) in zip(operands, ends, strict=True)
         ]
-        expected = torch.einsum(dense([layout.names for layout, _ in ends], given.result.names), *wholes)
-        pulled = oracle.gather(cotangent, given.result.dual, plan.mesh, tuple(expected.shape))
+        names = [spelled(layout) for layout, _ in ends]
+        apart = (x.reshape([lengths[n] for n in dims]) for x, dims in zip(wholes, names, strict=True))
+        expected = torch.einsum(dense(names, spelled(end[0])), *apart).reshape(end[1])
+        pulled = oracle.gather(cotangent, end[0].dual, plan.mesh, end[1])
         gradients = torch.autograd.grad(expected, wholes, torch.as_tensor(pulled))
         blocks, found, forward, backward = zip(*(rank[at] for rank in ranks), strict=True)
-        y = oracle.gather(list(blocks), given.result, plan.mesh, tuple(expected.shape))
+        y = oracle.gather(list(blocks), end[0], plan.mesh, end[1])
         assert np.array_equal(y, expected.detach().numpy()), case
         for i, (layout, shape) in enumerate(ends):
             whole = oracle.gather([rank[i] for rank in found], layout.dual, plan.mesh, shape)
@@ -238,6 +240,14 @@ def test_what_torch_does_with_blocks_and_dtensors() -> None:
         written = xt.einsum(SCHEMES[0], *operands, mesh=TP, save=save, profile="bandwidth")
         written += 1  # a tensor of its own
         assert (torch.autograd.grad(written.sum(), operands[1])[0] == 16).all()
+    # Names that the arrays' dims alone decide: of '...', of the parts of a composed dim, of a diagonal.
+    several = torch.stack([rows, 2 * rows])[:, None]
+    each = xt.einsum("... s/tp d, d f/tp -> ... f", several, columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)])
+    total = torch.ones(4) @ x @ w
+    assert torch.equal(each, torch.stack([total, 2 * total])[:, None])
+    pending = xt.einsum("... (h k)/tp, k f -> (h f)/tp", rows[0], columns[:2, :1], mesh=TP, async_op=True)
+    assert pending.shape == (2,) and torch.equal(pending.wait(), rows[0].view(2, 2) @ columns[:2, 0])
+    assert torch.equal(xt.einsum("s/tp s -> s/tp", rows, mesh=TP), block_of(x.diagonal(), "s/tp", TP))
     assert rows.is_contiguous() and torch.equal(rows, block_of(x, "s/tp d", TP)), (
         "operands are left as they are"
     )
@@ -269,6 +279,9 @@ def _placed() -> None:
         expected = torch.autograd.grad(((x @ w) ** 2).sum(), (x, w))
         assert [g.placements for g in found] == [rows.placements, columns.placements]
         assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), text
+    sizes = {"s": 2, "h": 2, "d": 4, "f": 1, "e": 4}
+    y = xt.einsum("(s h)/tp d, e (d f)/tp -> e f (s h)/tp", rows, columns, sizes=sizes)
+    assert y.placements == (Shard(2),) and torch.equal(y.full_tensor()[:, 0], w @ x.T)
     for text, second, options, part in (
         ("s/tp d, d/tp f -> s f", columns, {}, "placed as 'd f/tp' in"),
         ("s/tp d, d f/tp -> s f", w, {}, "not all operands are DTensors"),
@@ -299,9 +312,10 @@ def test_errors_come_before_anything_is_sent() -> None:
         (lambda: call(x, w.to_sparse(), mesh=TP), "ShapeError: the block or gradient is sparse "
             "(torch.sparse_coo)\n  x.to_dense(); a gradient is dense with embedding(sparse=False)"),
         (lambda: call(x[:, 0], w, mesh=TP),
-            f"ShapeError: a block of shape (2,) for 's/tp d'{first}one name per dim"),
+            f"ShapeError: an array of 1 dims, (2,), for 's/tp d'{first}one dim per name"),
         (lambda: call(x, torch.ones(5, 3), mesh=TP),
-            f"ShapeError: dim 'd' is 4 long in one operand and 5 in another{d}a name stands for one length"),
+            f"ShapeError: dim 'd' is 5 long, elsewhere d=4{d}a name stands for one length; sizes= says all "
+            "of them"),
         (lambda: call(x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
             f"ShapeError: the block of operand 2 on rank {dist.get_rank()} has shape (4, 3), not (4, 2){f}"
             f"under 'd f/tp' that is the part of device {dist.get_rank()} of Mesh(tp=2) of a (4, 4) array"),
@@ -345,6 +359,7 @@ def test_compilers_record_them_as_one_graph() -> None:
         ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given", "never"),
         ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used", "never"),
         ("b/tp d, d/tp f -> b/tp f", [(2, 4), (2, 3)], "used", "always"),
+        ("... (b d)/tp b, d f -> ... (b f)/tp", [(1, 2, 6, 4), (3, 3)], "given", "never"),
     ):
         draw = torch.Generator().manual_seed(0)
         x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)

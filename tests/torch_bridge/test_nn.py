@@ -17,10 +17,11 @@ import torch_bridge as xt
 import xshard as xs
 from tests.nn import cases
 from tests.nn.cases import CASES, GRID, HALOS, NATTEN, PAIR, PUBLISHED, ROW, Case
-from tests.torch_bridge.helpers import for_each, in_ranks, on_ranks
+from tests.torch_bridge.helpers import assert_refused, for_each, in_ranks, on_ranks
 from tests.torch_bridge.nn_helpers import check_layer, same, scattered, sizes
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.placed import placed_as
+from torch_bridge.testing.byte_counter import Meter
 from xshard import reference
 
 MOST_RANKS = 9  # larger cases run in JAX
@@ -56,6 +57,10 @@ MODULES: dict[str, Layer] = {
         lambda: nn.BatchNorm1d(4, track_running_stats=False), (2, 4, 7), "b c h/sp", ROW,
     ),
     "batch norm, eval": (lambda: nn.BatchNorm3d(4).eval(), (2, 4, 5, 3, 2), "b c d/x h/y w", GRID),
+    "constant pad": (lambda: nn.ConstantPad2d((1, 2, 3, 2), 1.5), (2, 2, 7, 9), "b c h/x w/y", GRID),
+    "reflection pad": (lambda: nn.ReflectionPad2d(2), (2, 2, 7, 9), "b/x c h/sizes(y,3,4) w", GRID),
+    "replication pad, a crop": (lambda: nn.ReplicationPad2d((0, 1, -2, 3)), (2, 2, 7, 9), "b c h/sp w", ROW),
+    "circular pad": (lambda: nn.CircularPad1d((3, 2)), (2, 2, 17), "b c h/zigzag(sp)", ROW),
     "linear": (lambda: nn.Linear(9, 5), (2, 4, 7, 9), "b/x c h/y w", GRID),
 }  # fmt: skip
 
@@ -213,11 +218,70 @@ def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
     return f"h/{order} w", f"h/{order}:{overlap} w", (length, 4)
 
 
+# Layouts of logits, and their shapes.
+LOGITS = {
+    "b/dp s v/tp": (4, 3, 8), "b s/zigzag(dp) v/cyclic(tp,2)": (2, 8, 7), "v/(dp,tp) b": (5, 3),
+    "b v/tp s/dp": (3, 2, 5), "b/dp v": (5, 3), "... v/tp": (3, 1),
+}  # fmt: skip
+
+
+def _cross_entropies() -> None:
+    """Losses, and gradients of logits, for every layout and reduction; a label in four is ignored."""
+    mesh, draw = xs.Mesh(dp=2, tp=2), torch.Generator().manual_seed(0)
+    for i, (text, shape) in enumerate(LOGITS.items()):
+        layout = xs.Layout(text).resolved(len(shape))
+        d = layout.names.index("v")
+        tokens = (*shape[:d], *shape[d + 1 :])
+        logits = torch.randn(shape, generator=draw, dtype=torch.float64)
+        if not i % 2:  # a class that cannot be, the only one of a process in v/(dp,tp)
+            logits.select(d, shape[d] - 1).fill_(-torch.inf)
+        logits.requires_grad_()
+        labels = torch.randint(max(shape[d] - 1, 1), tokens, generator=draw)
+        labels[torch.rand(tokens, generator=draw) < 0.25] = -7
+        of_tokens = " ".join(str(dim) for dim in layout.dims if dim.name != "v")
+        for reduction in ("mean", "sum", "none"):
+            options: Any = {"reduction": reduction, "ignore_index": -7, "label_smoothing": 0.25 * (i % 2)}
+            want = nn.functional.cross_entropy(
+                logits.movedim(d, -1).reshape(-1, shape[d]), labels.reshape(-1), **options
+            )
+            if reduction == "none":
+                want = want.view(tokens)
+            cotangent = torch.randn(want.shape, generator=draw, dtype=torch.float64)
+            (gradient,) = torch.autograd.grad((want * cotangent).sum(), logits)
+            block = scattered(logits.detach(), text, mesh).requires_grad_()
+            mine = scattered(labels, of_tokens, mesh).long()
+            y = xt.nn.cross_entropy(block, mine, text, mesh, shape=shape, **options)
+            if reduction == "none":
+                want, cotangent = (scattered(x.detach(), of_tokens, mesh) for x in (want, cotangent))
+            (y * cotangent).sum().backward()
+            found = block.grad - scattered(gradient, text, mesh)
+            assert y.shape == want.shape and torch.allclose(y, want, 0, 1e-12), (text, reduction)
+            assert not found.numel() or found.abs().max() < 1e-12, (text, reduction)
+    for dtype in (torch.bfloat16, torch.float16):
+        with Meter() as meter:
+            block = torch.ones(3, 32, dtype=dtype, requires_grad=True)
+            y = xt.nn.cross_entropy(block, torch.zeros(3).long(), "b v/tp", mesh)
+            y.backward()
+        assert y.dtype == torch.float32 and abs(y - np.log(64)) < 1e-6
+        assert sum(meter.received) == 3 * 3 * 4  # three numbers per token
+    x, own = torch.ones(3, 2), torch.zeros(3).long()
+    loss = partial(xt.nn.cross_entropy, layout="b v/tp", mesh=mesh)
+    assert_refused(
+        (lambda: loss(x, own[:2]), "ShapeError: ...labels of shape (2,), logits of shape (3, 2)"),
+        (lambda: loss(x, own.float()), "DtypeError: ...labels are numbers of classes"),
+        (lambda: loss(x, own, reduction="all"), "XshardError: ...unknown reduction='all'"),
+        (lambda: loss(x, own, classes="c"), "ShapeError: ...no dim 'c' in 'b v/tp'"),
+        *((partial(loss, x, wrong), "IndexError: ...out of range") for wrong in (own + 4, own - 1)),
+        is_alike=False,
+    )
+
+
 @in_ranks(4)
-def test_gradients_of_overlaps_are_exact_adjoints_and_halos_are_exchanged() -> None:
+def test_adjoints_of_overlaps_are_exact_halos_are_exchanged_and_cross_entropies_are_whole() -> None:
     draw = random.Random(0)
     for _ in range(48):
         _adjoint(*_overlap(draw))
+    _cross_entropies()
     rank, x = dist.get_rank(), torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
     y = xt.ops.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")

@@ -162,10 +162,57 @@ class Rows(nn.Module):
         return first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h) * x.logsumexp(1, True).max(x).mT
 
 
+class Code(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Identity(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's: its `forward` is made of functions that have rules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return rows.permute(0, 3, 1, 2)
+
+
+def _spectrum(x: Tensor) -> Tensor:
+    low = torch.fft.rfftn(x, s=(x.shape[2], -1), dim=(2, 3), norm="forward")
+    y = torch.fft.irfft2(low * low.abs() + low.real)
+    return y + y * torch.fft.hfft(torch.fft.ihfft(x, dim=-2), dim=-2)
+
+
+FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: LayerNorm2d(3), "b c h/sp w"),
+    (lambda: Code(lambda x: x.index_select(1, torch.tensor([2, 0, 0, 1]))), "b c h/sp w"),
+    *(
+        (lambda: Code(lambda x: x.flatten(2).mT), layout)
+        for layout in ("b c h/sp w", "b c h/sizes(sp,3,5) w")
+    ),
+    (lambda: Code(lambda x: x.index_select(1, (x[0, 0, :, 0] > 0).long())), "b c h/sp w"),
+    (lambda: Code(lambda x: x.view(2, 3, -1, 3)), "b c h/zigzag(sp) w"),
+    *((lambda: Code(_spectrum), layout) for layout in ("b c h/sp w", "b c h w/sizes(sp,5,1)", "b/sp c h w")),
+]
+
+
 def _rows() -> None:
     for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
+    torch.manual_seed(0)
+    for make, layout in FOLLOWED:
+        check_layer(make(), (2, 3, 8, 6), layout, PAIR)
+    x = torch.randn(5, 4).double()
+    y = xt.nn.fft(
+        scattered(x, "h/sp w", PAIR), "h/sp w", PAIR, "w h", kind="rfft", shape=(5, 4), norm="ortho"
+    )
+    assert str(xt.nn.sharding_of(y).layout) == "h/sp w" and xt.nn.sharding_of(y).shape == (3, 4)
+    same(y, scattered(torch.fft.rfft2(x, dim=(1, 0), norm="ortho"), "h/sp w", PAIR), "a transform")
     thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), "b c h/sp w", PAIR)
     y = thin(torch.ones(1, 2, 1, 6))  # one row of two
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
@@ -213,18 +260,6 @@ NO_LAYER: tuple[tuple[nn.Module, str], ...] = (
 )
 
 
-class Code(nn.Module):
-    """A model of one function."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.function, self.conv = function, nn.Conv2d(2, 2, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: x[:, :, ::2], "a slice needs dim 'h' whole"),
     (lambda x: x[:, :, :4], "a slice needs dim 'h' whole"),  # half of the rows, as many as a block has
@@ -238,11 +273,13 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: x.view(-1), "view() needs dim 'h' whole"),
     # Groups of as many rows as a block has.
     (lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2), "view() puts a dim of length 1 beside 'h/sp'"),
+    (lambda x: x.view(1, 2, x.shape[2] // 4, 24).mean(2), "view() puts a dim of length 1 beside 'h/sp'"),
     (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
     (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
-    (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
+    (lambda x: F.pad(x, (0, 0, 9, 0), "circular"), "circular padding (9, 0) of 8 rows"),
     (lambda x: F.layer_norm(x, (4, 6)), "layer_norm() needs dim 'h' whole"),
     (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),
+    (lambda x: torch.fft.fft(x, 3, 2), "fft() of 3 rows of dim 'h/sp'"),
     (lambda x: x @ x.mT, "of a block is not a block of"),
     (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
     (lambda x: F.max_pool2d(x, 2), "of a block is not a block of max_pool2d() of the array"),  # of neighbours
@@ -263,7 +300,7 @@ def _refused() -> None:
         *((partial(parallel(Code(f), nn.ReLU()), x), f"...0: ...{text}") for f, text in NO_FUNCTION),
         (lambda: parallel(conv)(x), "...Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'"),
         (lambda: parallel(conv)(torch.ones(1, 3, 8, 6)), "...Conv2d: 3 channels, the layer has 2"),
-        (lambda: parallel(wide)(x), "...Conv2d: circular padding 7 of 6 rows"),
+        (lambda: parallel(wide)(x), "...Conv2d: circular padding (7, 7) of 6 rows"),
         (lambda: parallel(cut, layout="b c/sp h w")(x), "...Conv2d: this layer needs dim 'c' whole"),
         (lambda: lost(x), "...1: nothing is known of an input of shape (1, 2, 4, 6)"),
     )

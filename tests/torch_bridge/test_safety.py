@@ -11,10 +11,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import check_error, error_of, on_ranks, still_connected
-from torch_bridge.compat.ksuit import all_gather_grad
+from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import check_device
 
@@ -32,7 +34,7 @@ GOOD = "n/a d -> n d"
 
 def _call(expression: Any = GOOD, mesh: Any = MESH, x: Any = None, **options: Any) -> Callable[[], Any]:
     block = torch.ones(2, 4) if x is None else x
-    return lambda: xt.redistribute(block, expression, mesh, debug=True, **options)
+    return lambda: xt.redistribute(block, expression, mesh, **{"debug": True, **options})
 
 
 def _different() -> list[str]:
@@ -40,8 +42,8 @@ def _different() -> list[str]:
     turn, zigzag, copies = "n/a d -> n d/a", "n/a d -> n/zigzag(a) d", "n/a d -> n d | copy(a)"
     cannot = "rank 2 cannot do what the others can\n  ranks 0, 1, 3: 'n/a d -> n d'\n  rank 2:"
     others, block = "ranks 0, 1, 3: 'n/a d -> n d', block (2, 4), of (8, 4)", ", block (2, 4), of (8, 4)"
-    wide, leaf = torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, requires_grad=True)
-    meta, longer, shape, good = torch.ones(2, 4, device="meta"), torch.ones(3, 4), {"shape": (8, 4)}, _call()
+    leaf, longer = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
+    shape, good = {"shape": (8, 4)}, _call()
     length = "the block of rank 2 has shape (3, 4), not (2, 4)"
     said = []
     for wrong, right, *words in (
@@ -51,9 +53,6 @@ def _different() -> list[str]:
         (_call(mesh=None), good, cannot, "a tensor needs a mesh"),
         (_call(x=longer), good, "redistribution: shape", "rank 2: 'n/a d -> n d', block (3, 4), of (12, 4)"),
         (_call(x=longer, **shape), _call(**shape), f"ShapeError: {length}"),
-        (_call(x=wide), good, "redistribution: dtype", "dtype float64", "dtype float32"),
-        (_call(x=leaf), good, "requires_grad True"),
-        (_call(x=meta), good, "redistribution: device", "device meta", "device cpu"),
         (_call(xs.plan(copies, MESH, (8, 4))), good, "expression", f"rank 2: '{copies}'"),
         (_call(turn, profile="no such machine"), _call(turn), "rank 2 cannot", "no such machine"),
     ):
@@ -62,6 +61,106 @@ def _different() -> list[str]:
         both()
     assert still_connected()
     return said
+
+
+def _flipped() -> list[str]:
+    """Every fact of the list of what changes messages, otherwise on rank 2."""
+    turn, text, said, flipped = "n/a d -> n d/a", "b/a d, d f/a -> b f/a", list[str](), set[str]()
+    x, leaf, w = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True), torch.ones(4, 1)
+    wide, meta, tree = torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, device="meta"), [x, x]
+    two, three = (functools.partial(torch.func.vmap(_each), torch.ones(n, 2, 4)) for n in (2, 3))
+    good, plain, fast = _call(), _einsum(text, leaf, w), {"profile": "h100"}
+    for name, wrong, right, *words in (
+        ("shape", _call(x=torch.ones(3, 4)), good, "shape (12, 4)", "shape (8, 4)"),
+        ("dtype", _call(x=wide), good, "dtype float64", "dtype float32"),
+        ("device", _call(x=meta), good, "device meta", "device cpu"),
+        ("comm_dtype", _call(comm_dtype=torch.bfloat16), good, "comm_dtype torch.bfloat16"),
+        ("profile", _call(turn, profile="h100"), _call(turn, profile="tpu_v5p"), "profile h100 ("),
+        ("requires_grad", _call(x=leaf), good, "requires_grad True"),
+        ("requires_grad", plain, _einsum(text, x, w.clone().requires_grad_()), "True, False", "False, True"),
+        ("check_replicated", _call(check_replicated=True), good, "check_replicated True"),
+        ("async_op", _call(async_op=True), good, "async_op True"),
+        ("async_op", _einsum(text, leaf, w, async_op=True), plain, "async_op True"),
+        ("plan", _einsum(text, leaf, w, overlap="always", **fast), _einsum(text, leaf, w, **fast), "rounds"),
+        ("save", _einsum(text, leaf, w, save="given"), plain, "save given", "save used"),
+        ("bucket_bytes", _call(turn, x=tree, bucket_bytes=8), _call(turn, x=tree), "bucket_bytes 8"),
+        ("transforms", two, three, "vmap of 2", "vmap of 3"),
+    ):
+        call = wrong if dist.get_rank() == 2 else right
+        said.append(check_error(call, "DesyncError", f"redistribution: {name}", *words))
+        flipped.add(name)
+    assert flipped == {*desync.Sent._fields}
+    return said
+
+
+def _einsum(text: str, *operands: torch.Tensor, **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        with mock.patch.object(desync, "ALWAYS", True):
+            return xt.einsum(text, *operands, mesh=MESH, **options)
+
+    return call
+
+
+def _each(x: torch.Tensor) -> Any:
+    return xt.redistribute(x, GOOD, MESH, debug=True)
+
+
+def _backward() -> list[str]:
+    """Rank 2 does not use the result that the others use, and takes the gradient of another one."""
+    x, w = torch.ones(2, 4, requires_grad=True), torch.ones(4, 1, requires_grad=True)
+    odd, turn, said = dist.get_rank() == 2, "n/a d -> n d/a", list[str]()
+    ways = [_call(turn, x=x), _call(turn, x=[x, 2 * x]), _call(turn, x=x, async_op=True)]
+    ways += [_call("n d | max(a) -> n d", x=x), _call(turn, x=x, check_replicated=True)]
+    ways += [_einsum("b/a d, d f/a -> b f/a", x, w, save=save) for save in ("used", "given")]
+    for way in ways:
+        used, unused, later = (y[0] if isinstance(y, list) else y * 1 for y in (way(), way(), way()))
+        loss = (unused if odd else used).sum()
+        said.append(check_error(loss.backward, "DesyncError", "redistribution: gradient\n", "of call"))
+        later.sum().backward()
+    assert still_connected()
+    return said
+
+
+def _missed() -> None:
+    """Rank 2 comes too late to a call, and goes on to the next one; the second time to two."""
+    store, ranks, wait = c10d._get_default_store(), tuple(range(4)), timedelta(seconds=0.3)
+    meet = functools.partial(desync.compare_ranks, ranks, "it", lambda: None, wait)
+    for missed in (1, 2):
+        if dist.get_rank() == 2:
+            store.wait([f"missed {missed} {rank}" for rank in (0, 1, 3)])
+        else:
+            for _ in range(missed):
+                check_error(meet, "DesyncError", "did not come to 'it' within 0.3 s")
+            store.set(f"missed {missed} {dist.get_rank()}", "")
+        assert _call()().shape == (8, 4)
+
+
+def _first_used() -> list[str]:
+    """What rank 2 does otherwise without `debug`, in plans that no rank has used before."""
+    turn, back, text, said = "n/a d -> n d/a", "n d/a -> n/a d", "b/a d, d f -> b f", list[str]()
+    plain = functools.partial(_call, debug=False)
+    x, y, z, u, v, w = (torch.ones(4, 4 * n) for n in range(1, 7))
+    for wrong, right, *words in (
+        (plain(x=x[1:]), plain(x=x), "redistribution: shape", "rank 2: 'n/a d -> n d', shape (12, 4)"),
+        (plain(x=y.int()), plain(x=y), "redistribution: dtype", "dtype int32", "dtype float32"),
+        (plain(turn, x=x), plain(back, x=x), "redistribution: shape", f"rank 2: '{turn}'"),
+        (plain(turn, x=z, shape=(16, 12)), plain(back, x=z.mT, shape=(12, 16)), f"rank 2: '{turn}'"),
+        (plain([turn, GOOD], x=[u, u]), plain([GOOD, turn], x=[u, u]), "redistribution: plan"),
+        (plain(x=v, async_op=True), plain("n d/a -> n d", x=v, async_op=True), "redistribution: shape"),
+        (_product(text, w[:2], w.mT), _product(text, w, w.mT), "redistribution: shape"),
+    ):
+        said.append(check_error(wrong if dist.get_rank() == 2 else right, "DesyncError", *words))
+        right()
+    x = torch.ones(4, 12, requires_grad=True)
+    first, second = (plain(move, x=x)() for move in (turn, "n/a d -> n d/cyclic(a)"))
+    loss = (first if dist.get_rank() == 2 else second).sum()
+    said.append(check_error(loss.backward, "DesyncError", "redistribution: "))
+    assert still_connected()
+    return said
+
+
+def _product(text: str, *operands: torch.Tensor) -> Callable[[], Any]:
+    return lambda: xt.einsum(text, *operands, mesh=MESH)
 
 
 def _alike() -> None:
@@ -88,8 +187,10 @@ def _alike() -> None:
 
 def _always() -> list[str]:
     """Operations that know no `debug=`, where the environment asks for it."""
-    os.environ["XSHARD_DEBUG"] = "1"
-    importlib.reload(desync)
+    for value, is_on in (("0", False), ("1", True)):
+        os.environ["XSHARD_DEBUG"] = value
+        importlib.reload(desync)
+        assert desync.NEW is desync.ALWAYS is is_on
     odd, gathered, x = dist.get_rank() == 0, "d0 d1 | copy(a)", torch.ones(4, 4)
     said = [
         check_error(call, "DesyncError", *words)
@@ -150,8 +251,11 @@ def _between_two_meshes() -> list[str]:
 
 
 def _compared() -> list[str]:
+    said = _first_used()
     _alike()
-    return [*_different(), *_placed_otherwise(), *_between_two_meshes(), *_always()]
+    _missed()
+    said += [*_different(), *_flipped(), *_backward(), *_placed_otherwise(), *_between_two_meshes()]
+    return said + _always()
 
 
 def test_every_rank_says_what_one_does_otherwise() -> None:
@@ -244,12 +348,14 @@ def test_an_error_of_python_is_no_lost_peer() -> None:
 
 
 def _of_another_size(folder: str) -> None:
-    """Rank 0 has more rows than the others: gloo ends a process that gets more than it waits for."""
+    """Rank 0 has more rows than the others, and plans are not compared: gloo ends a process that gets more
+    than it waits for."""
     rank = dist.get_rank()
     _world_that_waits(folder, 3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with xs.use_profile("h100"):
-        said = error_of(lambda: all_gather_grad(torch.ones(3 if rank == 0 else 2, 4)))
+    move = _call(mesh=xs.Mesh(a=3), x=torch.ones(3 if rank == 0 else 2, 4), debug=False)
+    with xs.use_profile("h100"), mock.patch.object(Executable, "is_new", False):  # as XSHARD_DEBUG=0
+        said = error_of(move)
     Path(folder, f"{rank}.txt").write_text("\n".join(said))
 
 

@@ -87,8 +87,9 @@ class Redistribute(torch.autograd.Function):
 def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
     """1 / (number of processes that hold the max or min) where the block holds it, else 0."""
     result, count, *_ = executable.winners
-    won = (block == Redistribute.apply(result, output)).to(block.dtype)
-    return won / Redistribute.apply(count, won)
+    best = Redistribute.apply(result, output if result.is_linear else block.detach())
+    won = (block == best).to(block.dtype)
+    return won / Redistribute.apply(count, won).clamp(min=1)  # rows that a boundary fills have no winner
 
 
 def apply(executable: Executable, block: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import Executable
+from torch_bridge.mesh.desync import Compared
 
 
 @dataclass(eq=False)
@@ -40,6 +41,11 @@ class Half:
         finish, self.in_flight.finish = self.in_flight.finish, None
         assert finish is not None, "a plan ends once"
         return finish()
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether the gradient begins to travel after this half."""
+        return not self.begins and self.in_flight.executable.sends_gradient
 
     @property
     def backward(self) -> Half:
@@ -108,6 +114,15 @@ class PendingTensor:
     ) -> Any:
         args, kwargs = tree_map(_waited, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
+
+
+def watched(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
+    """The result of a call, now or pending; ranks that have compared the call compare its gradients, too."""
+    pending = result._result if isinstance(result, PendingTensor) else result
+    if compared is None or isinstance(pending, Tensor):
+        return result if compared is None else compared.watched(result, *blocks)
+    result._result = lambda: compared.watched(pending(), *blocks)
+    return result
 
 
 def _waited(value: Any) -> Any:

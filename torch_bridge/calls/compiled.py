@@ -107,6 +107,8 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     differentiated = x.requires_grad and torch.is_grad_enabled()
     n_devices = mesh_of(call.mesh).n_devices
     first = {d: n.node.hint for d, n in enumerate[Any](x.shape) if not isinstance(n, int)}
+    if shape is not None:  # a dim that is longer than its block is sharded
+        first = {d: n for d, n in first.items() if len(shape) == x.ndim and shape[d] == x.shape[d]}
     # The first value of a symbol, or the next number that is coprime to the number of devices.
     nearby = {d: next(k for k in itertools.count(n) if math.gcd(n_devices, k) == 1) for d, n in first.items()}
     free = {*first}

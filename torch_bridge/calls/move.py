@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.desync import CallFacts
+from torch_bridge.mesh.desync import CallFacts, Sent, plan_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
@@ -136,21 +136,15 @@ class MoveCall(NamedTuple):
         )
         return plan, processes
 
-    def facts(self, block: Block, requires_grad: bool) -> CallFacts:
-        """What ranks compare before this call with a block."""
+    def facts(self, block: Block, **sent: object) -> CallFacts:
+        """What ranks compare before this call with a block. sent: facts that the call itself lacks."""
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
-        travels = comm_dtype_of(self.comm_dtype, dtype)
+        sent |= {"dtype": name_of(dtype), "device": device.type, **plan_facts(plan, plan.steps)}
+        sent |= {"comm_dtype": ", ".join(map(str, comm_dtype_of(self.comm_dtype, dtype)))}
         return CallFacts(
-            everywhere={"expression": self.text, "mesh": repr(process_mesh(self.mesh).mesh)},
-            within={
-                "shape": str(plan.shape),
-                "dtype": name_of(dtype),
-                "comm_dtype": f"{travels.forward}, {travels.backward}",
-                "device": device.type,
-                "requires_grad": str(requires_grad),
-                "plan": "; ".join(map(str, plan.steps)),
-            },
+            everywhere={"expression": self.text, "mesh": ranked(self.mesh)},
+            within=Sent(shape=plan.shape, **sent).facts,
             part=processes.ranks,
             own={"block": str(tuple(local_shape)), "of": str(plan.shape)},
         )
@@ -186,6 +180,12 @@ def links_along(profile: str | Path | Profile, axes: Sequence[str], processes: P
     """The profile for some axes of a mesh. Nodes are runs of ranks, wherever these are in the mesh."""
     machine = located(load_profile(profile), processes.mesh, processes.ranks)
     return machine.along(axes, processes.mesh)
+
+
+def ranked(mesh: MeshLike) -> str:
+    """A mesh with its ranks, for comparisons."""
+    processes = process_mesh(mesh)
+    return f"{processes.mesh!r} of {processes.ranks}"
 
 
 class TransferCall(NamedTuple):
@@ -236,20 +236,14 @@ class TransferCall(NamedTuple):
             )
         return plan
 
-    def facts(self, x: Tensor | None, requires_grad: bool) -> CallFacts:
+    def facts(self, x: Tensor | None, **sent: object) -> CallFacts:
         """What ranks compare before this call with a block. Raises as `check_part` does."""
         plan = self.plan()
         check_part(x, plan)
         meshes = f"{plan.src_mesh!r} on {plan.src_devices}, {plan.dst_mesh!r} on {plan.dst_devices}"
-        everywhere = {
-            "expression": f"{plan.src} -> {plan.dst}",
-            "meshes": meshes,
-            "shape": str(plan.shape),
-            "dtype": plan.dtype,
-            "requires_grad": str(requires_grad),
-            "plan": "; ".join(map(str, plan.steps)),
-            "profile": plan.profile.name,
-        }
+        everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": meshes}
+        sent |= {"dtype": plan.dtype, **plan_facts(plan, plan.steps)}
+        everywhere |= Sent(shape=plan.shape, **sent).facts
         own = {"block": "none" if x is None else str(tuple(x.shape))}
         return CallFacts(everywhere, {}, tuple(range(dist.get_world_size())), own)
 

@@ -280,6 +280,13 @@ class DomainParallelConv2d(nn.Module):
     def bias(self) -> Tensor | None:
         return self.conv.bias
 
+    @property
+    def halo_width(self) -> int:
+        """The rows that CREDIT exchanges at either side; here outputs get all the rows that they need."""
+        d = self.shard_dim - 2 if self.shard_dim >= 0 else self.shard_dim
+        k, s, p = (numbers[d] for numbers in (self.conv.kernel_size, self.conv.stride, self.conv.padding))
+        return (p if k > s else 0) if self.conv.transposed else max(0, (k - s) // 2)
+
     def forward(self, x: Tensor) -> Tensor:
         placement = _placement(x, self.shard_dim)
         if placement is None:

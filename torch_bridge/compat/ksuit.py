@@ -20,6 +20,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
 from torch_bridge.ops import Grad, all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
 from xshard import compat
+from xshard.ops import dims, gradient_tag
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
@@ -61,12 +62,24 @@ class AllGatherGradOverwrite:
         return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
 
 
-def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None) -> Tensor:
-    """The blocks of all ranks along `batch_dim`: [n, ...] -> [P n, ...], of `shape` if blocks differ in size.
+def all_gather_grad(
+    x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """The blocks of all ranks along `batch_dim`: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
 
-    Gradients are summed.
+    sizes: the rows of each rank. shape: the global shape, if the first ranks have a row more. Without either,
+    ranks on gloo first tell each other their rows; on other backends blocks are equal, as in the original.
+    Raises as `redistribute` does: DesyncError for blocks that differ in another dim or in dtype.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat.ksuit import all_gather_grad
+    >>> def turn():
+    ...     rank = torch.distributed.get_rank()
+    ...     return all_gather_grad(torch.full((rank + 1,), rank)).tolist()
+    >>> xt.testing.run_ranks(2, turn)[0]
+    [0, 1, 1]
     """
-    return _gathered(x, batch_dim, "sum", shape)
+    return _gathered(x, batch_dim, "sum", shape, sizes)
 
 
 def all_gather_grad_autograd(x: Values) -> Tensor:
@@ -144,12 +157,22 @@ def _rows(x: Values) -> Tensor:
     return torch.atleast_1d(_tensor(x))
 
 
-def _gathered(x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None) -> Tensor:
+def _gathered(
+    x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
     block = _rows(x)
     if not dist.is_initialized():
         return block
-    sent = block.to(_served(block.device))
-    return all_gather(sent, dim, AXIS, _world(), grad=grad, shape=shape).to(block.device)
+    sent, mesh = block.to(_served(block.device)), _world()
+    on_gloo = sent.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+    if shape is None and sizes is None and on_gloo and not torch.compiler.is_compiling():
+        rows = sent.shape[dim] if -sent.ndim <= dim < sent.ndim else 0  # which all_gather refuses
+        sizes = redistribute(torch.tensor([rows]), f"r/{AXIS} -> r", mesh).tolist()
+    if sizes is None or len(set(sizes)) == 1:
+        return all_gather(sent, dim, AXIS, mesh, grad=grad, shape=shape).to(block.device)
+    cut = dims(sent.shape, {dim: f"sizes({AXIS},{','.join(map(str, sizes))})"})
+    text = f"{cut} -> {dims(sent.shape)}{gradient_tag(AXIS, grad)}"
+    return redistribute(sent, text, mesh, shape=shape).to(block.device)
 
 
 def _reduced(x: Values, *, mean: bool) -> Tensor:

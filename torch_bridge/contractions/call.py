@@ -14,23 +14,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, unless_fake
+from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, ranked, unless_fake
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower_traced
-from torch_bridge.mesh.desync import CallFacts
+from torch_bridge.mesh.desync import CallFacts, Sent, derivatives_of, plan_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
 from xshard import Profile
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
+from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
-from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import text_spans
 from xshard.planner import plan_contraction
@@ -65,7 +64,7 @@ class EinsumCall(NamedTuple):
         call = cls(expression, mesh, None, asked_for(rest["profile"]), limit, travels, rest["overlap"])
         if shape is None and sizes is None:
             return call
-        return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape)))
+        return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape))[1])
 
     @property
     def contraction(self) -> Contraction:
@@ -79,11 +78,10 @@ class EinsumCall(NamedTuple):
 
     def plan(self, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
-        operands, processes = self.contraction, process_mesh(as_mesh(self.mesh, HINT))
-        layouts = (*operands.operands, operands.result)
-        for layout in layouts:
-            check_axes(layout, processes.mesh, operands.text)
-        _check_operands(operands, blocks)
+        call, processes = self.contraction, process_mesh(as_mesh(self.mesh, HINT))
+        for layout in call.arrays:
+            check_axes(layout, processes.mesh, call.text)
+        call = _for_operands(call, blocks)
         _, dtype, tensor_device = blocks[0]
         name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
@@ -96,42 +94,40 @@ class EinsumCall(NamedTuple):
             if self.shapes not in (None, plan.shapes):
                 raise ShapeError(f"the plan is for {plan.shapes} arrays, not {self.shapes}", **about)
         else:
-            axes = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
+            axes = tuple(dict.fromkeys(axis for layout in call.arrays for axis in layout.axes))
             links = links_along(machine(self.profile, tensor_device), axes, processes)
             processes = processes.along(axes)
-            shapes = self.shapes or whole_shapes(operands, processes.mesh, [shape for shape, *_ in blocks])
-            both = operands.text, processes.mesh, None, shapes
+            shapes = self.shapes or whole_shapes(call, processes.mesh, tuple(shape for shape, *_ in blocks))
             limit, overlap = self.memory_limit, self.overlap
-            plan = plan_contraction(*both, name, links, limit, None, None, overlap)
+            plan = plan_contraction(call, processes.mesh, shapes, name, links, limit, None, None, overlap)
         _check_product(plan, dtype, tensor_device)
-        device, mesh, starts = processes.device, processes.mesh, text_spans(operands.text).layouts
+        device, starts = processes.device, text_spans(call.text).layouts
         inferred = self.shapes is None and self.expression is not plan
-        for i, (layout, shape, (block, *_)) in enumerate(
-            zip(operands.operands, plan.shapes, blocks, strict=True)
-        ):
+        for i, (array, (block, *_)) in enumerate(zip(plan.arrays, blocks, strict=False)):
             check_block(
                 f"the block of operand {i + 1} on rank {processes.ranks[device]}",
                 tuple(block),
-                Sharding(layout, mesh, shape).local_shape(device),
-                layout.names,
-                operands.text,
-                f"under '{layout}' that is the part of device {device} of {mesh!r} of a {shape} array",
+                array.local_shape(device),
+                array.layout.names,
+                call.text,
+                f"under '{array.layout}' that is the part of device {device} of {array.mesh!r} of a "
+                f"{array.shape} array",
                 inferred=inferred,
                 start=starts[i][0],
             )
         return plan, processes
 
-    def facts(self, blocks: Sequence[Tensor]) -> CallFacts:
+    def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
         """What ranks compare before this call with blocks."""
         plan, processes = self.plan(_facts(blocks))
-        within: dict[str, Any] = {"shapes": plan.shapes, "dtype": blocks[0].dtype, "plan": plan.local}
-        within["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-        within["comm_dtype"] = self.comm_dtype
-        within["rounds"] = [part.ring and part.ring.key for part in plan.parts]
-        within = {name: str(value) for name, value in within.items()}
-        everywhere = {"expression": plan.text, "mesh": repr(self.mesh)}
+        moves = (move for part in plan.parts for move in (*part.moves, part.result))
+        rounds = (f"rounds {part.ring.key}" for part in plan.parts if part.ring)
+        steps = plan_facts(plan, (plan.local, *(step for move in moves for step in move.steps), *rounds))
+        sent = {"shape": plan.shapes, "dtype": blocks[0].dtype, "device": blocks[0].device.type}
+        sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
+        within = Sent(**sent, **steps, **derivatives_of(*blocks)).facts
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts({"expression": plan.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own)
 
 
 def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:
@@ -164,20 +160,17 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
 TRACED["einsum"] = _traced
 
 
-def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
-    """Raise XshardError unless there is one block per operand, all of one dtype and device."""
+def _for_operands(given: Contraction, blocks: Sequence[Block]) -> Contraction:
+    """The contraction of such blocks. Raises XshardError unless each operand has one, all of one kind."""
     check_number(given, blocks)
     check_device(blocks[0][2])
-    spans = text_spans(given.text).layouts
-    for layout, (shape, *kind), span in zip(given.operands, blocks, spans, strict=False):
+    for (_, *kind), span in zip(blocks, text_spans(given.text).layouts, strict=False):
         for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
             if one != other:
                 what = f"one operand is {one}, another {other}"
                 hint = "x.to(...): they are multiplied as they are"
                 raise error(what, text=given.text, span=span, hint=hint)
-        if len(shape) != len(layout.names):
-            what = f"a block of shape {tuple(shape)} for '{layout}'"
-            raise ShapeError(what, text=given.text, span=span, hint="one name per dim")
+    return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
 
 
 def check_number(given: Contraction, tensors: Sequence[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,17 +11,17 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
-from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.pending import PendingTensor, watched
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Profile
-from xshard.contractions.placements import dim_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import shapes_of
+from xshard.contractions.shapes import for_operands, shapes_of
+from xshard.contractions.views import written
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 
@@ -41,9 +42,10 @@ def einsum(
     """This process's blocks of the operands -> its block of their contraction, differentiable.
 
     `"b s/tp d, d f/tp -> b s f/tp"`: every operand under its layout, and the result, in which dims that it
-    lacks are summed. Operands are moved as the plan says, each process contracts its blocks, and the result
-    is moved: a new tensor, contiguous. All processes of the mesh call it, with equal arguments except the
-    values of blocks, and with equal `requires_grad`.
+    lacks are summed; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
+    Operands are moved as the plan says, each process contracts its blocks, and the result is moved: a new
+    tensor, contiguous. All processes of the mesh call it, with equal arguments except the values of blocks,
+    and with equal `requires_grad`.
 
     expression: text, or a plan (`xshard.plan`), which is run as it is. Axes that it does not name are left
     alone: blocks may differ along them.
@@ -102,9 +104,11 @@ def _of_blocks(
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
         blocks = list(map(_autocast, blocks))
-    if desync.ALWAYS:
-        desync.compare_call(call.mesh, call.contraction.text, lambda: call.facts(blocks))
-    return call.executable(blocks)(blocks, keeps, async_op)
+    if not desync.ALWAYS:
+        return call.executable(blocks)(blocks, keeps, async_op)
+    prepare = partial(call.facts, blocks, keeps, async_op)
+    compared = desync.compare_call(call.mesh, call.contraction.text, prepare)
+    return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
 def _autocast(x: Any) -> Any:
@@ -128,14 +132,16 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
         raise MeshError(what, text=contraction.text, hint="all or none are")
     if call.mesh not in (None, mesh):
         raise MeshError(f"the DTensors are on {mesh!r}, not on {call.mesh!r}", hint="leave the mesh out")
-    shapes = shapes_of(contraction, None, [tuple(x.shape) for x in dtensors])
-    if call.shapes not in (None, shapes):
-        what = f"the DTensors have shapes {shapes}, not {call.shapes}"
+    own = tuple(tuple(x.shape) for x in dtensors)
+    contraction, shapes = for_operands(contraction, own), call.shapes
+    if shapes is None:
+        shapes = shapes_of(contraction, None, own)[1]
+    *arrays, result = written(contraction, mesh_of(mesh), shapes)
+    if (needed := tuple(array.shape for array in arrays)) != own:
+        what = f"the DTensors have shapes {own}, not {needed}"
         raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
-    lengths = dim_lengths(contraction.operands, shapes)
-    shape = tuple(lengths[name] for name in contraction.result.names)
-    to_placements(contraction.result, mesh, shape)  # raises if no DTensor is placed so
-    placed = zip(dtensors, contraction.operands, text_spans(contraction.text).layouts, strict=False)
+    to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
+    placed = zip(dtensors, contraction.arrays, text_spans(contraction.text).layouts, strict=False)
     blocks = [local_of(x, layout, contraction.text, span) for x, layout, span in placed]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
-    return as_dtensor(as_tensor(y), contraction.result, mesh, shape)
+    return as_dtensor(as_tensor(y), result.layout, mesh, result.shape)

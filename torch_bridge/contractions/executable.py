@@ -19,7 +19,9 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.views import named_block
 from xshard.dtypes import name_of
+from xshard.layout import Sharding
 from xshard.plans.plan import find_plan
 
 Move = Executable | None  # None: neither the block moves nor its gradient
@@ -108,19 +110,29 @@ class MoveAgain(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ContractionExecutable:
-    """The blocks of the operands -> the block of the result. lowering: made it of the plan."""
+    """The blocks of the operands -> the block of the result, of `shape`. lowering: made it of the plan.
+
+    views: of operands that are not written with one dim per name, their numbers and how they become so.
+    """
 
     plan: ContractionPlan
     lowering: Lowering
     parts: tuple[PartExecutable, ...]
+    views: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
+    shape: torch.Size
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
         left = list(blocks)
+        for i, view in self.views:
+            left[i] = view(left[i])
         for part in self.parts:
             operands = [left[i] for i in part.takes]
             left = [block for i, block in enumerate(left) if i not in part.takes]
             left.append(part(operands, keeps, async_op and part.stages.is_last))
-        return left[0]
+        [y] = left
+        if isinstance(y, PendingTensor) and y.shape != self.shape:
+            return PendingTensor(lambda: y.wait().reshape(self.shape), self.shape, y)
+        return y if y.shape == self.shape else y.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +152,20 @@ class Lowering:
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
-        return ContractionExecutable(plan, self, parts)
+        ends = enumerate(zip(plan.arrays, (move.source for move in plan.moves), strict=False))
+        views = tuple((i, self._view(array, named)) for i, (array, named) in ends if array != named)
+        shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
+        return ContractionExecutable(plan, self, parts, views, shape)
+
+    def _view(self, array: Sharding, named: Sharding) -> Callable[[Tensor], Tensor]:
+        """An operand's block as it is written -> the one with a dim for every name."""
+
+        def rows(name: str) -> Tensor:
+            numbers = named.layout.positions(named.mesh, named.shape, name, self.processes.device)
+            return torch.from_numpy(numbers).to(self.tensor_device)
+
+        block = named.local_shape(self.processes.device)
+        return lambda x: named_block(x, array.layout, named, block, rows)
 
     def _part(self, part: Part, text: str, is_last: bool) -> PartExecutable:
         """text: the contraction, for errors."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.autodiff.blocks import check_not_swapped
+from torch_bridge.autodiff.pending import watched
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.dtensor.function import (
@@ -35,7 +36,7 @@ from torch_bridge.dtensor.placements import (
 )
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivatives_of
 from torch_bridge.mesh.process_mesh import (
     callers,
     check_device,
@@ -134,10 +135,10 @@ def redistribute(
             )
         return move
 
-    compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
+    compares, compared = (debug or desync.ALWAYS) and not torch.compiler.is_compiling(), None
     if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
-        _compare_moves(dtensor, mesh, prepared)
-    return RedistributeDTensor.apply(dtensor, prepared())
+        compared = _compare_moves(dtensor, mesh, prepared)
+    return watched(compared, RedistributeDTensor.apply(dtensor, prepared()), dtensor)
 
 
 def _has_no_tag(placement: Placement) -> bool:
@@ -201,7 +202,7 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
     return Shard(dim)
 
 
-def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> None:
+def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> Compared | None:
     """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
     ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
@@ -213,15 +214,15 @@ def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorM
             "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
             "layouts": f"{move.src.layout} -> {move.dst.layout}",
             "gradient": str(move.gradient),
-            "shape": str(tuple(x.shape)),
-            "dtypes": f"{x.dtype}, {move.op_dtype}, {move.backward_dtype}",
-            "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
+            "of blocks": str(move.by_block),
         }
+        sent = {"comm_dtype": f"{move.op_dtype}, {move.backward_dtype}", "device": block.device.type}
+        everywhere |= Sent(tuple(x.shape), x.dtype, "", move.profile, **sent, **derivatives_of(x)).facts
         check_device(block.device)
         check(move, tuple(x.shape), tuple(block.shape))
         return CallFacts(everywhere, {}, ranks, {"block": str(tuple(block.shape))})
 
-    compare_ranks(ranks, asked, facts)
+    return compare_call(None, asked, facts, ranks)
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
+from torch_bridge.lower.first_use import compare_new
 from torch_bridge.lower.packed_collective import PackedCollective, run_together
+from torch_bridge.mesh import desync
 from torch_bridge.mesh.failures import during, name_place
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, dtypes
@@ -87,8 +89,11 @@ class Executable:
     casts: Casts | None = None
     lends: bool = False
     whole: str = ""
+    is_new: ClassVar[bool] = desync.NEW  # until ranks have compared the plan
 
     def __call__(self, block: Tensor) -> Tensor:
+        if self.is_new:
+            compare_new([self], block.device)
         out = start = self.enter(block)
         try:
             for move in self.moves:
@@ -132,6 +137,8 @@ class Executable:
         packed = self.moves[last] if last >= 0 else None
         if not isinstance(packed, PackedCollective):
             return lambda: self(block)
+        if self.is_new:
+            compare_new([self], block.device)
         out = self.enter(block)
         for move in self.moves[:last]:
             out = self.guarded(move, move, out)
@@ -177,6 +184,11 @@ class Executable:
             block, forward, backward = self.casts
             back = self.lower(self._planned(backward).backward).casting(block, forward)
         return replace(back, whole=self.whole) if self.whole else back
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether a process sends something in the backward pass."""
+        return not self.is_linear or self.backward.plan.bytes_received > 0
 
     def plan_gradient(self) -> None:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
@@ -225,6 +237,10 @@ class BucketedExecutable:
     def is_linear(self) -> bool:
         return True
 
+    @property
+    def sends_gradient(self) -> bool:
+        return any(executable.sends_gradient for executable in self.executables)
+
     @computed_once
     def backward(self) -> BucketedExecutable:
         return self._of([executable.backward for executable in self.executables])
@@ -257,6 +273,8 @@ def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -
     """The result of every executable; all have collectives of the same kinds in the same order."""
     if len(executables) == 1:
         return [executables[0](blocks[0])]
+    if new := [executable for executable in executables if executable.is_new]:
+        compare_new(new, blocks[0].device)
     moves = [iter(executable.moves) for executable in executables]
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:

@@ -4,13 +4,19 @@ under their ranks and a number, and find each other even if they are about to ca
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import DesyncError
@@ -19,9 +25,59 @@ from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
 from xshard.arguments import is_on
 
-# Whether every call is compared, as with `debug=True`.
+# Whether every call is compared, as with `debug=True`, and whether each new plan is, when it is first used.
 ALWAYS = is_on("XSHARD_DEBUG")
+NEW = os.environ.get("XSHARD_DEBUG") != "0"
 LISTED = 8  # most facts that an error lists
+ABSENT = b"absent"  # in the place of a report that did not come in time
+
+
+class Sent(NamedTuple):
+    """Whatever changes what a call sends, now or in its backward pass: ranks that send to each other compare
+    all of it."""
+
+    shape: object
+    dtype: object
+    plan: object
+    profile: object
+    requires_grad: object
+    check_replicated: object = False
+    # Of verbs that have them.
+    comm_dtype: object = ""
+    device: object = ""
+    transforms: object = ""
+    async_op: object = False
+    save: object = ""
+    bucket_bytes: object = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The facts as text, by name."""
+        return {name: str(value) for name, value in self._asdict().items()}
+
+
+def derivatives_of(*blocks: Tensor) -> dict[str, str]:
+    """`requires_grad` of every block while gradients are recorded, and the `transforms` that it is in."""
+    inside: list[str] = []
+    if stack := torch._C._functorch.get_interpreter_stack():
+        from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter  # slow to import
+
+        for level in map(coerce_cinterpreter, stack):
+            inside += [f"vmap of {level.batch_size()}" if isinstance(level, VmapInterpreter) else "grad"]
+        inside += [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
+    if forward_ad._current_level >= 0:
+        inside += [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
+    records = torch.is_grad_enabled()
+    return {
+        "requires_grad": ", ".join(str(records and x.requires_grad) for x in blocks),
+        "transforms": ", ".join(inside),
+    }
+
+
+def plan_facts(plan: Any, steps: Iterable[object]) -> dict[str, str]:
+    """The `plan`, as its steps, and the numbers of its `profile`, by which steps may take several phases."""
+    digest = hashlib.sha1(repr(plan.profile).encode(), usedforsecurity=False).hexdigest()[:8]
+    return {"plan": "; ".join(map(str, steps)), "profile": f"{plan.profile.name} ({digest})"}
 
 
 class CallFacts(NamedTuple):
@@ -59,11 +115,46 @@ def compare_ranks(
     return reports
 
 
-def compare_call(mesh: object, text: str, prepare: Callable[[], CallFacts]) -> None:
-    """Raise on all ranks of a mesh, as `compare_ranks` does. A rank outside returns: its call raises
-    later."""
-    if dist.is_initialized() and dist.get_rank() in (ranks := callers(mesh)):
-        compare_ranks(ranks, text, prepare)
+class Compared(NamedTuple):
+    """A call that ranks have compared. number: how often they have met, equal on all. ranks: those that send
+    to each other, which compare its gradients, too."""
+
+    asked: str
+    number: int
+    ranks: tuple[int, ...]
+
+    def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
+        """The result; each part of the backward pass from it to the blocks is compared before it sends."""
+        before, nodes, part = {x.grad_fn for x in blocks}, [result.grad_fn], 0
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in before:
+                continue
+            before.add(node)
+            nodes += [node for node, _ in node.next_functions]
+            # Tensors of a tree share a part: the first of them compares it.
+            if isinstance(node, BackwardCFunction) and "compared" not in node.metadata:
+                executable, part = getattr(node, "executable", None), part + 1
+                node.metadata["compared"] = part
+                node.register_prehook(functools.partial(self._compare_gradient, executable, part))
+        return result
+
+    def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
+        """Raise DesyncError on all ranks unless all are about to send the gradient of this part."""
+        if len(self.ranks) > 1 and (executable is None or executable.sends_gradient):
+            facts = {"gradient": f"of call {self.number}", "part": str(part)}
+            compare_ranks(self.ranks, self.asked, lambda: CallFacts(facts, {}, self.ranks, {}))
+
+
+def compare_call(
+    mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
+) -> Compared | None:
+    """Raise on all `ranks`, or all of a mesh, as `compare_ranks` does. A rank outside returns None: its call
+    raises later."""
+    if not dist.is_initialized() or dist.get_rank() not in (ranks := ranks or callers(mesh)):
+        return None
+    part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
+    return Compared(text, _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings, tuple(part))
 
 
 @dataclass
@@ -75,35 +166,43 @@ class _Channel:
     meetings: int = 0
 
     def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, dict]:
-        """The report of this rank -> the reports of all ranks, by rank."""
-        store, rank, number = c10d._get_default_store(), dist.get_rank(), self.meetings
-        self.meetings += 1
-        try:
-            return within(timeout, self._meet, store, rank, number, mine, timeout)
-        except RuntimeError as error:  # DistStoreError, DistNetworkError
-            raise DesyncError(
-                f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store",
-                hint=f"the process or node that has it has ended, or cannot be reached: {error}",
-            ) from error
+        """The report of this rank -> the reports of all ranks, by rank. Skips meetings that the others have
+        given up waiting for it."""
+        store, rank = c10d._get_default_store(), dist.get_rank()
+        reports: dict[int, dict] | None = None
+        while reports is None:
+            number, self.meetings = self.meetings, self.meetings + 1
+            try:
+                reports = within(timeout, self._meet, store, rank, number, mine, timeout)
+            except RuntimeError as error:  # DistStoreError, DistNetworkError
+                raise DesyncError(
+                    f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store",
+                    hint=f"the process or node that has it has ended, or cannot be reached: {error}",
+                ) from error
+        return reports
 
     def _meet(
         self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
-    ) -> dict[int, dict]:
-        store.set(self._key(number, rank), json.dumps(mine))
-        if number > 1:  # while others come; all ranks that came to the last meeting have read this one
+    ) -> dict[int, dict] | None:
+        if number > 1:  # all ranks that came to the last meeting have read this one
             store.delete_key(self._key(number - 2, rank))
+        if store.compare_set(self._key(number, rank), "", report := json.dumps(mine)) == ABSENT:
+            return None
+        store.set(self._key(number, rank), report)  # wakes those who wait, in every kind of store
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
-        except RuntimeError as error:  # DistStoreError, of a TCPStore
-            missing = [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
-            if missing:  # else all have come since
-                call, callers_ = f"'{mine['asked']}'", _ranks_text(self.ranks)
-                raise DesyncError(
-                    f"{_ranks_text(missing)} did not come to {call} within {timeout.total_seconds():g} s",
-                    hint=f"{callers_} of the mesh all call it, in the same order, with equal debug=",
-                ) from error
-        return dict(zip(self.ranks, map(json.loads, store.multi_get(keys)), strict=True))
+        except RuntimeError:  # DistStoreError, of a TCPStore
+            for key in keys:  # whoever comes later goes on to the next meeting
+                store.compare_set(key, "", ABSENT)
+        reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
+        if missing := [r for r, report in reports.items() if report == ABSENT]:
+            call, callers_ = f"'{mine['asked']}'", _ranks_text(self.ranks)
+            raise DesyncError(
+                f"{_ranks_text(missing)} did not come to {call} within {timeout.total_seconds():g} s",
+                hint=f"{callers_} of the mesh all call it, in the same order, with equal debug=",
+            )
+        return {r: json.loads(report) for r, report in reports.items()}
 
     def _key(self, number: int, rank: int) -> str:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
@@ -122,7 +221,7 @@ def _differing(reports: Mapping[int, dict]) -> list[str]:
     for facts in ([one["everywhere"] for one in reports.values()], *parts.values()):
         everything = dict.fromkeys(name for one in facts for name in one)
         names |= {name: None for name in everything if len({one.get(name) for one in facts}) > 1}
-    return list(names)
+    return ["gradient"] if "gradient" in names else list(names)
 
 
 def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,11 +12,11 @@ from torch import nn
 
 from torch_bridge.mesh.machine import machine
 from torch_bridge.models.parallel import ParallelModel, parallel_of
-from xshard import Layout, load_profile, planner
+from xshard import load_profile, planner
 from xshard.dtypes import name_of
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
-from xshard.models import ActivationRule, rule_of
+from xshard.models import ActivationRule, rule_of, written
 
 
 def explain(model: nn.Module) -> str:
@@ -30,10 +31,10 @@ def explain(model: nn.Module) -> str:
     for name, use in parallel.uses.items():
         each = by_name[name]
         x, sharding = each.tensor, each.sharding
-        used = "as stored" if use.used == use.stored else _text(use.used)
+        used = "as stored" if use.used == use.stored else written(use.used)
         over = " ".join(axis for axis in axes.axes if axis in use.copied) if x.requires_grad else "frozen"
         nbytes = sharding.max_local_size * x.element_size()
-        parameters.append((name, str(list(sharding.shape)), _text(use.stored), used, over, nbytes))
+        parameters.append((name, str(list(sharding.shape)), written(use.stored), used, over, nbytes))
         if each.later and name == each.name and x.requires_grad:
             text = f"n | sum({','.join(axis for axis in axes.axes if axis in each.later)}) -> n"
             back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]
@@ -42,11 +43,15 @@ def explain(model: nn.Module) -> str:
         for part in hooks.gathered:
             x, rule = part.tensor, rule_of(part.move, axes)
             forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            gathers.append((part.name, _text(part.move), forward, back + (0 if hooks.keep else forward)))
+            gathers.append((part.name, written(part.move), forward, back + (0 if hooks.keep else forward)))
     moves = [*gathers, *_activations(parallel), *sums]
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
     lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
+    sizes = [(each.sharding, each.tensor.element_size()) for each in parallel.parameters]
+    own = sum(n * sharding.max_local_size for sharding, n in sizes)
+    whole = sum(n * math.prod(sharding.shape) for sharding, n in sizes)
+    rows.append(("a process", *[""] * 5, f"{format_bytes(own)} of {format_bytes(whole)}"))
     stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
     sent = [("module", "", "moves", "forward", "backward"), *lines]
     sent.append(("a step", "", "", *map(format_bytes, total)))
@@ -77,11 +82,6 @@ def _received(
     links = load_profile(profile).along(named, axes)
     plan = planner.plan(rule[:2], mesh, tuple(shape), name_of(dtype), profile=links)
     return plan.bytes_received, plan.backward.bytes_received if gradient else 0
-
-
-def _text(layout: Layout | str) -> str:
-    """A layout with `...` for dims that have no name of their own."""
-    return re.sub(r"\b_0( _\d+)*", "...", str(layout))
 
 
 def _grouped(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -47,9 +47,9 @@ class TensorRule:
         self.seen: dict[Any, tuple[tuple[int, ...], tuple[KnownDim, ...]]] = {}
 
     def move(
-        self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...]
+        self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
     ) -> tuple[Tensor, tuple[KnownDim, ...]]:
-        """A block -> the block after its rule, and the dims that are known then."""
+        """A block -> the block after its rule, and the dims that are known then. where: what it is."""
         rule = self.rule
         if torch.compiler.is_compiling():
             return self._sent(x, context), ()
@@ -59,7 +59,7 @@ class TensorRule:
             return self._sent(x, context, shape), known
         shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
         y = self._sent(x, context, shape)
-        known = known_inside(rule, shape, y.shape, outside)
+        known = known_inside(rule, shape, y.shape, outside, where)
         self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
         return y, known
 
@@ -74,7 +74,7 @@ class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
 
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
-    with `keep` keeps them until the backward pass.
+    with `keep` keeps them until the backward pass. own: sharded dims of its parameters.
     """
 
     name: str
@@ -88,6 +88,7 @@ class ModuleHooks:
     gathered: list[GatheredParameter] = field(default_factory=list)
     keep: bool = True
     known: tuple[KnownDim, ...] = ()
+    own: tuple[KnownDim, ...] = ()
     _depth: int = 0
     _stored: Sequence[Tensor] = ()
     _saving: Any = None
@@ -95,6 +96,11 @@ class ModuleHooks:
     @property
     def _outside(self) -> tuple[KnownDim, ...]:
         return self.parent.known if self.parent is not None else ()
+
+    @property
+    def sums(self) -> frozenset[str]:
+        """Axes over which one of the outputs is a sum."""
+        return frozenset(axis for each in self.outputs for axis in each.rule.src.tagged("sum"))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._outside
@@ -139,16 +145,20 @@ class ModuleHooks:
             part.put(x)
 
     def _moved(self, rule: TensorRule, x: Any, known: tuple[KnownDim, ...], what: str) -> Any:
+        where = f"{what} of {self.name or 'the model'}"
         try:
-            return rule.move(x, self.context, known)
+            if what == "output" and not torch.compiler.is_compiling():  # parameters know how long dims are
+                rows = dict(zip(rule.rule.src.resolved(x.ndim).names, x.shape, strict=True))
+                known = (*(dim for dim in self.own if rows.get(dim.name) == dim.rows), *known)
+            return rule.move(x, self.context, known, where)
         except XshardError as error:
-            raise with_path(error, f"{what} of {self.name or 'the model'}") from error.__cause__
+            raise with_path(error, where) from error.__cause__
 
     def argument(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
         """The position or the name of the argument that a rule is for; None if it is not a tensor."""
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if key is None:
-            first = next((i for i, x in values.items() if isinstance(x, Tensor)), None)
+            first = first_tensor(values)
             if first is None:
                 what = f"input of {self.name or 'the model'}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
@@ -162,19 +172,29 @@ class ModuleHooks:
         known = self.known if self.inputs else self._outside
         if isinstance(result, Tensor):
             return self._moved(rule, result, known, "output")[0]
-        is_named = isinstance(result, Mapping)
-        parts: dict[Any, Any] = dict(result) if is_named else dict(enumerate(result))
-        key = rule.key
-        if key is None:
-            key = next((i for i, x in parts.items() if isinstance(x, Tensor)), None)
+        parts = parts_of(result)
+        key = first_tensor(parts) if rule.key is None else rule.key
         if not isinstance(parts.get(key), Tensor):
             return result
         parts[key] = self._moved(rule, parts[key], known, "output")[0]
+        is_named = isinstance(result, Mapping)
         if is_named:
             result[key] = parts[key]
             return result
         kind = type(result)
         return kind(*parts.values()) if hasattr(result, "_fields") else kind(parts.values())
+
+
+def parts_of(result: Any) -> dict[Any, Any]:
+    """The parts of a module's result, by position or name; None is the key of a tensor by itself."""
+    if isinstance(result, Tensor):
+        return {None: result}
+    return dict(result) if isinstance(result, Mapping) else dict(enumerate(result))
+
+
+def first_tensor(parts: Mapping[Any, Any]) -> Any:
+    """The position or name of the first tensor, or None."""
+    return next((key for key, x in parts.items() if isinstance(x, Tensor)), None)
 
 
 def _gather_all(

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
-from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
+from torch_bridge.models.parallel import ATTRIBUTE, Count, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from xshard import Profile, Rules, Sharding, XshardError
-from xshard.arguments import limit_of, shown
-from xshard.errors import PlanError, with_path
-from xshard.models import ParameterUse, rule_of, summed_later, use_of, varying
+from xshard.arguments import explained, limit_of
+from xshard.errors import PlanError, ShapeError, with_path
+from xshard.models import (
+    ParameterUse,
+    dims_of_parameter,
+    repeated,
+    rule_of,
+    summed_later,
+    use_of,
+    varying,
+    written,
+)
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
+Uses = Mapping[str, ParameterUse]
 
 
+@explained(params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh")
 def parallelize(
     model: nn.Module,
     parameters: RulesLike,
@@ -36,6 +49,7 @@ def parallelize(
     mesh: MeshLike,
     *,
     outputs: RulesLike | None = None,
+    counts: RulesLike | None = None,
     gathers: Pattern | None = None,
     init: Init = None,
     device: torch.device | str | None = None,
@@ -56,6 +70,8 @@ def parallelize(
     Axes that a rule does not name are as in the enclosing module. outputs: rules for results.
     The axes over which gradients are summed are derived: the axes along which activations differ in a module,
     by the right side of its rule or of the nearest one around it.
+    counts: rules for integer attributes of modules, by name, that are lengths of sharded dims: with
+    `"**.attn.num_heads": "h/tp"` each process counts its own heads. Each has to divide.
     gathers: pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the model
     gathers the rest. None: the modules with a rule for their input. keep: keep gathered parameters until the
     backward pass instead of gathering them again (ZeRO-2 instead of ZeRO-3); the model always keeps its own.
@@ -90,33 +106,43 @@ def parallelize(
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
-    context, outputs = ParallelContext(mesh, profile, comm_dtype), outputs or {}
+    context, outputs, counts = ParallelContext(mesh, profile, comm_dtype), outputs or {}, counts or {}
     ranks, limit = context.processes.ranks, limit_of(bucket_bytes, "bucket_bytes")
-    prepared: list[tuple[dict[str, ModuleHooks], list[ShardedParameter], dict[str, ParameterUse]]] = []
+    prepared: list[tuple[dict[str, ModuleHooks], list[Count], list[ShardedParameter], Any]] = []
 
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)
-        prepared.append((hooks, *_parameters(model, context, Rules(parameters), hooks)))
-        shapes = [each.sharding.shape for each in prepared[0][1]]
-        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs}
+        own = _counts(model, context, Rules(counts))
+        prepared.append((hooks, own, *_parameters(model, context, Rules(parameters), hooks)))
+        shapes = [each.sharding.shape for each in prepared[0][2]]
+        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs, "counts": counts}
         flags = {name: str(dict(Rules(each))) for name, each in rules.items()}
         flags["model"] = f"of {len(shapes)} tensors, {sum(map(math.prod, shapes))} elements"
         flags["options"] = str((context.axes, gathers, keep, bucket_bytes, comm_dtype, profile))
         return CallFacts(flags, {}, ranks, {})
 
     compare_ranks(ranks, "parallelize", facts)
-    hooks, sharded, uses = prepared[0]
-    shard_all(sharded, context, init, _device(mesh, device))
-    for name, module in model.named_modules():
+    hooks, counted, sharded, uses = prepared[0]
+    names, grads = {module: name for name, module in model.named_modules()}, torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grads):
+        shard_all(sharded, context, init, _device(mesh, device))
+        gradients = Gradients(context, sharded, limit)
+        gradients.prepare()
+    for count in counted:
+        setattr(count.owner, count.name, count.own)
+    rest: Any = {"names": names, "counts": counted}
+    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, **rest)
+    for module, name in names.items():
         if name in hooks:
             hooks[name].keep = keep or hooks[name].parent is None
             module.register_forward_pre_hook(hooks[name].enter, with_kwargs=True)
             module.register_forward_hook(hooks[name].leave, always_call=True)
-    gradients = Gradients(context, sharded, limit)
-    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients)
+        if name in hooks or not name:
+            module.register_forward_hook(parallel.leave, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
+    for owner in {owner for each in parallel.sharded for owner, _ in each.owners}:
+        owner.register_state_dict_pre_hook(parallel.refuse)
     setattr(model, ATTRIBUTE, parallel)
-    gradients.prepare()
     return model
 
 
@@ -153,6 +179,29 @@ def _hooks(
     return hooks
 
 
+def _counts(model: nn.Module, context: ParallelContext, rules: Rules) -> list[Count]:
+    """The integer attributes that have a rule, as one process counts. Raises ShapeError."""
+    attributes = {
+        f"{path}.{name}".lstrip("."): (module, name, n)
+        for path, module in model.named_modules()
+        for name, n in vars(module).items()
+        if type(n) is int
+    }
+    counts = []
+    for where, text in rules.match(list(attributes), partial=True, what="integer attribute").items():
+        owner, name, n = attributes[where]
+        try:
+            sharding = Sharding(rule_of(text, context.axes).src, context.axes, (n,))
+            parts = context.axes.size(*sharding.layout.axes)
+            if n % parts:
+                hint = f"processes would count unlike parts of {n}; shard it over fewer of them"
+                raise ShapeError(f"{n} is not divisible by {parts}", text=text, hint=hint)
+        except XshardError as error:
+            raise with_path(error, where) from None
+        counts.append(Count(owner, name, n, n // parts))
+    return counts
+
+
 def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[TensorRule]:
     """The value of a rule for one module -> a rule for each tensor."""
     if value is None:
@@ -164,9 +213,6 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
         each = [(i, text) for i, text in enumerate(value) if text is not None]
     rules, where = [], name or "the model"
     for key, text in each:
-        if not isinstance(text, str):
-            hint = '"b s/tp c -> b s c | copy(tp)", or a dict by name, or a tuple by place, of such texts'
-            raise XshardError(f"the rule for {where} is {shown(text)}", hint=hint)
         try:
             rules.append(TensorRule(key, rule_of(text, context.axes)))
         except XshardError as error:
@@ -174,13 +220,18 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
     return rules
 
 
+def _path(name: str) -> str:
+    """The name of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
 def _around(
-    name: str, hooks: Mapping[str, ModuleHooks], *, itself: bool = False, gathers: bool = False
+    name: str, hooks: Mapping[str, ModuleHooks], *, itself: bool = False, what: str = "inputs"
 ) -> ModuleHooks | None:
-    """The nearest module around a name that has a rule for its input, or that gathers."""
+    """The nearest module around a name that has a rule for its inputs, or its outputs, or that gathers."""
     parts = name.split(".") if name else []
     around = (hooks.get(".".join(parts[:n])) for n in range(len(parts) - (not itself), -1, -1))
-    return next((each for each in around if each and (each.gathers if gathers else each.inputs)), None)
+    return next((each for each in around if each and getattr(each, what)), None)
 
 
 def _parameters(
@@ -205,20 +256,27 @@ def _parameters(
             if name in buffers:  # a buffer is never gathered
                 use = use._replace(stored=use.used)
             sharding = Sharding(use.stored, context.axes, tuple(x.shape))
-            Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
+            used = Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
+            sums = _around(path, hooks, itself=True, what="outputs")
+            module, process = model.get_submodule(path), context.processes.device
+            shard_embedding(module, path, used, sums.sums if sums else (), process)
         except XshardError as error:
             raise with_path(error, name) from None
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
-            what = f"{name} is {each.name}, and stored as '{sharding.layout}', not '{each.sharding.layout}'"
+            ways = written(sharding.layout), written(each.sharding.layout)
+            what = f"{name} is {each.name}, and stored as '{ways[0]}', not '{ways[1]}'"
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
             raise PlanError(what, hint=hint)
         each.names.append(name)
         each.owners.append((model.get_submodule(path), attribute))
         if name in parameters:
             uses[name] = use
-    for name, use in uses.items():
-        _check_bias(name, use, uses, model)
+        if path in hooks:
+            hooks[path].own += dims_of_parameter(used, process)
+    shapes = {name: each.sharding.shape for each in sharded.values() for name in each.names}
+    for path, names in groupby(sorted(uses, key=_path), _path):
+        _check_added(path, [*names], uses, shapes, hooks[path].sums if path in hooks else ())
     for each in sharded.values():
         if each.name in uses:
             _prepare_uses(each, [uses[name] for name in each.names], hooks)
@@ -236,7 +294,7 @@ def _prepare_uses(
         move = use.move(each.later)
         if move is None:
             continue
-        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, gathers=True)
+        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, what="gathers")
         assert gatherer is not None  # the nearest one with a rule, or the model
         text = f"{move[0]} -> {move[1]}"
         same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
@@ -246,17 +304,22 @@ def _prepare_uses(
             gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
 
 
-def _check_bias(name: str, use: ParameterUse, uses: Mapping[str, ParameterUse], model: nn.Module) -> None:
-    """Raise PlanError for the bias of a linear layer with addends as products, if each process adds it."""
-    path, _, attribute = name.rpartition(".")
-    weight = uses.get(f"{path}.weight" if path else "weight")
-    if attribute == "bias" and weight is not None and isinstance(model.get_submodule(path), nn.Linear):
-        missing = [axis for axis in weight.used.dims[1].axes if axis not in use.used.tagged("sum")]
-        if missing:
+def _check_added(path: str, names: Sequence[str], uses: Uses, shapes: Mapping[str, Any], sums: Any) -> None:
+    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
+
+    names: the parameters of module `path`. sums: axes over which its output is a sum, by its rule.
+    """
+    inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
+    summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}
+    for name in names:
+        axes = summed | repeated(shapes[name], [(uses[n], shapes[n]) for n in names])
+        if axes := axes - set(uses[name].used.axes) - uses[name].whole:
+            over, used = ",".join(sorted(axes)), written(uses[name].used)
             raise PlanError(
-                f"{name} would be added by each process along '{missing[0]}', where the products are addends",
-                text=str(use.used),
-                hint=f"write {use.stored} -> {use.used} | sum({','.join(missing)}), which adds it once",
+                f"{name} is whole along '{over}', which shards its module: each process would add it",
+                text=used,
+                hint=f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})', "
+                f"which adds it once; or '{used} -> {used} | copy({over})' if it is meant",
             )
 
 
@@ -266,7 +329,7 @@ def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwar
         axes = ",".join(sorted(use.unsummed))
         raise PlanError(
             f"{name} is sharded over '{axes}', and its module's input is equal along it",
-            text=str(use.used),
+            text=written(use.used),
             hint=f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
             "of the rule for the input of this module, or of one around it",
         )

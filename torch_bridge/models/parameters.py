@@ -16,6 +16,7 @@ from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison
 from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.dtypes import name_of
+from xshard.models import written
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
@@ -47,7 +48,7 @@ class ParallelContext:
 
     def compare(self, block: Tensor, sharding: Sharding, name: str) -> None:
         """Raise ReplicaError, on all processes, if blocks that should be equal are not."""
-        text, dtype = str(sharding.layout), name_of(block.dtype)
+        text, dtype = written(sharding.layout), name_of(block.dtype)
         check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
         if check.axes:
             Comparison(check, self.processes.ranks, self.processes, self.processes)(block.detach())
@@ -77,7 +78,9 @@ class ShardedParameter:
 
     def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
         layout, shape = self.sharding.layout, self.sharding.shape
-        return x.detach() if not layout.axes else context.moved(x, unsharded(layout), layout, shape)
+        if layout.axes:
+            return context.moved(x, unsharded(layout), layout, shape)
+        return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
         layout, shape = self.sharding.layout, self.sharding.shape
@@ -87,7 +90,8 @@ class ShardedParameter:
         """Make a block the data of the parameter, which an optimiser, for one, still has."""
         old, new = self.tensor, block
         if isinstance(old, nn.Parameter):
-            new = old if old.device == block.device else nn.Parameter(block, old.requires_grad)
+            stays = old.device == block.device and not old.is_inference()
+            new = old if stays else nn.Parameter(block, old.requires_grad)
             new.data = block
             _check_no_graph(new, self.name)
         for owner, attribute in self.owners:

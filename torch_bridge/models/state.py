@@ -28,7 +28,10 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
     uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
     """
-    parallel, state = parallel_of(model), model.state_dict()
+    parallel = parallel_of(model)
+    state = {
+        n: x.detach() if isinstance(x, Tensor) else x for n, x in model.state_dict(keep_vars=True).items()
+    }
     for each in parallel.parameters:
         if each.sharding.layout.axes:
             x = _stored(parallel, each)
@@ -42,7 +45,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
 
     strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
     """
-    parallel, own = parallel_of(model), model.state_dict()
+    parallel, own = parallel_of(model), model.state_dict(keep_vars=True)
     by_name = {name: each for each in parallel.parameters for name in each.names}
     for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
         if name is not None:

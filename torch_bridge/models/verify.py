@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.autodiff.blocks import array_of
 from torch_bridge.mesh.process_mesh import alone
+from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parallelize import check_apart
-from torch_bridge.models.parameters import unsharded
+from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.errors import ShapeError, with_path
+from xshard.tolerances import rounding
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor] | None
+Watch = Callable[[nn.Module], AbstractContextManager[Any]]
+Run = Callable[[Watch], Any]
 
 
 class Wanted(NamedTuple):
-    """This process's block of the loss or a gradient on one device, and the largest value of the whole."""
+    """This process's block of an array on one device, and the largest value of the whole."""
 
     kind: str
     name: str
@@ -50,6 +53,7 @@ def verify(
     All processes of the mesh call it, each with the arguments of its own call of the model. Every process
     then runs a copy of the model without its rules, on the whole batch, in which each mesh has this process
     alone; and the model. The copy takes the memory of the whole model, and of its gradients, on each process.
+    If they differ, both run once more, and the error names the first wrong output of a module with rules.
     The model stays as it is: `.grad`, buffers, and the state of random numbers are as before.
 
     batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is gathered
@@ -83,13 +87,19 @@ def verify(
     call: Call = ((batch,), {})
     if isinstance(batch, Mapping | tuple | list):
         call = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
-    with _unchanged(model, parallel), _same_random_numbers(parallel):
-        blocks = [_run(model, call, loss).detach()]
-        for each in _with_gradients(parallel):
-            x = each.tensor
-            blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
-    _compare(wanted, blocks, parallel, tol)
+    whole = _whole(call, parallel)
+
+    def run(watch: Watch) -> tuple[list[Wanted], list[Tensor]]:
+        wanted = _on_one_device(model, parallel, whole, loss, original, watch)
+        with _unchanged(model, parallel), _same_random_numbers(parallel):
+            with watch(model):
+                blocks = [_run(model, call, loss, parallel).detach()]
+            for each in _with_gradients(parallel):
+                x = each.tensor
+                blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        return wanted, blocks
+
+    _compare(*run(nullcontext), parallel, tol, run)
 
 
 def _whole(call: Call, parallel: ParallelModel) -> Call:
@@ -111,12 +121,18 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
     return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
 
 
-def _run(model: nn.Module, call: Call, loss: Loss) -> Tensor:
+def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
     """The loss, after its backward pass."""
     with torch.enable_grad():
         result: Any = model(*call[0], **call[1])
         own = result if isinstance(result, Tensor) else getattr(result, "loss", None)
-        value: Any = own if loss is None else loss(result)
+        try:
+            value: Any = own if loss is None else loss(result)
+        except Exception as error:
+            if parallel and parallel.hooks:
+                title, last = "in loss=, after the last parallel module", parallel.hooks[-1]
+                error.add_note(described(title, last, parallel, last.name))
+            raise
     if not isinstance(value, Tensor) or value.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
@@ -125,13 +141,17 @@ def _run(model: nn.Module, call: Call, loss: Loss) -> Tensor:
 
 
 def _on_one_device(
-    model: nn.Module, parallel: ParallelModel, call: Call, loss: Loss, original: nn.Module | None
+    model: nn.Module,
+    parallel: ParallelModel,
+    call: Call,
+    loss: Loss,
+    original: nn.Module | None,
+    watch: Watch,
 ) -> list[Wanted]:
     """The loss of a copy on one device, and this process's block of each of its gradients."""
     context = parallel.context
     copied, wholes = _copied(model, parallel, original)
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with alone(), eager, _same_random_numbers(parallel) as drawn:
+    with alone(), _eager(), watch(copied), _same_random_numbers(parallel) as drawn:
         try:
             value = _run(copied, call, loss).detach()
         except Exception as error:
@@ -149,6 +169,10 @@ def _on_one_device(
         wanted.append(Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest))
         whole.grad = None
     return wanted
+
+
+def _eager() -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _with_gradients(parallel: ParallelModel) -> list[Any]:
@@ -175,6 +199,9 @@ def _copied(
         memo |= {id(own[name]): whole for name in each.names}
     copied: nn.Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
+    for count in parallel.counts:
+        if id(count.owner) in memo:  # not in original=
+            setattr(memo[id(count.owner)], count.name, count.whole)
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
@@ -216,33 +243,55 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
         yield lambda: not all(map(torch.equal, before, states()))
 
 
-@torch.no_grad()
-def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None) -> None:
-    """Raise EquivalenceError, on all processes, if blocks of some process differ."""
-    from xshard.testing.mismatch import EquivalenceError, Subject, case_of, located  # slow: the kit
-    from xshard.tolerances import rounding
+def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
+    """The largest value of each kind."""
+    return {kind: max(w.largest for w in wanted if w.kind == kind) for kind in {w.kind for w in wanted}}
 
-    axes, processes = parallel.context.axes, parallel.context.processes
+
+def differing(
+    wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
+) -> list[int]:
+    """1 for blocks that differ on some process, 2 if their shapes do, else 0."""
+    flags, most = [2.0] * len(blocks), largest_of(wanted)
+    for i, (w, x) in enumerate(zip(wanted, blocks, strict=True)):
+        if x.shape == w.block.shape:
+            slack = tol * max(w.largest, most[w.kind] / 100)
+            flags[i] = float(not torch.isclose(x.double(), w.block.double(), tol, slack).all())
+    text = f"n | max({','.join(context.axes.axes)}) -> n"
+    flags = redistribute(torch.tensor(flags, device=blocks[0].device), text, context.mesh).tolist()
+    return [int(n) for n in flags]
+
+
+@torch.no_grad()
+def _compare(
+    wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
+) -> None:
+    """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
+    context, most = parallel.context, largest_of(wanted)
     if tol is None:
         tol = rounding(name_of(x.dtype) for x in blocks)
-    most = {
-        kind: max((w.largest for w in wanted if w.kind == kind), default=0.0)
-        for kind in ("output", "gradient")
-    }
-    differ = [
-        not torch.isclose(x.double(), w.block.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()
-        for w, x in zip(wanted, blocks, strict=True)
-    ]
-    flags = torch.tensor(differ, dtype=torch.float32, device=blocks[0].device)
-    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", parallel.context.mesh)
-    wrong, group = [], processes.group(axes.axes)
-    for i in flags.nonzero().flatten().tolist():
-        w = wanted[i]
-        answers: list[Any] = [None] * axes.n_devices
-        pair = [array_of(x.cpu().contiguous()) for x in (blocks[i], w.block)]
-        dist.all_gather_object(answers, (processes.device, *pair), group.process_group)
-        got, want = zip(*(pair for _, *pair in sorted(answers, key=itemgetter(0))), strict=True)
-        case = case_of(got, want, w.sharding, tol, most[w.kind], {})
-        wrong.append(located(Subject(w.kind, w.name, "torch", axes, "one device"), case))
-    if wrong:
-        raise EquivalenceError(wrong, len(wanted))
+    numbers = [i for i, differ in enumerate(differing(wanted, blocks, tol, context)) if differ]
+    if not numbers:
+        return
+    from torch_bridge.models.first_wrong import first_wrong, mismatch_of, watching  # slow: the kit
+    from xshard.testing.diagnosis.causes import Cause
+    from xshard.testing.mismatch import EquivalenceError
+
+    place = text = ""
+    if parallel.hooks:
+        runs: list[Any] = []
+        with _eager(), torch.enable_grad():
+            run(partial(watching, hooks=parallel.hooks, runs=runs))
+        place, text = first_wrong(runs[0], runs[1], parallel, tol)
+    if parallel.hooks and not place:
+        name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
+        inner = [each for each in parallel.hooks if name.startswith(each.name and f"{each.name}.")]
+        of = "gradient of " if numbers[0] else ""
+        place = text = f"the {of}{name}, while outputs of modules with rules are right"
+        if inner:
+            text = described(place, inner[-1], parallel, inner[-1].name)
+    cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
+    for i in numbers:
+        each = mismatch_of(wanted[i], blocks[i], most[wanted[i].kind], tol, context)
+        wrong.append(replace(each, cause=each.cause or cause, first="" if wrong else text))
+    raise EquivalenceError(wrong, len(wanted))

@@ -53,10 +53,7 @@ def conv(
 
     All processes raise, before anything is sent, NotationError for sharded channels, or ShapeError.
     """
-    rank, pads = len(convolution.kernel), convolution.padding
-    # The exchange brings the padding of sharded dims; torch pads the others.
-    own = [(0, 0) if placement.cuts(d) else pair for d, pair in enumerate(pads, x.ndim - rank)]
-    flat = list(itertools.chain.from_iterable(reversed(own)))
+    rank, flat = len(convolution.kernel), _own_padding(placement, convolution.padding)
     mode = "constant" if convolution.padding_mode == "zeros" else convolution.padding_mode
 
     def convolve(rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,16 +69,37 @@ def conv(
 def _conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> Geometry:
     kernel, pads = convolution.kernel, convolution.padding
     check_channels(placement, len(placement.shape) - len(kernel) - 1, weight_shape[1] * convolution.groups)
-    # Raise where torch would, on processes with nothing to pad too.
-    most = {"circular": 0, "reflect": -1}.get(convolution.padding_mode)
-    for n, pair in zip(placement.shape[-len(kernel) :], pads, strict=True):
-        if most is not None and max(pair) > n + most:
-            what = f"{convolution.padding_mode} padding {max(pair)} of {n} rows"
-            raise ShapeError(what, text=str(placement.layout), hint=f"at most {n + most}")
+    _check_padding(placement, pads, convolution.padding_mode)
     boundary = Boundary(BOUNDARIES[convolution.padding_mode])
     numbers = zip(kernel, convolution.stride, convolution.dilation, pads, strict=True)
     windows = [Window(*some, convolution.outputs, boundary, boundary) for some in numbers]
     return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
+
+
+def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
+    """Raise ShapeError where torch would, on processes with nothing to pad too."""
+    most = {"circular": 0, "reflect": -1}.get(mode)
+    for n, pair in zip(placement.shape[-len(pads) :], pads, strict=True):
+        if most is not None and not 0 <= min(pair) <= max(pair) <= n + most:
+            what = f"{mode} padding {pair} of {n} rows"
+            raise ShapeError(what, text=str(placement.layout), hint=f"from 0 to {n + most}")
+
+
+def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> tuple[Tensor, Placement]:
+    """A block -> the block of the array padded by `F.pad` along its last dims, and its placement."""
+    _check_padding(placement, pads, mode)
+    boundary = Boundary("constant", value) if mode == "constant" else Boundary(BOUNDARIES[mode])
+    windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
+    geometry = geometry_of(placement, window_frames(placement, windows))
+    options = _own_padding(placement, pads), mode, value or None
+    return apply_windows(x, placement, geometry, lambda rows, _: F.pad(rows, *options))
+
+
+def _own_padding(placement: Placement, pads: Pairs) -> list[int]:
+    """The padding that torch adds, as `F.pad` takes it; the exchange brings the rows of sharded dims."""
+    dims = enumerate(pads, len(placement.shape) - len(pads))
+    own = [(0, 0) if placement.cuts(d) else pair for d, pair in dims]
+    return list(itertools.chain.from_iterable(reversed(own)))
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:

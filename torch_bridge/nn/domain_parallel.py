@@ -197,16 +197,16 @@ class _Entrance:
 
 def _check_followed(module: nn.Module, path: str) -> None:
     kind = type(module)
-    known = next((c.__name__ for c in kind.__mro__ if c in LAYERS), None)
+    known = next((c for c in kind.__mro__ if c in LAYERS), None)
     what = hint = ""
     if kind in FOLLOWED:
         return
     if isinstance(module, Layer):
         what, hint = "is domain-parallel already", "pass the ordinary model"
-    elif known is not None:
-        what, hint = f"is a subclass of {known}", f"its effect on blocks is not known: use {known}"
+    elif known is not None and kind.forward is known.forward:
+        what, hint = f"is a subclass of {known.__name__}", "its effect on blocks is not known: converters="
     elif kind.__module__.startswith("torch.nn."):
-        what, hint = "lacks an exact form on blocks", "redistribute what it needs whole, outside"
+        what, hint = "lacks an exact form on blocks", "converters=, or redistribute what it needs whole"
     elif any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
         what, hint = "is lazy", "run the ordinary model once first"
     if what:

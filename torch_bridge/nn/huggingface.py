@@ -20,7 +20,7 @@ from xshard.nn.attention import AUTO
 # stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
 _MASKS = ["causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks"]
 _MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
-_REFUSED = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
+_REFUSED = ("s_aux", "position_bias", "cache", "head_mask")
 
 
 def register_attention(
@@ -40,7 +40,7 @@ def register_attention(
     heads. Other options are as in `attention`.
 
     Raises XshardError, at the call of the model, for options that attention here lacks: dropout, caches of
-    keys, masks other than causal ones and windows, biases and soft caps; ShapeError for position ids of other
+    keys, masks other than causal ones and windows, and biases; ShapeError for position ids of other
     rows, which are compared at the first call with a shape.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
@@ -88,7 +88,7 @@ def register_attention(
         y = attention(
             q, k, v, layout, mesh, how=how, documents=documents, window=sliding_window, scale=scaling,
             causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            shape=shape,
+            softcap=options.get("softcap"), shape=shape,
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 

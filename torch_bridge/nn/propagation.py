@@ -22,11 +22,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
+from torch_bridge.nn.conv import pad
+from torch_bridge.nn.fft import KINDS, fft
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
 from torch_bridge.ops import copy_to
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError, with_path
-from xshard.notation.parser import Dim
+from xshard.layout.runs import as_intervals
+from xshard.notation.parser import INTERVALS, Dim, Shard
 
 Function = Callable[..., Any]
 Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -34,8 +37,8 @@ Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 # Functions that work element by element, though torch has no tag for them.
 _POINTWISE = frozenset((
     "alpha_dropout", "bfloat16", "bool", "contiguous", "detach", "double", "dropout", "float", "half",
-    "hardswish", "hardswish_", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill", "ones_like",
-    "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
+    "hardswish", "hardswish_", "imag", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill",
+    "ones_like", "real", "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
 
@@ -45,8 +48,8 @@ _NOWHERE = 9
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys((
         "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "flip",
-        "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "prod", "softmax",
-        "softmin", "std", "sum", "var",
+        "index_select", "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "prod",
+        "softmax", "softmin", "std", "sum", "var",
     ), (1, None)),
     **dict.fromkeys(("argsort", "glu", "sort"), (1, -1)),
     **dict.fromkeys(("channel_shuffle", "local_response_norm"), (_NOWHERE, 1)),
@@ -68,6 +71,7 @@ _WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
 
 # They merge and split neighbouring dims, so that the array without data must be contiguous.
 _MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
+_PARTS = frozenset(("imag", "real"))
 # Their arguments are lengths, and in a model's code those are the block's.
 _OF_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
 _VIEWS = _MERGING | _OF_LENGTHS | frozenset((
@@ -150,16 +154,40 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return y
 
 
+def _index_select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
+    if (placement := recorded(index)) is not None and placement.axes:
+        index = placement.moved(index, Layout(tuple(Dim(dim.name) for dim in placement.layout.dims)))
+    return _along(func, (x, dim, index), {})
+
+
+def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func.__name__.removeprefix("fft_")
+    kind, length = name.rstrip("2n"), "n" if name.endswith("t") else "s"
+    default = {"t": -1, "2": (-2, -1), "n": None}[name[-1]]
+    x, n, dim, norm = _arguments(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
+    placement, lengths = placement_of(x), [n] if isinstance(n, int) else n
+    dims = [dim] if isinstance(dim, int) else dim or range(-len(lengths or placement.shape), 0)
+    dims = [_dim(d, placement) for d in dims]
+    for i, d in enumerate(dims if lengths else ()):  # in a model's code, lengths are the block's
+        if placement.cuts(d) and lengths[i] != -1:
+            if not placement.sharding.is_even or lengths[i] != placement.local_shape[d]:
+                what = f"{name}() of {lengths[i]} rows of dim '{placement.layout.dims[d]}'"
+                raise XshardError(what, hint="sharded dims keep the length that they have")
+            lengths = [*lengths[:i], -1, *lengths[i + 1 :]]
+    names = " ".join(placement.layout.names[d] for d in dims)
+    return fft(x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm)
+
+
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, pad = _arguments(args, kwargs, ("input", "pad"))
-    placement = placement_of(x)
-    shape = list(placement.shape)
-    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        d = len(shape) - 1 - i
-        if before or after:
-            check_whole(placement, (d,), "pad()")
-        shape[d] += before + after
-    return record(func(*args, **kwargs), placement.remade(placement.layout.dims, shape))
+    x, pads, mode, value = _arguments(args, kwargs, ("input", "pad", "mode", "value"), "constant", None)
+    placement, pairs = placement_of(x), tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    first = x.ndim - len(pairs)
+    if any(any(pair) and placement.cuts(d) for d, pair in enumerate(pairs, first)):
+        return record(*pad(x, placement, pairs, mode, value or 0.0))
+    lengths = (n + sum(pair) for n, pair in zip(placement.shape[first:], pairs, strict=True))
+    y = func(*args, **kwargs)
+    return record(y, placement.remade(placement.layout.dims, (*placement.shape[:first], *lengths)))
 
 
 def _of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
@@ -300,6 +328,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
     like the rows of the block beside a dim of length 1.
     """
     dims, lengths = list(itertools.islice(_new_dims(placement.layout), aim.ndim)), list(aim.shape)
+    whole, sharded = dict[int, tuple[Dim, int]](), dict[int, tuple[Dim, int]]()
     for d, dim in enumerate(placement.layout.dims):
 
         def places(x: Tensor, d: int = d) -> list[int]:
@@ -308,14 +337,31 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
             return [i for i in range(x.ndim) if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])]
 
         before, after = places(empty), places(aim)
-        if len(before) == len(after):
-            e = after[before.index(d)]
-            if splits and placement.cuts(d) and any(map(gt, _ones_beside(aim, e), _ones_beside(empty, d))):
-                raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
-            dims[e], lengths[e] = dim, placement.shape[d] if placement.cuts(d) else aim.shape[e]
-        else:
-            check_whole(placement, (d,), what)
+        e = after[before.index(d)] if len(before) == len(after) else None
+        if not placement.cuts(d):
+            whole |= {} if e is None else {e: (dim, aim.shape[e])}
+            continue
+        place = _grouped(placement, empty, d, aim) if e is None else {e: (dim, placement.shape[d])}
+        check_whole(placement, (d,) if place.keys() <= sharded.keys() else (), what)
+        if splits and any(map(gt, _ones_beside(aim, *place), _ones_beside(empty, d))):
+            raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
+        sharded |= place
+    for i, (dim, length) in (whole | sharded).items():
+        dims[i], lengths[i] = dim, length
     return placement.remade(dims, lengths)
+
+
+def _grouped(placement: Placement, x: Tensor, d: int, y: Tensor) -> dict[int, tuple[Dim, int]]:
+    """The dim of a view with some rows for each row of a sharded dim: its number, itself, its length."""
+    step, dim, owners = x.stride(d), placement.layout.dims[d], placement.sharding.owners(d)
+    for i, n in enumerate(y.shape if x.is_contiguous() else ()):
+        rows = step // y.stride(i)
+        if rows > 1 and rows * y.stride(i) == step and n == rows * x.shape[d]:
+            if not placement.sharding.is_even or {shard.order for shard in dim.shards} != {"block"}:
+                parts = tuple(tuple((rows * as_intervals(part)).ravel().tolist()) for part in owners)
+                dim = Dim(dim.name, (Shard(dim.axes, INTERVALS, parts),))
+            return {i: (dim, rows * placement.shape[d])}
+    return {}
 
 
 def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:
@@ -327,7 +373,8 @@ def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:
 
 _RULES: dict[str, Rule] = {
     "cat": _cat, "concat": _cat, "pad": _pad, "stack": _stack,
-    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_ALONG, _along), "index_select": _index_select,
+    **dict.fromkeys((f"fft_{kind}{end}" for kind in KINDS for end in ("", "2", "n")), _fft),
     **dict.fromkeys((*_WHOLE_LAST, "layer_norm", "rms_norm"), _with_parameters),
     **dict.fromkeys(_VIEWS, _view),
 }  # fmt: skip
@@ -359,7 +406,7 @@ class Propagation(TorchFunctionMode):
         kwargs = kwargs or {}
         placements = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
         name = getattr(func, "__name__", str(func))
-        if name == "__get__" and func.__self__.__name__ in _VIEWS:  # type: ignore[attr-defined]
+        if name == "__get__" and func.__self__.__name__ in _VIEWS | _PARTS:  # type: ignore[attr-defined]
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if not placements or name in _READING:
             return func(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
-from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.pending import PendingTensor, watched
 from torch_bridge.calls.move import PLAIN, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
@@ -76,14 +76,14 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     the result on processes outside the destination. A plan needs no mesh: its device numbers are ranks.
     shape: the global shape, needed between two meshes, and if blocks differ in size and the layout does not
     give their sizes, as `n/sizes(dp,2,3)` does. Without it all blocks are assumed to have the shape of `x`:
-    if they do not, processes make different plans and may hang. For a tree: nested like `layouts`.
+    if they do not, processes make different plans. For a tree: nested like `layouts`.
     profile: the machine to plan for.
     comm_dtype: the dtype in which blocks travel and are added, or a pair for forward and backward; None is
     the dtype of `x`. A narrower one compresses, a wider one adds exactly.
     bucket_bytes: about how many bytes of a tree a device sends together; all, the default, needs a copy.
     async_op: return at once, with a `PendingTensor` that any use waits for, in one order on all processes.
-    debug: first compare the call with the other ranks' calls: if they differ or one of them fails,
-    all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
+    debug: first compare the call with the other ranks' calls, and later its gradient: if they differ or one
+    of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
     backward pass, which all processes must then run. Default: XSHARD_CHECK_REPLICATED.
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
@@ -94,7 +94,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (the gradient is not defined), on all processes, with the name of the tensor in a tree; ShapeError for
     a block that does not fit, on its own process: unless all processes raise it, the others wait for the
-    group's timeout, or raise too with `debug`. CollectiveError, on the others, when a process of the mesh has
+    group's timeout, or raise too with `debug`. DesyncError, on all processes, if they run different plans
+    that none of them has used before. CollectiveError, on the others, when a process of the mesh has
     ended. With `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
@@ -152,7 +153,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     if is_tree:
         return redistribute_tree(x, arguments, bucket_bytes, debug, check_replicated)
     x = x if type(x) in PLAIN else as_tensor(x)
-    if debug:
-        compare(x, *arguments)
+    compared = compare(x, arguments, async_op, check_replicated) if debug else None
     call = MoveCall.of(*arguments) if type(x) in PLAIN else call_of(x, *arguments)
-    return move_one(x, call, async_op, check_replicated)
+    y = move_one(x, call, async_op, check_replicated)
+    return watched(compared, y, x) if compared else y

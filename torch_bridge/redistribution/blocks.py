@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute, apply
-from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.pending import PendingTensor, watched
 from torch_bridge.calls.move import PLAIN, MoveCall, TransferCall, check_part, ranks_of
 from torch_bridge.lower.transfer import cross
-from torch_bridge.mesh.desync import CallFacts, compare_call, compare_ranks
+from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivatives_of
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
 from torch_bridge.replicas import Expect, checked, comparisons_between
 from xshard import Profile, replicas
@@ -65,14 +65,16 @@ def redistribute_between(
         lengths = None if lengths is None else lengths_of(lengths)
         return block, TransferCall(layouts, source, dst_mesh, lengths, name, relabel, profile)
 
+    compared = None
     if debug and not torch.compiler.is_compiling():
         text = f"{layouts.src} -> {layouts.dst}" if isinstance(layouts, Plan) else str(layouts)
 
         def facts() -> CallFacts:
             block, call = prepared()
-            return call.facts(block, requires_grad)
+            flags = {"requires_grad": requires_grad, "check_replicated": are_checked(check_replicated)}
+            return call.facts(block, **flags)
 
-        compare_ranks(tuple(range(dist.get_world_size())), text, facts)
+        compared = compare_call(None, text, facts)
     block, call = prepared()
     plan = call.plan()
     plan_dtype = getattr(torch, plan.dtype)
@@ -92,7 +94,7 @@ def redistribute_between(
         text = f"{plan.src} -> {plan.dst}" if isinstance(layouts, Plan) else sides(layouts).text
         entering, returning = comparisons_between(plan, text)
     y = Redistribute.apply(executable, Expect.apply(block, entering, None) if entering else block)
-    y = Expect.apply(y, None, returning) if returning and requires_grad else y
+    y = watched(compared, Expect.apply(y, None, returning) if returning and requires_grad else y, block)
     return y if requires_grad or dist.get_rank() in plan.dst_devices else None
 
 
@@ -139,8 +141,11 @@ def move_one(
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def compare(x: Tensor, layouts: Any, mesh: MeshLike | None, *options: Any) -> None:
+def compare(
+    x: Tensor, arguments: Any, async_op: bool, check_replicated: bool | None, bucket_bytes: int | None = None
+) -> Compared | None:
     """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
+    layouts, mesh, *options = arguments
 
     def facts() -> CallFacts:
         call, block = call_of(x, layouts, mesh, *options), x
@@ -150,8 +155,9 @@ def compare(x: Tensor, layouts: Any, mesh: MeshLike | None, *options: Any) -> No
 
             move_by_layouts(x, call)
             block = local_block(x)
-        facts_of = block.shape, block.dtype, block.device
-        return call.facts(facts_of, x.requires_grad and torch.is_grad_enabled())
+        sent = {"async_op": async_op, "bucket_bytes": bucket_bytes, **derivatives_of(x)}
+        sent["check_replicated"] = are_checked(check_replicated)
+        return call.facts((block.shape, block.dtype, block.device), **sent)
 
     text = sides(layouts).text if isinstance(layouts, Plan) else str(layouts)
-    compare_call(x.device_mesh if is_dtensor(x) else mesh, text, facts)
+    return compare_call(x.device_mesh if is_dtensor(x) else mesh, text, facts)

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_struct
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.pending import watched
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
-from torch_bridge.mesh.desync import CallFacts, compare_call
+from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
 from xshard.arguments import limit_of
@@ -46,9 +47,9 @@ def redistribute_tree(
             for place, x, expression, whole in _spread(tree, layouts, shape)
         ]
 
-    if debug:
-        _compare(tree, mesh, leaves)
-    calls, results, limit = [], {}, limit_of(bucket_bytes)
+    limit = limit_of(bucket_bytes)
+    compared = _compare(tree, mesh, leaves, check_replicated, limit) if debug else []
+    calls, results = [], dict[int, Any]()
     for leaf in (tensors := leaves()):
         with located(leaf.place):
             calls.append(leaf.call)
@@ -58,6 +59,8 @@ def redistribute_tree(
         if i not in results:
             with located(leaf.place):
                 results[i] = move_one(leaf.x, call, False, check_replicated, leaf.place)
+    for i, (one, leaf) in enumerate(zip(compared, tensors, strict=False)):
+        watched(one, results[i], leaf.x)
     return tree_unflatten([results[i] for i in range(len(tensors))], tree_structure(tree))
 
 
@@ -130,12 +133,14 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
     return results
 
 
-def _compare(tree: Any, mesh: MeshLike | None, leaves: Callable[[], list[_Leaf]]) -> None:
+def _compare(
+    tree: Any, mesh: MeshLike | None, leaves: Callable[[], list[_Leaf]], *options: Any
+) -> list[Compared | None]:
     """Raise on all ranks of the mesh unless all of them are about to move the same tensors, and can."""
     if mesh is None:
         mesh = next((x.device_mesh for x in tree_leaves(tree) if is_dtensor(x)), None)
     if mesh is None:
-        return
+        return []
     tensors: list[_Leaf] = []
 
     def facts() -> CallFacts:
@@ -143,6 +148,8 @@ def _compare(tree: Any, mesh: MeshLike | None, leaves: Callable[[], list[_Leaf]]
         return CallFacts({"tensors": ", ".join(leaf.place for leaf in tensors)}, {}, callers(mesh), {})
 
     compare_call(mesh, "redistribute of a tree", facts)
+    compared = []
     for leaf in tensors:
         with located(leaf.place):
-            compare(leaf.x, *leaf.arguments)
+            compared.append(compare(leaf.x, leaf.arguments, False, *options))
+    return compared

@@ -126,7 +126,7 @@ def local_arrays(
     Parallel models and DTensors bring their layouts; other tensors are local blocks with layouts by `rules`.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
-        parallel, saved = parallel_of(tree), set(tree.state_dict())
+        parallel, saved = parallel_of(tree), set(tree.state_dict(keep_vars=True))
         saved_parameters = [each for each in parallel.parameters if saved.intersection(each.names)]
         mesh, ranks = parallel.context.mesh, parallel.context.processes.ranks
         return {

@@ -193,8 +193,9 @@ def _forward(
 
 def _answer(question: Question) -> RankAnswer | StructureError:
     """A user's function on this rank's blocks; an error on one rank is returned on all."""
-    rank = dist.get_rank()
+    rank, state = dist.get_rank(), torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
+    draws = not torch.equal(state, torch.get_rng_state())
     named: dict[str, Tensor] | StructureError
     try:
         named = _checked(named_outputs(returned, question.results, "torch"))
@@ -206,7 +207,7 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     assert not isinstance(named, StructureError)
     outputs = {name: (array_of(y.detach()),) for name, y in named.items()}
     if is_misshapen:
-        return Answer(outputs, None), [], []
+        return Answer(outputs, None, draws=draws), [], []
     cotangents = _cotangents(named, question, rank)
     pulled = [name for name in cotangents if named[name].requires_grad]
     pulled_back = (
@@ -228,6 +229,7 @@ def _answer(question: Question) -> RankAnswer | StructureError:
         {} if question.results else {name: (block,) for name, block in cotangents.items()},
         numbered(returned),
         _derivatives(question, gradients, cotangents) if question.differences else {},
+        draws=draws,
     )
     return answer, [], []
 

@@ -15,17 +15,22 @@ from xshard.cli.selfcheck import selfcheck
 from xshard.cli.state import state
 from xshard.errors import XshardError
 from xshard.pictures.terminal import print_error
+from xshard.state.files.header import FileError
 
 
 class _Commands(TyperGroup):
-    """Prints the message of an xshard error and exits with 2; other errors are bugs and keep a traceback."""
+    """Prints the message of an xshard error or of a file's, and exits with 2; others keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except XshardError as error:
             print_error(error)
-            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:  # a pipe that was closed
+                raise
+            print_error(FileError(f"{error.filename}: {error.strerror}"))
+        raise typer.Exit(2)
 
 
 app = typer.Typer(

@@ -89,12 +89,18 @@ def _sizes(largest: str) -> tuple[int, ...]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, moved by a call with the number of plans that are done, and of all."""
+    """A bar on a terminal, or else a line, with the number of plans that are done, and of all."""
     columns = (TextColumn("plans"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+        def report(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+            if not out.is_terminal and os.environ.get("RANK", "0") == "0":
+                out.print(f"{done} of {total} plans measured")
+
+        yield report
 
 
 def _summary(samples: Sequence[Sample], profile: Profile) -> Table:

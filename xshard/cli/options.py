@@ -30,7 +30,7 @@ Dtype = Annotated[
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:
     """The options of `plan` for --shape or --sizes. Raises ShapeError if the other one is due."""
-    takes_sizes = is_contraction(expression)
+    takes_sizes = is_contraction(expression, named=sizes is not None)
     if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
         due = "a contraction takes --sizes, as in b=8,s=64"
         raise ShapeError(due if takes_sizes else "--shape is due, as in 2,64,32", text=expression)

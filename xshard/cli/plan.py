@@ -22,6 +22,7 @@ from xshard.cli.options import (
 from xshard.contractions.expression import contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.shapes import shapes_of
+from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.pictures.grid import picture
@@ -30,6 +31,8 @@ from xshard.planner import plan as make_plan
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.search.request import OBJECTIVES
+
+MOST_DRAWN = 4096  # devices: each has a line
 
 
 def plan_command(
@@ -93,11 +96,11 @@ def plan_command(
         memory_limit=memory_limit,
         objective=objective,
     )
-    if json:
-        typer.echo(plan.to_json())
-        return
     if page is not None:
         page.write_text(plan_page(plan), encoding="utf-8")
+    if json:
+        typer.echo(plan.to_json())
+    if json or page is not None:
         return
     out = console()
     parts = [("", plan)] if isinstance(plan, ContractionPlan) else _named_plans(plan)
@@ -141,13 +144,16 @@ def show(
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
     on, lengths = Mesh.parse(mesh), lengths_of_arrays(layout, shape, sizes)
+    if on.n_devices > MOST_DRAWN:
+        reason = f"{on.n_devices} devices, a drawing has up to {MOST_DRAWN}"
+        raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
     names = tuple(filter(None, (name.strip() for name in dims.split(","))))
     if sizes is None:
         layouts = [Layout.parse(layout)]
     else:
         einsum = contraction(layout)
         layouts = [*einsum.operands, einsum.result]
-        shapes_of(einsum, lengths["sizes"], None)  # raises for lengths that do not fit
+        shapes_of(einsum, tuple(lengths["sizes"].items()), None)  # raises for lengths that do not fit
     for each in layouts:
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:

@@ -26,7 +26,7 @@ def text(plan: ContractionPlan) -> str:
 
 def title(plan: ContractionPlan) -> str:
     """The expression, the operands' shapes and the mesh."""
-    shapes = ", ".join(str(list(shape)) for shape in plan.shapes)
+    shapes = ", ".join(str(list(array.shape)) for array in plan.arrays[:-1])
     return f"{plan.text.strip()}   {plan.dtype} {shapes} on {plan.mesh}"
 
 

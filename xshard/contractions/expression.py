@@ -3,40 +3,90 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from xshard.errors import NotationError
+from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR, check_form
-from xshard.notation.parser import ELLIPSIS, check_text, parse_operands, text_spans
+from xshard.notation.parser import (
+    ELLIPSIS,
+    Dim,
+    Shard,
+    check_text,
+    mark_errors,
+    parse_operands,
+    parts_of,
+    text_spans,
+)
 
 
 @dataclass(frozen=True)
 class Contraction:
-    """The layouts of operands and result, and the text that errors mark."""
+    """The layouts of operands and result with one dim per name, the text that errors mark, and its layouts.
+
+    arrays: these, operands and result, in which a dim may be composed and a name stand twice.
+    """
 
     operands: tuple[Layout, ...]
     result: Layout
     text: str
+    arrays: tuple[Layout, ...]
+
+    def __hash__(self) -> int:  # cheap: calls are keys of caches
+        return hash(self.text)
+
+    @classmethod
+    def of(cls, arrays: Sequence[Layout], text: str) -> Contraction:
+        """The contraction of arrays as they are written, the result last. Raises NotationError."""
+        with mark_errors(text):
+            *operands, result = map(_by_name, arrays)
+        return cls(tuple(operands), result, text, tuple(arrays))
+
+    def resolved(self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None) -> Contraction:
+        """The contraction with dims `_0`, `_1`, ... for `...`, of operands with so many dims, or ShapeError.
+
+        layouts: these are the operands'; by default those of the arrays.
+        """
+        pairs = enumerate(zip(layouts or self.arrays, ndims, strict=False))
+        count = {n - len(x.dims) + 1: i for i, (x, n) in pairs if ELLIPSIS in x.names}
+        if not count:
+            return self
+        if len(count) > 1 or min(count) < 0:
+            what = f"'...' stands for {' and for '.join(map(str, count))} dims"
+            span = text_spans(self.text).layouts[[*count.values()][-1]]
+            raise ShapeError(what, text=self.text, span=span, hint="it stands for the same dims everywhere")
+        more = max(count) - 1
+        arrays = [x.resolved(len(x.dims) + more * (ELLIPSIS in x.names)) for x in self.arrays]
+        return Contraction.of(arrays, self.text)
 
 
-def is_contraction(expression: Any) -> bool:
-    """Whether an expression has several operands, or one with dims that the result lacks."""
-    return isinstance(expression, str) and _is_contraction(expression)
+def is_contraction(expression: Any, *, named: bool) -> bool:
+    """Whether an expression has several operands, or one with dims that the result lacks.
+
+    named: the lengths are those of a contraction: by name, or a shape for each operand. Without them a result
+    that lacks dims of its one operand is a mistake in a move.
+    """
+    return isinstance(expression, str) and _is_contraction(expression, named)
 
 
 @lru_cache(maxsize=4096)
-def _is_contraction(text: str) -> bool:
+def _is_contraction(text: str, named: bool) -> bool:
     depths = itertools.accumulate((char in "([") - (char in ")]") for char in text)
     if any(char == "," and not depth for char, depth in zip(text, depths, strict=True)):
         return True  # or meant as one, so that errors speak of operands
+    if not named:
+        return False
     try:
         operands, (kept, _) = parse_operands(text)
     except NotationError:
         return False
-    return {dim.name for dim in kept} < {dim.name for dim in operands[0][0]} - {ELLIPSIS}
+    dims, names = operands[0][0], {dim.name for dim in kept}
+    is_move = all(parts_of(dim) == [dim.name] for dim in (*dims, *kept))
+    return names < {dim.name for dim in dims} or not is_move
 
 
 def contraction(text: str) -> Contraction:
@@ -51,20 +101,33 @@ def _parsed(text: str) -> Contraction:
     spans = text_spans(text)
     for parsed, span in zip((*operands, result), spans.layouts, strict=False):  # an empty side has no span
         check_form(*parsed, text, slice(*span))
-    layouts = [Layout(*parsed) for parsed in (*operands, result)]
+    call = Contraction.of([Layout(*parsed) for parsed in (*operands, result)], text)
     for dim, span in spans.full_dims:
-        if dim.overlap is not None or dim.name == ELLIPSIS:
-            what = "'...'" if dim.name == ELLIPSIS else "an overlap"
-            hint = "name every dim, and trim halos first"
-            raise NotationError(f"{what} in a contraction", text=text, span=span, hint=hint)
-    for layout, span in zip(layouts, spans.layouts, strict=False):
+        if dim.overlap is not None:
+            raise NotationError("an overlap in a contraction", text=text, span=span, hint="trim halos first")
+    for layout, span in zip(call.arrays, spans.layouts, strict=False):
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
             raise NotationError(f"'{layout}' in a contraction", text=text, span=span, hint=hint)
-    known = {name for layout in layouts[:-1] for name in layout.names}
-    for name in layouts[-1].names:
+    known = {name for layout in call.operands for name in layout.names}
+    for name in call.result.names:
         if name not in known:
             what, hint = f"dim {name!r} of the result is in no operand", ", ".join(sorted(known))
             span = [span for dim, span in spans.dims if dim == name][-1]
             raise NotationError(what, text=text, span=span, hint=f"the operands have: {hint}")
-    return Contraction(tuple(layouts[:-1]), layouts[-1], text)
+    return call
+
+
+def _by_name(layout: Layout) -> Layout:
+    """A layout with one dim for every name; names of several dims, of which one is sharded, come last."""
+    shards: dict[str, tuple[Shard, ...]] = {}
+    names = Counter(name for dim in layout.dims for name in parts_of(dim))
+    for dim in layout.dims:
+        first, *rest = parts_of(dim)
+        if dim.shards and shards.get(first):
+            hint = "redistribute the array first, so that one of them is whole"
+            raise NotationError(f"two dims {first!r} are sharded", text=str(dim), hint=hint)
+        shards[first] = shards.get(first) or dim.shards
+        shards |= {name: () for name in rest if name not in shards}
+    order = sorted(shards, key=lambda name: names[name] > 1)
+    return Layout(tuple(Dim(name, shards[name]) for name in order), layout.tags)

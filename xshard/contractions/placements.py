@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, misfit
+from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import axes_of
 
@@ -24,6 +25,8 @@ Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has parti
 class DimSharding:
     """How a dim is sharded, outermost first, the rows of its longest block, and whether the dim can be so.
 
+    normal: the simplest shards with the same blocks.
+
     Equal shardings of a dim are one object: placements are compared by identity.
     """
 
@@ -31,6 +34,7 @@ class DimSharding:
     axes: Axes
     rows: int
     fits: bool
+    normal: Shards
 
 
 class Placement(NamedTuple):
@@ -77,11 +81,14 @@ def dim_lengths(operands: Iterable[Layout], shapes: Iterable[Sequence[int]]) -> 
 
 @dataclass(frozen=True, repr=False)
 class EinsumShardings:
-    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result."""
+    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result.
+
+    dim_shardings: the shardings of dims met so far, by length and shards: contractions share them.
+    """
 
     operands: tuple[Sharding, ...]
     result: Sharding
-    _dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
+    dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
     _finer: dict[tuple[int, DimSharding, str], Finer] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -167,13 +174,15 @@ class EinsumShardings:
 
     def _sharded(self, d: int, shards: Shards) -> DimSharding:
         """Dim `d` with these shards."""
-        known = self._dim_shardings.get((d, shards))
+        length = self._all_lengths[d]
+        known = self.dim_shardings.get((length, shards))
         if known is None:
-            dim, length = Dim("", shards), self._all_lengths[d]
+            dim = Dim("", shards)
             sizes = self.result.mesh.sizes_of(dim.axes)
             rows, fits = block_length(dim, length, sizes)[0], misfit(dim, length, sizes) is None
-            known = DimSharding(shards, Axes(dim.axes).intersection(self.axes), rows, fits)
-            self._dim_shardings[d, shards] = known
+            axes, normal = Axes(dim.axes).intersection(self.axes), normal_dim(dim, length, self.result.mesh)
+            known = DimSharding(shards, axes, rows, fits, normal.shards)
+            self.dim_shardings[length, shards] = known
         return known
 
     @cached_property
@@ -233,6 +242,11 @@ class EinsumShardings:
         """The positions of each array's dims among all dims."""
         names = list(self.lengths)
         return [[names.index(name) for name in array.layout.names] for array in self.arrays]
+
+    @cached_property
+    def has_means(self) -> bool:
+        """Whether an array is a mean: its moves multiply by a constant."""
+        return any(array.layout.tagged("mean") for array in self.arrays)
 
     @cached_property
     def accesses(self) -> tuple[int, ...]:

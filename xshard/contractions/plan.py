@@ -11,7 +11,9 @@ from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.placements import accesses, dim_lengths, operations
 from xshard.contractions.ring import ContractionRing, rings
+from xshard.contractions.shapes import Shapes
 from xshard.contractions.types import local_type
+from xshard.contractions.views import written
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize, name_of
@@ -88,6 +90,7 @@ class Part:
 class ContractionPlan(Pictured):
     """The placement of a contraction on `mesh`, and the moves before and after, for operands of `shapes`.
 
+    shapes: a length for every name of an operand; `arrays` has the shapes of the arrays as they are written.
     parts: one local contraction, or with three and more operands one for every pair.
     objective: with "forward+backward", `cost` is the seconds of the forward pass and of all gradients.
     Raises PlanError if the parts do not lead from the operands to the result.
@@ -120,6 +123,7 @@ class ContractionPlan(Pictured):
             left = [layout for i, layout in enumerate(left) if i not in part.takes] + [part.result.dst]
         if left != [self.contraction.result]:
             raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
+        _ = self.arrays
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
 
@@ -130,6 +134,11 @@ class ContractionPlan(Pictured):
     def text(self) -> str:
         """The expression, as the user wrote it."""
         return self.contraction.text
+
+    @cached_property
+    def arrays(self) -> tuple[Sharding, ...]:
+        """The operands and the result as the text writes them, with composed dims and names that repeat."""
+        return written(self.contraction, self.mesh, self.shapes)
 
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
@@ -198,7 +207,7 @@ class ContractionPlan(Pictured):
     @cached_property
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass."""
-        held = sum(_bytes(move.source, self.itemsize) for move in self.moves)
+        held = sum(_bytes(array, self.itemsize) for array in self.arrays[:-1])
         peak = held
         for part in self.parts:
             for move in part.moves:
@@ -235,10 +244,11 @@ class ContractionPlan(Pictured):
         with reading_plan():
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
+            call, shapes = contraction(data["contraction"]), from_plain(Shapes, data["shapes"])
             return ContractionPlan(
-                contraction(data["contraction"]),
+                call.resolved(map(len, shapes), call.operands),
                 Mesh(data["mesh"]),
-                from_plain(tuple[tuple[int, ...], ...], data["shapes"]),
+                shapes,
                 name_of(data["dtype"]),
                 tuple(_part_from_plain(part, machine) for part in data["parts"]),
                 machine,
@@ -247,8 +257,10 @@ class ContractionPlan(Pictured):
             )
 
 
-def contraction_of(expression: str | ContractionPlan) -> Contraction:
+def contraction_of(expression: str | Contraction | ContractionPlan) -> Contraction:
     """The contraction of a text or of a plan. Raises NotationError."""
+    if isinstance(expression, Contraction):
+        return expression
     return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
 
 

@@ -13,13 +13,12 @@ from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.nn.attention import AUTO, HEADS, METHODS, RING, SEQUENCE, WIDTH, Attention
-from xshard.notation.parser import Dim, Shard
-from xshard.plans.plan import Plan, find_plan
+from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
+from xshard.notation.parser import Dim
+from xshard.plans.plan import Plan, find_plan, search_plan
 from xshard.search.move_costs import estimate
 from xshard.search.request import Request
-from xshard.search.solve import without_copies
-from xshard.search.states import Space, State
+from xshard.search.states import Cut, Space, State
 
 BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
@@ -40,39 +39,58 @@ class ArrayMove(NamedTuple):
 
 @dataclass(eq=False)
 class MoveEstimate:
-    """The seconds of a move as far as they are known. make: makes the move once its layouts are needed."""
+    """The seconds of a move as far as they are known, at least `least`. make: makes the move when needed."""
 
-    seconds: float
+    least: float
     before: OperandSharding
     after: OperandSharding
     shape: tuple[int, ...]
     make: Callable[[], ArrayMove]
     level: int = BOUND
 
+    def __post_init__(self) -> None:
+        self.seconds = self.least
+
+
+Leg = tuple[object, ...]  # a move as its cost sees it: without names of dims, and copies are replicas
+
 
 @dataclass(frozen=True)
 class Prices:
-    """The costs of moves on one mesh, each computed once."""
+    """The costs of moves on one mesh, each computed once. find: finds plans; most are only compared."""
 
     mesh: Mesh
     dtype: str
     profile: Profile
+    find: Callable[[Request], Plan] = search_plan
+    _moves: dict[Leg, MoveEstimate] = field(default_factory=dict)
     _estimates: dict[tuple[tuple[int, ...], State, State], float] = field(default_factory=dict)
     _spaces: dict[tuple[int, ...], Space] = field(default_factory=dict)
-    _axis_numbers: dict[DimSharding, tuple[int, ...] | None] = field(default_factory=dict)
+    _cuts: dict[tuple[tuple[int, ...], DimSharding], Cut] = field(default_factory=dict)
     _sizes: dict[frozenset[str], int] = field(default_factory=dict)
 
     def plan(self, move: ArrayMove) -> Plan:
         """The cheapest plan of a move."""
         devices = range(self.mesh.n_devices)
         endpoints = move.src, move.dst, self.mesh, self.mesh, devices, devices
-        return find_plan(Request(*endpoints, move.shape, self.dtype, self.profile))
+        return self.find(Request(*endpoints, move.shape, self.dtype, self.profile))
 
-    def bound(self, before: OperandSharding, after: OperandSharding, shape: tuple[int, ...]) -> float:
-        """Fewest seconds of a move of an array."""
-        received = self._received(before, after, math.prod(shape))
-        start, per_element = self._fastest
-        return received * per_element + start if received else 0.0
+    def move(
+        self,
+        before: OperandSharding,
+        after: OperandSharding,
+        shape: tuple[int, ...],
+        means: object,
+        make: Callable[[], ArrayMove],
+    ) -> MoveEstimate:
+        """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
+        leg = before[:2], after[:2], shape, means
+        if (known := self._moves.get(leg)) is None:
+            received = self._received(before, after, math.prod(shape))
+            start, per_element = self._fastest
+            seconds = received * per_element + start if received else 0.0
+            known = self._moves[leg] = MoveEstimate(seconds, before, after, shape, make)
+        return known
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
@@ -82,16 +100,11 @@ class Prices:
             move.level, move.seconds = PRICE, self.plan(move.make()).cost
 
     def _estimated(self, move: MoveEstimate) -> float:
-        start, goal = self._state(move.before), self._state(move.after)
-        if start is None or goal is None:  # shards other than the axes' own: a space of these two layouts
-            src, dst, _ = move.make()
-            arrays = (Sharding(layout, self.mesh, move.shape) for layout in (src, dst))
-            start_end, goal_end = (without_copies(array.with_layout(array.normal)) for array in arrays)
-            space = Space(start_end, goal_end, self.dtype, self.profile)
-            return estimate(space, space.start_state, space.goal_state)
+        space = self._space(move.shape)
+        start, goal = self._state(space, move.before), self._state(space, move.after)
         key = move.shape, start, goal
         if key not in self._estimates:
-            self._estimates[key] = estimate(self._space(move.shape), start, goal)
+            self._estimates[key] = estimate(space, start, goal)
         return self._estimates[key]
 
     def _space(self, shape: tuple[int, ...]) -> Space:
@@ -100,22 +113,15 @@ class Prices:
             self._spaces[shape] = Space(unsharded, unsharded, self.dtype, self.profile)
         return self._spaces[shape]
 
-    def _state(self, sharding: OperandSharding) -> State | None:
-        """The state of an array, if all its shards are the axes' own."""
-        dims = []
+    def _state(self, space: Space, sharding: OperandSharding) -> State:
+        """The state of an array."""
+        cuts = []
         for dim in sharding.dims:
-            if dim not in self._axis_numbers:
-                plain = all(shard == Shard(shard.axes[:1]) for shard in dim.shards)
-                numbers = tuple(self._axes.index(s.axes[0]) for s in dim.shards) if plain else None
-                self._axis_numbers[dim] = numbers
-            if (axes := self._axis_numbers[dim]) is None:
-                return None
-            dims.append(axes)
-        return State(tuple(dims), tuple(sorted(map(self._axes.index, sharding.sums))))
-
-    @cached_property
-    def _axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1)
+            key = space.start.shape, dim
+            if (cut := self._cuts.get(key)) is None:
+                cut = self._cuts[key] = tuple(map(space.grid.shards.number, dim.normal))
+            cuts.append(cut)
+        return State(tuple(cuts), tuple(sorted(map(space.axes.index, sharding.sums))))
 
     def _received(self, before: OperandSharding, after: OperandSharding, elements: int) -> int:
         """Fewest elements that the busiest device must receive."""
@@ -156,7 +162,7 @@ def fastest_attention(
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     """Predicted seconds of the forward and backward pass on the busiest device."""
-    prices = Prices(attn.q.mesh, dtype, profile)
+    prices = Prices(attn.q.mesh, dtype, profile, find_plan)
     pairs = ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target))
     moves = [ArrayMove(src.layout, dst.layout, src.shape) for src, dst in pairs]
     moving = sum(prices.plan(move).cost + prices.plan(move.dual).cost for move in moves)
@@ -175,11 +181,12 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
 
 def _operations(attn: Attention) -> float:
     """Forward operations of the busiest device: two products over the scores that are not empty."""
-    batch, window = (math.prod(attn.queries.max_local_shape[:HEADS]), attn.window or attn.q.shape[SEQUENCE])
-    sees = 0
+    batch, heads, *_ = math.prod(attn.queries.max_local_shape[:HEADS]), attn.queries.max_local_shape[HEADS]
+    n, sees = attn.kv.shape[SEQUENCE], 0
     for device in attn.devices:
-        rows = attn.query_rows(device)
-        before = (rows + 1).clip(max=window)
-        after = 0 if attn.causal else (attn.q.shape[SEQUENCE] - 1 - rows).clip(max=window - 1)
-        sees = max(sees, int((before + after).sum()))
-    return 2.0 * batch * attn.queries.max_local_shape[HEADS] * sees * attn.kv.shape[WIDTH]
+        place = attn.query_rows(device) + attn.offset
+        first = 0 if attn.left is None else (place - attn.left).clip(min=0)
+        last = n if attn.right is None else (place + attn.right + 1).clip(max=n)
+        sees = max(sees, int((last - first + 0 * place).clip(min=0).sum()))
+    share = len(attn.devices) if attn.how == REDUCE else 1
+    return 2.0 * batch * heads * sees * attn.kv.shape[WIDTH] / share

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +40,15 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        times = [estimate.seconds for estimate in self.estimates if estimate.seconds]
+        return self._total([estimate.seconds for estimate in self.estimates])
+
+    @property
+    def least_seconds(self) -> float:
+        """The same by the bounds of all moves."""
+        return self._total([estimate.least for estimate in self.estimates])
+
+    def _total(self, seconds: list[float]) -> float:
+        times = [s for s in seconds if s]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property
@@ -141,36 +149,27 @@ class CandidateSearch:
         shardings, estimates, touched = self.shardings, list[MoveEstimate](), 0
         n = len(shardings.operands)
         for i in (*range(n), -1):
-            dims = shardings.dims_of(placement, i)
-            touched += shardings.accesses[i] * math.prod([dim.rows for dim in dims])
-            key: Key = i, dims, placement.sums
-            if i < 0 or self.objective == BOTH:
-                key = *key, placement.busy, placement.copies
-            estimates += self._estimates.get(key) or self._new_estimates(key, placement, i)
+            local = shardings.sharding_at(placement, i)
+            touched += shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
+            means = (i, placement.sums) if shardings.has_means else None
+            key: Key = i, local, means
+            estimates += self._estimates.get(key) or self._new_estimates(key, placement, i, local, means)
         flops = shardings.flops(placement)
         passes = 1 + n if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates), self.stays)
 
-    def _new_estimates(self, key: Key, placement: Placement, i: int) -> tuple[MoveEstimate, ...]:
+    def _new_estimates(
+        self, key: Key, placement: Placement, i: int, local: OperandSharding, means: object
+    ) -> tuple[MoveEstimate, ...]:
         """The move of operand `i` to a placement, and of its gradient back; -1 is the result."""
         shardings = self.shardings
-        endpoint, local = shardings.endpoints[i], shardings.sharding_at(placement, i)
+        endpoint, shape = shardings.endpoints[i], shardings.arrays[i].shape
         before, after = (local, local if self.stays else endpoint) if i < 0 else (endpoint, local)
-        shape = shardings.arrays[i].shape
-
-        def estimate(
-            before: OperandSharding, after: OperandSharding, make: Callable[[], ArrayMove]
-        ) -> MoveEstimate:
-            return MoveEstimate(self.prices.bound(before, after, shape), before, after, shape, make)
-
         move = partial(_move, shardings, placement, i, self.stays)  # without `self`, which keeps it
-
-        # Forward, an operand's copies are as good as its replicas.
-        forward = key if i < 0 else key[:3]
-        estimates = self._estimates.get(forward, ())[:1] or (estimate(before, after, move),)
-        self._estimates[forward] = estimates
+        estimates = [self.prices.move(before, after, shape, means, move)]
         if self.objective == BOTH:
-            estimates = *estimates, estimate(after.dual, before.dual, lambda: move().dual)
-            self._estimates[key] = estimates
-        return estimates
+            dual = self.prices.move(after.dual, before.dual, shape, means, lambda: move().dual)
+            estimates.append(dual)
+        self._estimates[key] = tuple(estimates)
+        return self._estimates[key]

@@ -23,6 +23,7 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
+from xshard.plans.kept import kept
 from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
@@ -59,7 +60,21 @@ class ContractionRequest:
 
 @lru_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
-    """The cheapest plan. Raises PlanError if none keeps to the limits."""
+    """The cheapest plan, kept by an earlier run or searched for. Raises PlanError if none fits the limits."""
+    r = request
+
+    def read(text: str) -> ContractionPlan:
+        plan = ContractionPlan.from_json(text, r.profile)
+        wanted = r.contraction, r.mesh, r.shapes, r.dtype, r.memory_limit, r.objective
+        found = plan.contraction, plan.mesh, plan.shapes, plan.dtype, plan.memory_limit, plan.objective
+        if found != wanted:
+            raise PlanError("this plan is for another request")
+        return plan
+
+    return kept(request, read, lambda: _search(request))
+
+
+def _search(request: ContractionRequest) -> ContractionPlan:
     limit, least = request.memory_limit, None
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
@@ -146,7 +161,10 @@ class _Solver:
             placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             candidate = CandidateSearch(pair, self.prices, self.request.objective, stays).candidate(placement)
-            in_one_placement = in_one_placement.then(takes, candidate)
+            seconds = (
+                in_one_placement.seconds + candidate.least_seconds
+            )  # prices decide about it, not estimates
+            in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 
     def _extended(
@@ -185,12 +203,12 @@ class _Solver:
         operands = tuple(path.left[i] for i in takes)
         rest = [operand for i, operand in enumerate(path.left) if i not in takes]
         if not rest:
-            return EinsumShardings(operands, self.shardings.result)
+            return EinsumShardings(operands, self.shardings.result, self.shardings.dim_shardings)
         kept = {name for other in (*rest, self.shardings.result) for name in other.layout.names}
         lengths = dim_lengths((x.layout for x in operands), (x.shape for x in operands))
         dims = {name: n for name, n in lengths.items() if name in kept}
         result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
-        return EinsumShardings(operands, result)
+        return EinsumShardings(operands, result, self.shardings.dim_shardings)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
         r, parts = self.request, tuple(itertools.starmap(self._part, path.steps))

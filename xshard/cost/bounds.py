@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout import Sharding
+from xshard.layout.pieces import ascending, at_edges, distinct, joined
 from xshard.layout.providers import rows_at_hand, wanted_rows
-from xshard.layout.runs import FILL, Runs, row_numbers
+from xshard.layout.runs import Runs, common_segments, n_rows, pieces
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
@@ -89,8 +91,8 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
         wanted, complete = _needed_rows(src, dst, d)
         for device in range(mesh.n_devices):
             rows = wanted[dst.dim_device(d, device)]
-            needed[device] *= len(rows)
-            at_hand[device] *= len(np.intersect1d(rows, complete[src.dim_device(d, device)]))
+            needed[device] *= n_rows(rows)
+            at_hand[device] *= _common(complete[src.dim_device(d, device)], rows)
     return int((needed - at_hand).max())
 
 
@@ -98,33 +100,33 @@ def _reached(src: Sharding, dst: Sharding) -> int:
     """Elements that some device has on both sides."""
     n = 1
     for d in range(len(src.shape)):
-        here, there = (np.concatenate(_distinct(end.holders(d))) for end in (src, dst))
-        n *= len(np.intersect1d(here, there))
+        here, there = (distinct([tuple(itertools.chain(*end.holders(d)))])[0] for end in (src, dst))
+        n *= _common(here, there)
     return n
 
 
-def _needed_rows(
-    src: Sharding, dst: Sharding, d: int
-) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
     """The rows that every index of `dst` wants, and those that every index of `src` has, whole."""
     a, b = src.layout.dims[d], dst.layout.dims[d]
     every, asked = ((dim, src.shape[d], src.mesh.sizes_of(dim.axes)) for dim in (a, b))
     if a == b and a.overlap is not None:  # all rows stay on their device
-        return (held := _distinct(src.holders(d))), held
-    wanted = _distinct(wanted_rows(*asked))
+        return (held := distinct(src.holders(d))), held
+    wanted = distinct(wanted_rows(*asked))
     if not isinstance(a.overlap, Fold):
-        return wanted, _distinct(rows_at_hand(*every))
-    blocks = _distinct(src.holders(d))
-    holders = np.bincount(np.concatenate(blocks), minlength=src.shape[d])
+        return wanted, distinct(rows_at_hand(*every))
+    blocks = distinct(src.holders(d))
+    have, want = pieces(blocks), pieces(wanted)
+    parts, interval, which = at_edges(joined(have, want))
+    held_by = np.bincount(interval[(first := which < len(have.start))], minlength=len(interval))[interval]
     return (
-        [rows[holders[rows] > 0] for rows in wanted],  # others are zero
-        [rows[holders[rows] == 1] for rows in blocks],
+        ascending(parts.take(~first & (held_by > 0)), len(wanted)),  # others are zero
+        ascending(parts.take(first & (held_by == 1)), len(blocks)),
     )
 
 
-def _distinct(blocks: Sequence[Runs]) -> list[NDArray[np.int64]]:
-    """For every block its rows, each once, without those outside the array."""
-    return [np.setdiff1d(row_numbers(runs), [FILL]) for runs in blocks]
+def _common(rows: Runs, others: Runs) -> int:
+    """How many rows are in both."""
+    return sum(segment.length for segment in common_segments(rows, others))
 
 
 def _met(src: Sharding, dst: Sharding) -> int:
@@ -138,7 +140,7 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     """(devices of the source, devices of the target): elements of both blocks. Normal forms."""
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
-        table = rows_in_common(source.owners(d), target.holders(d)).T
+        table = rows_in_common(source.owners(d), target.holders(d))
         rows, columns = (
             [s.dim_device(d, device) for device in range(s.mesh.n_devices)] for s in (source, target)
         )

@@ -24,24 +24,42 @@ from xshard.layout.sub_axes import Refinement
 
 
 def load_profile(profile: str | Path | Profile) -> Profile:
-    """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError."""
-    return profile if isinstance(profile, Profile) else _load(str(profile))
+    """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError.
+
+    A file that was rewritten is read again.
+    """
+    if isinstance(profile, Profile):
+        return profile
+    name: Any = profile
+    if not isinstance(name, str | Path):
+        raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(_shipped())}, or a file")
+    written_ns = os.stat(name).st_mtime_ns if not _is_shipped(str(name)) and os.path.isfile(name) else 0
+    return _load(str(name), written_ns)
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> tuple[str, ...]:
+    files = (resources.files("xshard.cost") / "profiles").iterdir()
+    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
+
+
+def _is_shipped(name: str) -> bool:
+    return name.partition(":")[0] in _shipped()
 
 
 @lru_cache(maxsize=64)
-def _load(name: str) -> Profile:
-    shipped = resources.files("xshard.cost") / "profiles"
-    known = sorted(p.name[: -len(".json")] for p in shipped.iterdir() if p.name.endswith(".json"))
+def _load(name: str, _: int) -> Profile:
+    known = _shipped()
     base, colon, nodes = name.rpartition(":")
     if colon and base in known:
-        machine = _load(base)
+        machine = _load(base, 0)
         if machine.across is None or not parse_number(nodes):
             own = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
             hint = f"'h100:4' has nodes of 4; {base} has {own}"
             raise ProfileError(f"no profile {name!r}", hint=hint)
         return replace(machine, name=name, node_devices=int(nodes))
     if name in known:
-        return profile_of(name, (shipped / f"{name}.json").read_text())
+        return profile_of(name, (resources.files("xshard.cost") / "profiles" / f"{name}.json").read_text())
     try:
         text = Path(name).read_text() if Path(name).is_file() else None
     except (OSError, ValueError):  # a name that no file can have, or no text
@@ -117,8 +135,9 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
 
 
 def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
-    """The profile itself, or for "auto" the one of `use_profile`, if any."""
-    return profile if profile != AUTO else _USED.get() or AUTO
+    """The profile itself, a file's read; for "auto" the one of `use_profile` or XSHARD_PROFILE, if any."""
+    asked = profile if profile != AUTO else _USED.get() or os.environ.get(VARIABLE) or AUTO
+    return asked if isinstance(asked, str) and (asked == AUTO or _is_shipped(asked)) else load_profile(asked)
 
 
 def node_processes(n: int) -> int | None:
@@ -134,19 +153,14 @@ def node_processes(n: int) -> int | None:
     return math.gcd(*(size for size, _ in runs)) if sum(size * times for size, times in runs) == n else None
 
 
-def machine_of(kind: str, node_devices: int | None) -> Profile:
-    """The profile for a kind as `TPU v5 lite`, XSHARD_PROFILE first; DEFAULT, with a warning, for others."""
-    named = os.environ.get(VARIABLE)
-    return load_profile(named) if named else _machine_of(kind, node_devices)
-
-
 @lru_cache(maxsize=64)
-def _machine_of(kind: str, node_devices: int | None) -> Profile:
+def machine_of(kind: str, node_devices: int | None) -> Profile:
+    """The profile for a kind as `TPU v5 lite`; DEFAULT, with a warning, for others."""
     name = next((profile for part, profile in KINDS if part.lower() in kind.lower()), None)
     if name is None:
         reason = f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
         hint = f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it"
-        warnings.warn(reason + hint, stacklevel=3)
+        warnings.warn(reason + hint, stacklevel=2)
     profile = load_profile(name or DEFAULT)
     if node_devices in (None, profile.node_devices) or profile.across is None or name in RACKS:
         return profile
@@ -156,7 +170,7 @@ def _machine_of(kind: str, node_devices: int | None) -> Profile:
 def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
     """The profile itself; for "auto", without a known device, the overriding one, else DEFAULT."""
     asked = asked_for(profile)
-    return os.environ.get(VARIABLE) or DEFAULT if asked == AUTO else asked
+    return DEFAULT if asked == AUTO else asked
 
 
 def link_between(profile: Profile, a: int, b: int) -> Link:

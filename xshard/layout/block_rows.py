@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
 from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
-from xshard.layout.runs import FILL, Run, Runs, merge_adjacent, n_rows, unrolled
+from xshard.layout.runs import FILL, Run, Runs, n_rows, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
@@ -50,7 +52,8 @@ def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]
             (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + width)
             for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
         ]
-    spans = (_spans_between(start, stop, mine, length, overlap) for start, stop in intervals if start < stop)
+    own = sorted(unrolled(mine))
+    spans = (_spans_between(start, stop, own, length, overlap) for start, stop in intervals if start < stop)
     return tuple(itertools.chain.from_iterable(spans))
 
 
@@ -112,14 +115,14 @@ def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[
     return tuple(fills)
 
 
-def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ...]:
-    """The contents of a block in a form that is equal for two dims that mean the same."""
+def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
+    """The rows of a block, and the boundaries of those from beyond: dims with equal ones mean the same."""
     beyond = [
         (span.run, boundary_at(unfolded(dim.overlap), span.origin))
-        for span in all_row_spans(dim, length, sizes)[index]
+        for span in row_spans(dim, length, sizes, coords)
         if dim.overlap is not None and (span.run.start == FILL or is_flipped(span, dim))
     ]
-    return merge_adjacent(unrolled(all_held_rows(dim, length, sizes)[index])), tuple(beyond)
+    return held_rows(dim, length, sizes, coords), beyond
 
 
 def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:
@@ -146,24 +149,24 @@ def _halo_intervals(
             (r.start - lo, r.start + r.length + hi) for r in unrolled(owned_rows(dim, length, sizes, coords))
         ]
     # With a width per part even an empty part has a position: after the parts before it.
-    every = itertools.islice(itertools.product(*map(range, sizes)), part + 1)
-    *earlier, mine = (n_rows(owned_rows(dim, length, sizes, c)) for c in every)
+    every = all_owned_rows(replace(dim, overlap=None), length, tuple(sizes))
+    *earlier, mine = map(n_rows, every[: part + 1])
     return [(sum(earlier) - lo, sum(earlier) + mine + hi)]
 
 
 def _spans_between(
-    start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window
+    start: int, stop: int, own: Sequence[Run], length: int, overlap: Halo | Window
 ) -> Iterator[RowSpan]:
     """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
     yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
     start_here, end = max(start, 0), min(stop, length)
-    for run in sorted(unrolled(mine)):
-        first, last = max(run.start, start_here), min(run.start + run.length, end)
-        if first < last:
-            if start_here < first:
-                yield RowSpan(Run(start_here, first - start_here), "near")
-            yield RowSpan(Run(first, last - first), "own")
-            start_here = last
+    i = bisect_right(own, start_here, key=lambda run: run.start + run.length)
+    while i < len(own) and own[i].start < end:
+        first, last = max(own[i].start, start_here), min(own[i].start + own[i].length, end)
+        if start_here < first:
+            yield RowSpan(Run(start_here, first - start_here), "near")
+        yield RowSpan(Run(first, last - first), "own")
+        start_here, i = last, i + 1
     if start_here < end:
         yield RowSpan(Run(start_here, end - start_here), "near")
     yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
@@ -188,6 +191,11 @@ def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[
 def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
     """Rows start..stop of a walk up the array; if period > length, it comes back down."""
     runs: list[Run] = []
+    if period == length:  # it goes around
+        first = min(stop - start, length - start % length)
+        around, last = divmod(stop - start - first, length)
+        runs = [Run(start % length, first), Run(0, length, around), Run(0, last)]
+        return [run for run in runs if run.length and run.repeats]
     while start < stop:
         position = start % period
         if position < length:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.errors import ShapeError
 from xshard.notation.overlap import Width
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
@@ -25,7 +26,11 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
+Numbers = NDArray[np.int64]
 Intervals = NDArray[np.int64]  # (n, 2): start, stop
+
+# Pieces of a block that arrays hold, and those that are listed one by one: each takes a second or so.
+MOST_PIECES, MOST_LISTED = 2**24, 2**20
 
 
 class Segment(NamedTuple):
@@ -54,13 +59,75 @@ def as_index(runs: Runs) -> slice | NDArray[np.int64]:
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:
     """Runs -> array of intervals (start, stop), in local order; without FILL."""
-    parts = [
-        np.stack([starts, starts + run.length], axis=1)
-        for run in runs
-        if run.start != FILL and run.length > 0
-        for starts in [run.start + run.stride * np.arange(run.repeats, dtype=np.int64)]
-    ]
-    return np.concatenate(parts) if parts else np.zeros((0, 2), np.int64)
+    found = pieces((runs,))
+    return np.stack([found.start, found.start + found.length], axis=1)
+
+
+class Pieces(NamedTuple):
+    """Intervals of rows of several blocks: each one's block, local position, first row, number of rows."""
+
+    block: Numbers
+    at: Numbers
+    start: Numbers
+    length: Numbers
+
+    def take(self, which: NDArray[Any]) -> Pieces:
+        """Some of them: by their numbers, or by an array of bools."""
+        return Pieces(*(column[which] for column in self))
+
+
+def pieces(blocks: Iterable[Iterable[Run]]) -> Pieces:
+    """The intervals of all blocks, in local order; without FILL. Raises ShapeError for too many."""
+    return expanded(run_table(blocks))
+
+
+def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
+    """Every run of all blocks as (block, local position, start, length, repeats, stride); without FILL."""
+    table: list[tuple[int, ...]] = []
+    for block, runs in enumerate(blocks):
+        at = 0
+        for run in runs:
+            if run.start != FILL and run.length > 0:
+                table.append((block, at, *run))
+            at += run.length * run.repeats
+    return np.array(table, np.int64).reshape(-1, 6)
+
+
+def expanded(table: Numbers) -> Pieces:
+    """The intervals of a `run_table`. Raises ShapeError for too many."""
+    block, at, start, length, repeats, stride = table.T
+    check_pieces(int(repeats.sum()), MOST_PIECES)
+    which = np.repeat(np.arange(len(table)), repeats)
+    i = counted(repeats)
+    return Pieces(
+        block[which], (at[which] + length[which] * i), start[which] + stride[which] * i, length[which]
+    )
+
+
+def counted(many: Numbers, first: Numbers | int = 0) -> Numbers:
+    """Numbers of items -> `first`, `first` + 1, ... for each, one after the other."""
+    return np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many - first, many)
+
+
+def check_pieces(n: int, most: int) -> None:
+    """Raise ShapeError for a block of more than `most` pieces."""
+    if n > most:
+        hint = f"at most {most}: deal out more rows together, as in cyclic(x,1024)"
+        raise ShapeError(f"rows in {n} separate pieces", hint=hint)
+
+
+def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Where rows are in both, in the order of `b`: which of `a`, which of `b`, first row, row after the last.
+
+    a: sorted by rows, which are distinct.
+    """
+    first = np.searchsorted(a.start + a.length, b.start, side="right")
+    many = np.maximum(np.searchsorted(a.start, b.start + b.length, side="left") - first, 0)
+    check_pieces(int(many.sum()), MOST_PIECES)
+    in_b = np.repeat(np.arange(len(many)), many)
+    in_a = counted(many, first)
+    stop = np.minimum((a.start + a.length)[in_a], (b.start + b.length)[in_b])
+    return in_a, in_b, np.maximum(a.start[in_a], b.start[in_b]), stop
 
 
 def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
@@ -99,21 +166,11 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
         if start >= stop or src[0].start == FILL or dst[0].start == FILL:
             return ()
         return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
-    a, a_at = as_intervals(src), _positions(src)
-    b, b_at = as_intervals(dst), _positions(dst)
-    by_start = np.argsort(a[:, 0], kind="stable")
-    a, a_at = a[by_start], a_at[by_start]
-    first = np.searchsorted(a[:, 1], b[:, 0], side="right")
-    last = np.searchsorted(a[:, 0], b[:, 1], side="left")
-    many = np.maximum(last - first, 0)
-    which_b = np.repeat(np.arange(len(b)), many)
-    which_a = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many - first, many)
-    start = np.maximum(a[which_a, 0], b[which_b, 0])
-    stop = np.minimum(a[which_a, 1], b[which_b, 1])
-    rows = np.stack(
-        [a_at[which_a] + start - a[which_a, 0], b_at[which_b] + start - b[which_b, 0], stop - start], axis=1
-    )
-    return merged_segments(rows[rows[:, 2] > 0])
+    a, b = pieces((src,)), pieces((dst,))
+    a = a.take(np.argsort(a.start, kind="stable"))
+    in_a, in_b, first, last = met(a, b)
+    here, there = ((side.at - side.start)[which] + first for side, which in ((a, in_a), (b, in_b)))
+    return merged_segments(np.stack([here, there, last - first], axis=1))
 
 
 def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
@@ -130,16 +187,6 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
     )
 
 
-def _positions(runs: Runs) -> NDArray[np.int64]:
-    """Local position of every interval that `as_intervals(runs)` lists."""
-    start, parts = 0, []
-    for run in runs:
-        if run.start != FILL and run.length > 0:
-            parts.append(start + run.length * np.arange(run.repeats, dtype=np.int64))
-        start += run.length * run.repeats
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
 def interval(start: int, stop: int) -> Runs:
     """[start, stop) as runs; none if it is empty."""
     return (Run(start, stop - start),) if stop > start else ()
@@ -153,19 +200,32 @@ def interval_pairs(part: Width) -> list[tuple[int, int]]:
 
 def merge_adjacent(runs: Iterable[Run]) -> Runs:
     """Merge plain runs that follow one another; repeated runs and fill stay as they are."""
-    merged: list[Run] = []
+    return tuple(_merged(runs))
+
+
+def _merged(runs: Iterable[Run]) -> Iterator[Run]:
+    last: Run | None = None
     for run in runs:
-        last = merged[-1] if merged else Run(FILL, 0)
-        plain = last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
-        if plain and last.start + last.length == run.start:
-            merged[-1] = Run(last.start, last.length + run.length)
-        else:
-            merged.append(run)
-    return tuple(merged)
+        plain = last is not None and last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
+        if last is not None and plain and last.start + last.length == run.start:
+            last = Run(last.start, last.length + run.length)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+def are_equal(a: Runs, b: Runs) -> bool:
+    """Whether both are the same rows in the same order, however they are written."""
+    if a == b or n_rows(a) != n_rows(b):
+        return a == b
+    return all(x == y for x, y in itertools.zip_longest(*(_merged(unrolled(runs)) for runs in (a, b))))
 
 
 def unrolled(runs: Runs) -> Iterable[Run]:
-    """The same rows as runs without repeats."""
+    """The same rows as runs without repeats, one after the other."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
@@ -177,9 +237,12 @@ def select(runs: Runs, part: Run) -> Runs:
         return _slice(runs, part.start, part.start + part.length)
     if len(runs) == 1 and runs[0].repeats == 1:
         return (part._replace(start=runs[0].start + part.start),)
-    if len(runs) == 1 and runs[0].length == part.length == 1:
-        step = runs[0].stride
-        return (Run(runs[0].start + part.start * step, 1, part.repeats, part.stride * step),)
+    whole = runs[0] if len(runs) == 1 else Run(0, 1)
+    chunk, first = divmod(part.start, whole.length)
+    if len(runs) == 1 and not part.stride % whole.length and first + part.length <= whole.length:
+        start, step = whole.start + chunk * whole.stride + first, part.stride // whole.length * whole.stride
+        return (part._replace(start=start, stride=step),)
+    check_pieces(part.repeats, MOST_LISTED)
     return tuple(
         itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
     )

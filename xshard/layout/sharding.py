@@ -16,12 +16,11 @@ from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_nested
-from xshard.layout.runs import Runs, n_rows
-from xshard.layout.validation import check_fit
+from xshard.layout.runs import Runs, are_equal, n_rows
+from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
-MOST_ELEMENTS = 2**60  # their bytes are counted in 64 bits
 EvenCuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, its axes (name, size), outermost first
 
 
@@ -150,7 +149,7 @@ class Sharding(Pictured):
         >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
         'n/a/b d'
         """
-        dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
+        dims = tuple(normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
         tags = tuple(
             ("sum" if kind == "mean" else kind, tuple(a for a in axes if self.mesh.size(a) > 1))
             for kind, axes in self.layout.tags
@@ -169,15 +168,24 @@ class Sharding(Pictured):
         if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
             return False
         mine, theirs = (sharding.with_layout(sharding.normal) for sharding in (self, other))
-        return all(
-            isinstance(a.overlap, Fold) == isinstance(b.overlap, Fold)
-            and all(mine._meaning(d, i) == theirs._meaning(d, i) for i in range(self.mesh.n_devices))
-            for d, (a, b) in enumerate(zip(mine.layout.dims, theirs.layout.dims, strict=True))
-        )
+        return all(mine.agrees_with(theirs, d) for d in range(len(self.shape)))
 
-    def _meaning(self, dim: int, device: int) -> object:
-        d = self.layout.dims[dim]
-        return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
+    def agrees_with(self, other: Sharding, dim: int) -> bool:
+        """True if a dim means the same under both, which have one mesh and one shape."""
+        ends = self.layout.dims[dim], other.layout.dims[dim]
+        if ends[0] == ends[1]:
+            return True
+        if isinstance(ends[0].overlap, Fold) != isinstance(ends[1].overlap, Fold):
+            return False
+        axes = tuple(dict.fromkeys((*ends[0].axes, *ends[1].axes)))
+        for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
+            at = dict(zip(axes, coords, strict=True))
+            (mine, beyond), (theirs, theirs_beyond) = (
+                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [at[a] for a in d.axes]) for d in ends
+            )
+            if beyond != theirs_beyond or not are_equal(mine, theirs):
+                return False
+        return True
 
     def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
         """Per index, local positions in the block (without these innermost shards) that `shards` give."""
@@ -197,7 +205,7 @@ def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ..
 
 
 @lru_cache(maxsize=65536)
-def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim)
     # The outputs of a window are sharded like the dim, but need not be divisible when its rows are.
     regroups = overlap is None or isinstance(unfolded(overlap), Halo)

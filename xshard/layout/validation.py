@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from xshard.errors import NotationError, ShapeError
+from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import misfit
+from xshard.layout.partition import block_length, misfit, owned_rows
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, ends_of, unfolded
 from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
+
+MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
+# Pieces of a block with an overlap each, and rows from beyond an end that are copied one by one: each takes
+# a second or so.
+MOST_WIDENED, MOST_COPIED = 2**16, 2**18
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
@@ -35,6 +41,10 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                     raise ShapeError(lacking, text=str(dim), hint=hint)
                 if end.kind == "pole":
                     rolled_dim(dims, i, end, shape)
+    wide = [dim for dim in dims if dim.overlap is not None]
+    held = math.prod(_most_held(*pair, mesh) for pair in zip(dims, shape, strict=True)) if wide else 0
+    if held > MOST_ELEMENTS:
+        raise ShapeError(f"a block of up to {held} elements", text=str(wide[0]), hint="at most 2**60")
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
@@ -55,6 +65,33 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
         reason = f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {n} rows"
         raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
     return rolled
+
+
+def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
+    """At most how many rows a block holds. Raises ShapeError for more pieces than can be listed."""
+    sizes = mesh.sizes_of(dim.axes)
+    most, _ = block_length(Dim(dim.name, dim.shards), length, sizes)
+    if dim.overlap is None:
+        return most
+    overlap = unfolded(dim.overlap)
+    first = (0,) * len(sizes)
+    pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
+    if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own
+        pieces = max(pieces, sum(run.repeats for run in window_outputs(dim, overlap, length, sizes, first)))
+    if pieces > MOST_WIDENED:
+        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
+        raise ShapeError(f"{pieces} pieces of a block, each with an overlap", text=str(dim), hint=hint)
+    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
+    lo, hi = (max(0, w if isinstance(w, int) else max(w)) for w in widths)
+    for end, rows in ((overlap.before, lo), (overlap.after, hi)):
+        copies = {"periodic": rows // max(length, 1), "zero": 0, "constant": 0, "none": 0}.get(end.kind, rows)
+        if copies > MOST_COPIED:
+            hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
+            raise ShapeError(f"{rows} rows of '{end}' beyond an end", text=str(dim), hint=hint)
+    if isinstance(overlap, Halo):
+        return most + max(pieces, 1) * (lo + hi)
+    read = overlap.d * (overlap.k - 1) + 1, overlap.s, overlap.s
+    return most + lo + hi + max(pieces, 1) * sum(min(rows, length + lo + hi) for rows in read)
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:

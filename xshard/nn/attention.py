@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence: the moves around it, and the scores that every device computes.
+"""Attention over sharded sequences: the moves around it, and the scores that every device computes.
 Dims are in the order (*batch, heads, sequence, width); masks follow from the rows' positions."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.arguments import shown, whole_number
 from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
@@ -20,9 +21,11 @@ from xshard.nn.windows import interval_frame
 from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
-GATHER, ULYSSES, RING = METHODS = "gather", "ulysses", "ring"
+GATHER, ULYSSES, RING, REDUCE = METHODS = "gather", "ulysses", "ring", "reduce"
 HEADS, SEQUENCE, WIDTH = -3, -2, -1
 ALL, CAUSAL, SOME = "all", "causal", "some"  # kinds of tiles
+FIRST_DERIVATIVES = RING, REDUCE  # only these, and in reverse mode
+BITS = 2**31 - 1
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
@@ -39,56 +42,83 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of sharded arrays by one of `METHODS`. Queries see only keys less than `window` rows away.
+    """An attention of sharded arrays by one of `METHODS`.
 
-    kv: sharding of the keys with the values, `value_width` wide, beside them.
+    kv: sharding of the keys with the values, `value_width` wide, beside them. A query stands at its number
+    plus `offset` among the keys, and sees `left` keys before that place and `right` after it; None: all.
     """
 
     q: Sharding
     kv: Sharding
     value_width: int
     how: str
-    causal: bool = False
-    window: int | None = None
+    left: int | None = None
+    right: int | None = None
+    offset: int = 0
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the sequence."""
-        return self.q.layout.dims[SEQUENCE].axes
+        """The mesh axes that shard the work: the axes of queries, else of keys; in "reduce" first of keys."""
+        own, keys = (x.layout.dims[SEQUENCE].axes for x in (self.q, self.kv))
+        taken = {axis for dim in self.q.layout.dims[:SEQUENCE] for axis in dim.axes}
+        free = tuple(axis for axis in keys if axis not in taken)
+        return (free or own) if self.how == REDUCE else (own or free)
 
     @cached_property
     def queries(self) -> Sharding:
         """The sharding under which queries are used."""
-        dims = list(self.q.layout.dims)
+        dims, tags = [*self.q.layout.dims], self.q.layout.tags
+        rows = dims[SEQUENCE]
         if self.how == ULYSSES and self.axes:
             dims[HEADS] = replace(dims[HEADS], shards=(*dims[HEADS].shards, Shard(self.axes, "balanced")))
-            dims[SEQUENCE] = Dim(dims[SEQUENCE].name)
-        return self.q.with_layout(replace(self.q.layout, dims=tuple(dims)))
+            dims[SEQUENCE] = Dim(rows.name)
+        elif self.how == RING and not rows.axes:
+            dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
+        elif self.how == REDUCE:
+            dims[SEQUENCE] = Dim(rows.name) if {*rows.axes} & {*self.axes} else rows
+            tags = (("copy", self.axes),)
+        return self.q.with_layout(Layout(tuple(dims), tags))
 
     @cached_property
     def keys(self) -> Sharding:
         """The sharding under which keys and values are used; in a ring, in its first round."""
-        dims = [*self.queries.layout.dims[:HEADS], self._key_heads(), *self.queries.layout.dims[SEQUENCE:]]
-        if self.how != RING:
-            dims[SEQUENCE] = Dim(dims[SEQUENCE].name)
+        queries = self.queries.layout
+        dims = (*queries.dims[:HEADS], self._key_heads(), self._key_rows(), queries.dims[WIDTH])
         sharding_axes = {axis for dim in dims for axis in dim.axes}
-        copies = tuple(axis for axis in self.queries.layout.axes if axis not in sharding_axes)
-        return self.kv.with_layout(Layout(tuple(dims), (("copy", copies),) if copies else ()))
+        copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
+        return self.kv.with_layout(Layout(dims, (("copy", copies),) if copies else ()))
 
     @property
     def result(self) -> Sharding:
         """The sharding under which the result is computed."""
-        return replace(self.queries, shape=(*self.q.shape[:WIDTH], self.value_width))
+        tags = (("sum", self.axes),) if self.how == REDUCE else ()
+        layout = Layout(self.queries.layout.dims, tags)
+        return replace(self.queries, layout=layout, shape=(*self.q.shape[:WIDTH], self.value_width))
 
     @property
     def target(self) -> Sharding:
         """The sharding of the returned result: under the layout of the queries."""
         return self.result.with_layout(self.q.layout)
 
+    def sees_some(self, has_documents: bool) -> bool:
+        """True if masks leave each query a key: rows of one sequence see themselves."""
+        is_one = self.q.layout.names == self.kv.layout.names and not self.offset
+        is_masked = has_documents or self.left is not None or self.right is not None
+        return self.kv.shape[SEQUENCE] > 0 and (is_one or not is_masked)
+
     @property
     def group(self) -> int:
         """The number of heads of queries that share a head of keys."""
         return self.q.shape[HEADS] // self.kv.shape[HEADS]
+
+    def _key_rows(self) -> Dim:
+        """The rows of keys on a device: all, or in a ring and in "reduce" a part."""
+        rows, own = self.queries.layout.dims[SEQUENCE], self.kv.layout.dims[SEQUENCE]
+        if self.how not in FIRST_DERIVATIVES:
+            return Dim(own.name)
+        if self.how == RING and rows.name == own.name:
+            return rows
+        return own if own.axes == self.axes else Dim(own.name, (Shard(self.axes),))
 
     def _key_heads(self) -> Dim:
         """The heads of keys that each part's heads of queries read, as an overlap."""
@@ -128,23 +158,30 @@ class Attention:
     def rounds(self) -> int:
         """The number of blocks of keys that a device uses; no window reaches later ones."""
         n = len(self.devices) if self.how == RING else 1
-        if self.window is None:
+        if self.left is None:
             return n
         return 1 + max(t for t in range(n) if t == 0 or any(tiles(self, d, t) for d in self.devices))
 
     def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
         """Rows of queries (n, 1) and of keys (m,) -> (n, m): scores that count; -1 stands for no row."""
-        visible = (k >= 0) & (q >= 0)
-        if self.causal:
-            visible = visible & (k <= q)
-        if self.window is not None:
-            visible = visible & (q - k < self.window) & (k - q < self.window)
+        visible, place = (k >= 0) & (q >= 0), q + self.offset
+        if self.right is not None:
+            visible = visible & (k - place <= self.right)
+        if self.left is not None:
+            visible = visible & (place - k <= self.left)
         return visible
+
+    def cells(self, device: int) -> Rows:
+        """A number of its own for each batch and head of a device's queries: `[batch, heads]`."""
+        held, shape = self.queries.held, self.q.shape
+        parts = [row_numbers(held(d, device)) for d in range(len(shape) + SEQUENCE)]
+        numbers = np.ravel_multi_index(np.meshgrid(*parts, indexing="ij"), shape[:SEQUENCE])
+        return numbers.reshape(-1, len(parts[-1]))
 
     @property
     def block_rows(self) -> int:
-        """The rows of every block that a ring passes on: shorter blocks are padded."""
-        return self.q.max_local_shape[SEQUENCE]
+        """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
+        return self.keys.max_local_shape[SEQUENCE]
 
     def rotation(
         self, block_shape: Sequence[int], by: int = 1
@@ -180,45 +217,115 @@ def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
     return (*batch, heads, sequence, layout.names[-1])
 
 
-def key_lengths(q: Sharding, heads: str, kv_heads: int | None) -> dict[str, int | None]:
-    """The global lengths of dims of keys and values that the queries give; the width is the blocks' own."""
-    return {**dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True)), heads: kv_heads}
+def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The dims of keys in the order of the queries' `names`: rows of keys may have a name of their own."""
+    others = [name for name in kv_layout.names if name not in names]
+    rows = others[0] if len(others) == 1 else names[SEQUENCE]
+    order = (*names[:SEQUENCE], rows, names[WIDTH])
+    if sorted(order) != sorted(kv_layout.names):
+        hint = f"the dims of queries, {' '.join(names)}; rows of keys may have another name, as in b t/cp h k"
+        raise NotationError("other dims of keys than of queries", text=str(kv_layout), hint=hint)
+    return order
+
+
+def key_lengths(
+    q: Sharding, kv_layout: Layout, heads: str, kv_heads: int | None, kv_length: int | None
+) -> dict[str, int | None]:
+    """The global lengths of dims of keys and values; the width is the blocks' own, and so is None."""
+    shared = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
+    rows = {name: kv_length for name in kv_layout.names[:-1] if name not in shared}
+    if kv_length is not None and not rows:
+        hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
+        raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
+    return {**shared, **rows, heads: kv_heads}
 
 
 def attention(
-    q: Sharding, k: Sharding, v: Sharding, *, how: str = AUTO, causal: bool = False, window: int | None = None
+    *qkv: Sharding, how: str = AUTO, causal: bool = False, window: Any = None, offset: int = 0
 ) -> Attention:
     """The attention of queries, keys and values, all of them in `dim_order`. Raises if they do not fit."""
+    q, k, v = qkv
     text = str(k.layout)
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
-    if window is not None and window < 1:
-        raise XshardError(f"window={window}", hint="a query sees itself: 1 or more")
-    if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[SEQUENCE:] != q.shape[SEQUENCE:]:
-        hint = "keys have the batch, the rows and the width of queries"
+    left, right = _sight(window)
+    if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
+        hint = "keys have the batch and the width of queries"
         raise ShapeError(f"queries of shape {q.shape}, keys of shape {k.shape}", text=text, hint=hint)
     if v.shape[:WIDTH] != k.shape[:WIDTH]:
         raise ShapeError(f"keys of shape {k.shape}, values of shape {v.shape}", text=text)
     if q.shape[HEADS] % (k.shape[HEADS] or 1):
         hint = "each head of keys is for equally many heads of queries"
         raise ShapeError(f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint)
-    if q.mesh.size(*q.layout.dims[SEQUENCE].axes) == 1:
-        how = GATHER  # there is nothing to gather
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
-    return Attention(q, kv, v.shape[WIDTH], how, causal, window)
+    attn = Attention(q, kv, v.shape[WIDTH], how, left, 0 if causal else right, offset)
+    # There is nothing to gather if no axis shares a sequence out.
+    return attn if q.mesh.size(*attn.axes) > 1 else replace(attn, how=GATHER)
 
 
-def document_move(attn: Attention, layout: Layout, ndim: int) -> tuple[tuple[Layout, Layout], list[int], int]:
-    """The move that unshards the sequence of document numbers: its layouts, the global shape, and that dim.
+def _sight(window: Any) -> tuple[int | None, int | None]:
+    """The rows that a query sees before and after its own: a window of 3 is (2, 2)."""
+    both = window if isinstance(window, tuple | list) and len(window) == 2 else (window, window)
+    less = 0 if both is window else 1
+    sides = [None if n is None else whole_number(n) for n in both]
+    if any(n is not None and (m is None or m < less) for n, m in zip(both, sides, strict=True)):
+        hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
+        raise XshardError(f"window={shown(window)}", hint=hint)
+    left, right = (None if n is None else n - less for n in sides)
+    return left, right
 
-    layout: orders the dims. ndim: 1 for one sequence that all batches share; else each has its own.
+
+def check_options(
+    attn: Attention, softcap: float | None, slopes: Any, dropout: float, seed: Any, documents: Sequence[Any]
+) -> None:
+    """Raise XshardError for options that make no sense. slopes: alibi, one per head. documents: two."""
+    heads, shape = attn.q.shape[HEADS], tuple(getattr(slopes, "shape", ()))
+    is_constant = not getattr(slopes, "requires_grad", False)
+    of_rows, of_keys = (numbers is not None for numbers in documents)
+    needs_both = of_keys or attn.q.layout.names != attn.kv.layout.names
+    for is_right, what, hint in (
+        (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
+        (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
+        (slopes is None or shape == (heads,), f"alibi {shape}, {heads} heads", "one slope for each head"),
+        (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
+        (not dropout or seed is not None, f"dropout={dropout} without seed=", "one number on all devices"),
+        (of_rows == of_keys or not needs_both, "documents of one sequence", "documents= and kv_documents="),
+    ):
+        if not is_right:
+            raise XshardError(what, text=str(attn.kv.layout), hint=hint)
+
+
+def dropped(seed: Any, *numbers: Any, part: float) -> Any:
+    """Whether weights are dropped: arrays of whole numbers that broadcast -> booleans.
+
+    The bits of a weight follow from its numbers (cell, row, key) in the whole array, so they are equal on any
+    devices. Integers of 64 bits, or unsigned ones of 32 bits, give the same bits.
     """
-    names = attn.q.layout.names
+    bits = seed & BITS
+    for each in (0, *numbers):  # the seed first: near ones share no masks
+        bits = ((bits ^ each) + 0x1E3779B9) & BITS
+        for _ in range(2):
+            bits = ((bits >> 16 ^ bits) * 0x45D9F3B) & BITS
+        bits = bits >> 16 ^ bits
+    return bits < round(part * BITS)
+
+
+def document_move(
+    attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
+) -> tuple[tuple[Layout, Layout], list[int], list[int]]:
+    """The move that unshards the sequence of document numbers: layouts, global shape, and the order of dims.
+
+    layout: orders the dims. ndim: 1 for one sequence that all batches share; else each has its own. The
+    permutation by the order puts the sequence last.
+    """
+    array = attn.kv if of_keys else attn.q
+    names = array.layout.names
     kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
     sharded = tuple(dim for dim in layout.dims if dim.name in kept)
-    whole = tuple(Dim(dim.name) if dim.name == names[SEQUENCE] else dim for dim in sharded)
-    shape = [attn.q.shape[attn.q.dim_index(dim.name)] for dim in sharded]
-    return (Layout(sharded), Layout(whole)), shape, [dim.name for dim in whole].index(names[SEQUENCE])
+    batch = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
+    whole = tuple(batch.get(dim.name, Dim(dim.name)) for dim in sharded)
+    shape, order = [array.shape[array.dim_index(dim.name)] for dim in sharded], [dim.name for dim in sharded]
+    return (Layout(sharded), Layout(whole)), shape, [*map(order.index, kept)]
 
 
 @lru_cache(maxsize=4096)
@@ -229,10 +336,11 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     return tuple(tile for tile in candidates if tile is not None)
 
 
-def run_starts(attn: Attention) -> tuple[int, ...]:
-    """The starts of runs of rows in the blocks of all devices, if they are few and equal; else 0 alone."""
-    starts = {tuple(run.start for run in _runs(attn.query_rows(device))) for device in attn.devices}
-    return starts.pop() if len(starts) == 1 and attn.queries.is_even else (0,)
+def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
+    """The starts of runs of rows in an array's blocks, if few and on all devices equal; else 0 alone."""
+    held = (array.held(len(array.shape) + SEQUENCE, device) for device in attn.devices)
+    starts = {tuple(run.start for run in _runs(row_numbers(each))) for each in held}
+    return starts.pop() if len({*array.local_sizes[SEQUENCE]}) == len(starts) == 1 else (0,)
 
 
 def _runs(rows: Rows) -> list[slice]:
@@ -245,19 +353,21 @@ def _runs(rows: Rows) -> list[slice]:
 
 def _tile(attn: Attention, q: Rows, k: Rows, mine: slice, theirs: slice) -> Tile | None:
     """The part that counts of the scores of a run of queries and a run of keys."""
-    window = len(q) + int(k.max()) + int(q.max()) + 1 if attn.window is None else attn.window
-    after = 1 if attn.causal else window  # a key is less than `after` rows behind its query
+    far = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
+    left, right = (far if n is None else n for n in (attn.left, attn.right))
     (a, b), (c, d) = ((int(x[r].min()), int(x[r].max()) + 1) for x, r in ((q, mine), (k, theirs)))
-    first, last = max(c, a - window + 1), min(d, b - 1 + after)
+    a, b = a + attn.offset, b + attn.offset
+    first, last = max(c, a - left), min(d, b + right)
     if first >= last:
         return None
     if b - a != mine.stop - mine.start or d - c != theirs.stop - theirs.start:
         return Tile(mine, theirs, SOME)  # rows with others between them
-    low, high = max(a, first - after + 1), min(b, last - 1 + window)
+    low, high = max(a, first - right), min(b, last + left)
     rows = slice(mine.start + low - a, mine.start + high - a)
     keys = slice(theirs.start + first - c, theirs.start + last - c)
-    if last - low <= after and high - first <= window:
+    reaches_back = high - first <= left + 1
+    if last - low <= right + 1 and reaches_back:
         kind = ALL
     else:
-        kind = CAUSAL if attn.causal and last == high and high - first <= window else SOME
+        kind = CAUSAL if attn.right is not None and last - high == right and reaches_back else SOME
     return Tile(rows, keys, kind)

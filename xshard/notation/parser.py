@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,10 +99,14 @@ def parse_sides(text: str) -> tuple[Parsed, Parsed]:
 
 
 def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
-    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`."""
-    parser = _Parser(text)
+    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`.
+
+    A dim may be composed, `(h d)/tp`. The second dim of a name in an operand, for a diagonal, is named `i'1`.
+    """
+    parser = _Parser(text, composes=True, repeats=True)
     operands = parser.operands()
     parser.expect(ARROW, hint="a contraction reads: layout, layout -> layout")
+    parser.repeats = False
     result: Parsed = ((), ()) if parser.kind == "end" else parser.layout()
     parser.expect("end")
     return operands, result
@@ -118,7 +124,7 @@ def parse_signature(text: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...]]:
 
 def text_spans(text: str) -> TextSpans:
     """The positions that later errors mark, in a text that parses."""
-    parser = _Parser(text)
+    parser = _Parser(text, composes=True, repeats=True)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
         parser.operands()
@@ -137,11 +143,18 @@ def mark_errors(text: str | None) -> Iterator[None]:
         raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
 
 
+def parts_of(dim: Dim) -> list[str]:
+    """The names of a dim of a contraction: of `(h d)` both, of the second `i`, which is `i'1`, that one."""
+    return [name.partition("'")[0] for name in dim.name.strip("()").split()]
+
+
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     """Dims and tags -> canonical text; a scalar is `()`."""
     text = " ".join(map(str, dims)) or "()"
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
+
+_CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
 _TAGS_ELSEWHERE = {"psum": "sum", "partial": "sum", "pmean": "mean", "avg": "mean", "average": "mean"}
@@ -161,10 +174,14 @@ _NUMBERS = {
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar, which records the positions of names."""
+    """Recursive descent over the grammar, which records the positions of names.
 
-    def __init__(self, text: str) -> None:
-        self.names: set[str] = set()  # the dims of this layout
+    composes: a dim may be `(h d)`. repeats: a name may be that of two dims.
+    """
+
+    def __init__(self, text: str, *, composes: bool = False, repeats: bool = False) -> None:
+        self.composes, self.repeats = composes, repeats
+        self.names = Counter[str]()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
         super().__init__(text)
 
@@ -175,9 +192,9 @@ class _Parser(Scanner):
         return tuple(layouts)
 
     def layout(self) -> Parsed:
-        start, self.names = self.span[0], set()
+        start, self.names = self.span[0], Counter()
         dims: list[Dim] = []
-        while self.kind in ("name", ELLIPSIS):
+        while self.kind in ("name", ELLIPSIS) or self.is_composed:
             dims.append(self.dim())
         is_scalar = not dims and self.take("(")
         if is_scalar:
@@ -192,13 +209,33 @@ class _Parser(Scanner):
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
 
-    def dim(self) -> Dim:
+    @property
+    def is_composed(self) -> bool:
+        return self.composes and self.kind == "(" and not _CLOSES.match(self.text, self.at)
+
+    def name(self) -> str:
+        """A name; a later dim of the same, if there may be one, has an apostrophe and a number."""
         name, span = self.value, self.span
         self.advance()
-        if name in self.names:
-            raise self.error(f"dim {name!r} is named twice", span, "a diagonal is taken before")
-        self.names.add(name)
+        if name in self.names and (name == ELLIPSIS or not self.repeats):
+            raise self.error(f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i")
+        times = self.names[name]
+        self.names[name] += 1
+        name = f"{name}'{times}" if times else name
         self.spans.dims.append((name, span))
+        return name
+
+    def dim(self) -> Dim:
+        span = self.span
+        if self.take("("):
+            parts = list[str]()
+            while self.kind == "name":
+                parts.append(self.name())
+            self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
+            name = f"({' '.join(parts)})"
+            self.spans.dims.append((name, (span[0], self.end)))
+        else:
+            name = self.name()
         shards: list[Shard] = []
         if name == ELLIPSIS and self.kind in ("/", ":"):
             raise self.error("'...' stands for unsharded dims", hint="name the dim to shard or widen it")
@@ -213,7 +250,8 @@ class _Parser(Scanner):
             return Shard(self.axes())
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        if self.kind != "(":
+        is_order = name in (*ORDERS, SIZES, INTERVALS) or not self.composes or self.span[0] == self.end
+        if self.kind != "(" or not is_order:  # after a space a composed dim follows
             self.spans.axes.append((name, span))
             return Shard((name,))
         if name not in (*ORDERS, SIZES, INTERVALS):

@@ -183,7 +183,7 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
 def _strip(sharding: Sharding, d: int) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
     length = sharding.shape[d]
-    everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
+    everyone = itertools.chain.from_iterable(map(_first, sharding.owners(d) + sharding.holders(d)))
     edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: MAX_BLOCKS + 1].tolist()
     blocks = tuple(itertools.pairwise(edges))
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
@@ -215,9 +215,14 @@ def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
     covered = np.zeros((len(everyone), len(starts) + 1), np.int64)
     for row, runs in zip(covered, everyone, strict=True):
         # +1 where an interval begins, -1 where it ends: the running sum counts open intervals.
-        for edge, change in zip(as_intervals(runs).T, (1, -1), strict=True):
+        for edge, change in zip(as_intervals(_first(runs)).T, (1, -1), strict=True):
             np.add.at(row, np.searchsorted(starts, edge), change)
     return covered.cumsum(axis=1)[:, :-1] > 0
+
+
+def _first(runs: Runs) -> Runs:
+    """The runs, each as far as a strip can reach: more pieces are not drawn."""
+    return tuple(r._replace(repeats=min(r.repeats, MAX_BLOCKS + 1)) if r.stride > 0 else r for r in runs)
 
 
 def _device_blocks(sharding: Sharding) -> tuple[DeviceBlock, ...]:

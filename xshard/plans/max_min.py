@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from xshard.errors import LinearityError
+from xshard.errors import LinearityError, PlanError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR
 from xshard.plans.plan import Plan, find_plan
@@ -13,12 +13,16 @@ from xshard.plans.plan import Plan, find_plan
 
 @dataclass(frozen=True)
 class MaxMinPlans:
-    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`."""
+    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`.
+
+    If the output lacks rows of the input, `result` has the input's layout at its start: `x == result(x)`.
+    Rows that a boundary fills have zeros, and no winner: `count` is 0 there.
+    """
 
     result: Plan  # the output, as a copy beside every addend
     count: Plan  # the number of winners, beside every addend
-    cotangent: Plan  # the gradient is `cotangent(g) * won / count(won)`
-    tangent: Plan  # the tangent is `tangent(t * won / count(won))`
+    cotangent: Plan  # the gradient is `cotangent(g) * won / max(count(won), 1)`
+    tangent: Plan  # the tangent is `tangent(t * won / max(count(won), 1))`
 
 
 @lru_cache(maxsize=1024)
@@ -32,9 +36,13 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape
         return find_plan(replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None))
 
-    addends = with_kind(plan.src, "sum")
-    result, count = (find(here, with_kind(plan.src, "copy")) for here in (plan.dst, addends))
-    return MaxMinPlans(result, count, find(plan.dst.dual, addends.dual), find(addends, plan.dst))
+    addends, copies = (with_kind(plan.src.tangent, kind) for kind in ("sum", "copy"))
+    try:
+        result = find(plan.dst, copies)
+    except PlanError:  # the output lacks rows
+        result = find(plan.src.tangent, copies)
+    cotangent, tangent = find(plan.dst.dual, addends.dual), find(addends, plan.dst.tangent)
+    return MaxMinPlans(result, find(addends, copies), cotangent, tangent)
 
 
 def with_kind(layout: Layout, kind: str) -> Layout:

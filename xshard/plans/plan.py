@@ -23,6 +23,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
+from xshard.plans.kept import kept
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
@@ -306,13 +307,42 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
 
 @lru_cache(maxsize=4096)
 def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """The cheapest plan for a request, or of those with a `Transfer`. Raises PlanError, DtypeError."""
+    """The cheapest plan for a request, or of those with a `Transfer`, kept by an earlier run or searched for.
+
+    Raises PlanError, DtypeError.
+    """
+    r, options = request, {"objective": objective, "by_transfer": by_transfer}
+
+    def read(text: str) -> Plan:
+        plan = Plan.from_json(text, r.profile)
+        wanted = (
+            r.src,
+            r.dst,
+            r.src_mesh,
+            r.dst_mesh,
+            r.src_devices,
+            r.shape,
+            r.dtype,
+            r.memory_limit,
+            r.factor,
+        )
+        found = plan.src, plan.dst, plan.mesh, plan.dst_mesh, plan.devices, plan.shape, plan.dtype
+        if (*found, plan.memory_limit, plan.scale) != wanted or plan.objective != objective:
+            raise PlanError("this plan is for another request")
+        return plan
+
+    return kept(request, read, lambda: search_plan(request, objective, by_transfer=by_transfer), **options)
+
+
+@lru_cache(maxsize=4096)
+def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
+    """`find_plan` without plans of earlier runs: for searches that compare many."""
 
     def aimed(plan: Plan) -> Plan:
         return plan if objective == FORWARD else replace(plan, objective=objective)
 
     if request.dst.names != request.src.names:
-        inner = find_plan(request.in_order, objective, by_transfer=by_transfer)
+        inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
         transpose = Transpose(request.target.layout.names)
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
     may_move = request.relabel and not request.dst.tagged(*NONLINEAR)

@@ -115,12 +115,19 @@ class Process:
 
 
 def running(package: str, environment: Mapping[str, str]) -> Process:
-    """The process for a package with these variables, started where it is not running yet."""
+    """The process for a package, or of another name, with these variables, started unless it is running."""
     # A forked process does not share its parent's.
     key = package, tuple(sorted(environment.items())), os.getpid()
     if key not in _RUNNING or not _RUNNING[key].is_alive:
         _RUNNING[key] = Process(environment)
     return _RUNNING[key]
+
+
+def end_all() -> None:
+    """End the processes that `running` has started for this one; their questions end in FunctionError."""
+    for (*_, owner), process in list(_RUNNING.items()):
+        if owner == os.getpid():
+            process.end()
 
 
 _RUNNING: dict[tuple[str, tuple[tuple[str, str], ...], int], Process] = {}

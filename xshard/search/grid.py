@@ -6,17 +6,50 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any
 
 from xshard.cost.model import Fabric, Profile
-from xshard.layout import Mesh
+from xshard.layout import Mesh, Sharding
+from xshard.notation.parser import Shard
 from xshard.steps import Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
 from xshard.steps.exchange.messages import MAX_PAIRED
-from xshard.steps.exchange.traffic import spans_by_axis
+from xshard.steps.exchange.sources import DimEnd
+from xshard.steps.exchange.traffic import Received, SpanAxes, span_axes, spans_by_axis
 from xshard.steps.traffic import LinkSpans
 
 Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that shard it, outermost first
+
+
+MAX_SHARDS = 4096  # shards that a grid numbers: documents have other lengths at every step of a training
+
+
+class Shards:
+    """The shards that searches on one mesh have met, by number; the first are the axes' own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
+        self.known: list[Shard] = []
+        self.axes_of: list[tuple[int, ...]] = []
+        self.sizes: list[int] = []
+        self._numbers: dict[Shard, int] = {}
+        self._lock = Lock()  # threads share the planner's caches
+        for axis in self.axes:
+            self.number(Shard((axis,)))
+
+    def number(self, shard: Shard) -> int:
+        """The number of a shard, now and as long as this object lives."""
+        if (number := self._numbers.get(shard)) is None:
+            with self._lock:
+                if shard in self._numbers:
+                    return self._numbers[shard]
+                self.known.append(shard)
+                self.axes_of.append(tuple(self.axes.index(a) for a in shard.axes))
+                self.sizes.append(self.mesh.size(*shard.axes))
+                number = self._numbers[shard] = len(self.known) - 1
+        return number
 
 
 @dataclass(frozen=True)
@@ -26,6 +59,9 @@ class Tables:
     lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
     blocks: dict[Any, int] = field(default_factory=dict)
     regular: dict[Any, bool] = field(default_factory=dict)
+    shardings: dict[Any, Sharding] = field(default_factory=dict)
+    received: dict[Any, Received] = field(default_factory=dict)
+    ends: dict[Any, DimEnd] = field(default_factory=dict)
     roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
     costs: dict[Any, Any] = field(default_factory=dict)
     remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)
@@ -42,10 +78,14 @@ class Grid:
     _exchanges: dict[tuple[Cuts, Cuts, tuple[int, ...]], Traffic | None] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], LinkSpans] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
+    shards: Shards = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", Shards(self.mesh))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        return tuple(a for a in self.mesh.axes if self.mesh.size(a) > 1)
+        return self.shards.axes
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -56,6 +96,10 @@ class Grid:
         """Devices of a node, if exchanges choose node-local senders."""
         splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
         return self.profile.node_devices if splits else None
+
+    @cached_property
+    def span_axes(self) -> SpanAxes:
+        return span_axes(self.mesh, self.fabric.spans)
 
     @cached_property
     def _spans(self) -> tuple[LinkSpans, ...]:
@@ -89,7 +133,13 @@ class Grid:
         return tuple([tuple([span for a in cut for span in self._spans[a]]) for cut in cuts])
 
 
-@lru_cache(maxsize=1024)
 def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:
-    """The one grid of a shape on a mesh."""
-    return Grid(mesh, shape, itemsize, profile)
+    """The one grid of a shape on a mesh; a new one once it has numbered too many shards."""
+    found = _grid(mesh, shape, itemsize, profile)
+    if len(found.shards.known) > MAX_SHARDS:
+        _grid.cache_clear()
+        found = _grid(mesh, shape, itemsize, profile)
+    return found
+
+
+_grid = lru_cache(maxsize=1024)(Grid)

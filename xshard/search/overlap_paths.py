@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-
-import numpy as np
-from numpy.typing import NDArray
 
 from xshard.cost.model import Profile, price
 from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
@@ -15,7 +12,7 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import missing_rows, offered_rows, wanted_rows
-from xshard.layout.runs import FILL, Runs, row_numbers
+from xshard.layout.runs import Runs, met, pieces
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, Halo, Window, ends_of
 from xshard.notation.parser import Dim
@@ -151,8 +148,9 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
         to = getattr(step, "to", None)
         if not isinstance(to, Layout):
             return step
-        dims = tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims))
-        return replace(step, to=replace(to, dims=dims))  # type: ignore[type-var]
+        to = replace(to, dims=tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims)))
+        # Node-local senders are not for blocks that overlap.
+        return Exchange(to) if isinstance(step, Exchange) else replace(step, to=to)  # type: ignore[type-var]
 
     space = Space(plain(bare), plain(aim), dtype, machine)
     return tuple(map(restored, Search(space, None).best_path()))
@@ -166,24 +164,24 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     if src.overlap is not None and not isinstance(src.overlap, Fold):
         # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
         parts = [view for view in views(target) if src != dst or view.shifts[d]]
-        wanted = [_rows(wanted_rows(*asked, view.sides[d], view.shifts[d])) for view in parts]
-        missing = np.intersect1d(row_numbers(missing_rows(*every)), np.concatenate([[FILL], *wanted]))
-        if len(missing):
-            reason = f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
+        wanted = (runs for view in parts for runs in wanted_rows(*asked, view.sides[d], view.shifts[d]))
+        row = _first_common(missing_rows(*every), wanted)
+        if row is not None:
+            reason = f"no block under '{source.layout}' holds row {row} of dim {src.name!r}, which "
             hint = "a window holds the rows that its outputs read, and no others"
             raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
     if isinstance(dst.overlap, Fold) and src != dst:
         offered = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
-        rows = _rows([*itertools.chain(*itertools.chain(*offered)), ()])
-        homeless = np.intersect1d(row_numbers(missing_rows(*asked)), rows)
-        if len(homeless):
-            reason = f"row {homeless[0]} of dim {dst.name!r} is in no block under '{target.layout}'"
+        row = _first_common(missing_rows(*asked), itertools.chain(*itertools.chain(*offered)))
+        if row is not None:
+            reason = f"row {row} of dim {dst.name!r} is in no block under '{target.layout}'"
             raise PlanError(reason, hint="contributions to it would be lost")
 
 
-def _rows(blocks: Sequence[Runs]) -> NDArray[np.int64]:
-    """Every row of some blocks."""
-    return np.concatenate([row_numbers(runs) for runs in blocks])
+def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
+    """The first of some rows, in ascending order, that is also in a block; None if none is."""
+    starts = met(pieces((rows,)), pieces(blocks))[2] if rows else ()
+    return int(min(starts)) if len(starts) else None
 
 
 def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:

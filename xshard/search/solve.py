@@ -28,7 +28,7 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     factor, memory_limit = request.factor, request.memory_limit
     check_moves(source, target, dtype)
     start, goal = (s.with_layout(s.normal) for s in (source, target))
-    endpoints = without_copies(start), without_copies(goal)
+    endpoints = without_copies(start), without_copies(respelled(goal, start))
     split: Split = ()
     if overlaps(start) or overlaps(goal):
         path = overlap_paths.best_path(*endpoints, dtype, profile, memory_limit)
@@ -47,6 +47,15 @@ def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tup
     path = search.path()
     finer = best_sub_axis_path(space, path, memory_limit)
     return (search.steps(path), ()) if finer is None else (finer.steps(), finer.split)
+
+
+def respelled(goal: Sharding, start: Sharding) -> Sharding:
+    """The goal with every dim as the start has it if that means the same, over the same axes."""
+    dims = tuple(
+        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b
+        for d, (a, b) in enumerate(zip(start.layout.dims, goal.layout.dims, strict=True))
+    )
+    return goal.with_layout(replace(goal.layout, dims=dims))
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Layout, Sharding
+from xshard.layout.layout import factored
 from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
-from xshard.steps.exchange.traffic import counted_traffic
+from xshard.steps.exchange.messages import node_local_traffic
+from xshard.steps.exchange.sources import DimEnd
+from xshard.steps.exchange.traffic import Received, counted_traffic, received_of_dim, traffic_by_level
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Space.shards`
@@ -56,26 +61,25 @@ class Space:
 
     @cached_property
     def tables(self) -> Tables:
-        """Tables shared by all spaces of the grid without other shards than the axes."""
-        return self.grid.tables if len(self.shards) == len(self.axes) else Tables()
+        """Tables shared by all spaces of the grid."""
+        return self.grid.tables
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         return self.grid.axes
 
     @cached_property
-    def shards(self) -> tuple[Shard, ...]:
-        named = [s for end in (self.start, self.goal) for dim in end.layout.dims for s in dim.shards]
-        return tuple(dict.fromkeys([*(Shard((a,)) for a in self.axes), *named]))
+    def shards(self) -> Sequence[Shard]:
+        return self.grid.shards.known
 
     @cached_property
-    def shard_axes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.axes.index(a) for a in shard.axes) for shard in self.shards)
+    def shard_axes(self) -> Sequence[tuple[int, ...]]:
+        return self.grid.shards.axes_of
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sequence[int]:
         """Number of parts of every shard; the first are the sizes of the axes."""
-        return tuple(self.start.mesh.size(*shard.axes) for shard in self.shards)
+        return self.grid.shards.sizes
 
     @cached_property
     def op(self) -> str:
@@ -89,7 +93,7 @@ class Space:
 
     def state(self, layout: Layout) -> State:
         """A layout of this space -> its state."""
-        cuts = tuple(tuple(self.shards.index(s) for s in dim.shards) for dim in layout.dims)
+        cuts = tuple(tuple(map(self.grid.shards.number, dim.shards)) for dim in layout.dims)
         return State(cuts, tuple(sorted(self.axes.index(a) for a in layout.tagged(self.op))))
 
     def layout(self, state: State) -> Layout:
@@ -164,7 +168,8 @@ class Space:
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, if it is known without counting per device."""
-        return None if self.grid.nodes else self._even_exchange(state, after)
+        is_node_local = self.grid.nodes and state.sums == after.sums
+        return None if is_node_local else self._even_exchange(state, after)
 
     @cached_property
     def start_state(self) -> State:
@@ -193,11 +198,62 @@ class Space:
         even = self.even_received(state, after)
         if even is not None:
             return even
-        before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
-        step = self.exchange(there.layout, before.layout)
-        if step.node_devices is None:  # known not to be even
-            return counted_traffic(before, there, self.fabric.spans)
-        return step.traffic(before)
+        is_node_local = self.grid.nodes and state.sums == after.sums
+        begins = set(after.sums) - set(state.sums)
+        most = math.prod(self.start.shape) * self.start.mesh.n_devices**2
+        if not (is_node_local or begins) and most < 2**62:
+            return self._counted(state, after)
+        before, there = self._sharding(state), self._sharding(after)
+        if is_node_local:
+            return node_local_traffic(before, there, self.grid.nodes or 1)
+        return counted_traffic(before, there, self.fabric.spans)
+
+    def _counted(self, state: State, after: State) -> Traffic:
+        """`counted_traffic` from tables by dim: a search asks for thousands."""
+        mesh, factors, levels = self.grid.span_axes
+        ended = [axis for a in state.sums if a not in after.sums for axis in factors[self.axes[a]]]
+        old, new = self.roles(state), self.roles(after)
+        moved = [axis for a in {**old, **new} if old.get(a) != new.get(a) for axis in factors[self.axes[a]]]
+        cuts = list(enumerate(zip(state.cuts, after.cuts, strict=True)))
+
+        def received_from(agree: tuple[str, ...]) -> Received:
+            addends = mesh.size(*(axis for axis in ended if axis not in agree))
+            elements = senders = np.full((1,) * len(mesh.axes), addends)
+            for d, (a, b) in cuts:
+                if a or b:
+                    rows, parts = self._received_of_dim(d, a, b, agree)
+                    elements, senders = elements * rows, senders * parts
+                else:
+                    elements = elements * self.start.shape[d]
+            return Received(elements, senders)
+
+        return traffic_by_level(received_from, mesh, [*ended, *moved], levels)
+
+    def _received_of_dim(self, d: int, a: Cut, b: Cut, agree: tuple[str, ...]) -> Received:
+        """The factors of a dim: see `received_of_dim`."""
+        source, target = self._dim_end(a), self._dim_end(b)
+        key = d, a, b, tuple([axis for axis in source.dim.axes if axis in agree])
+        if (known := self.tables.received.get(key)) is None:
+            rows = received_of_dim(
+                source, target, self.start.shape[d], key[-1], self.grid.span_axes.mesh, False
+            )
+            known = self.tables.received[key] = Received(*rows)
+        return known
+
+    def _dim_end(self, cut: Cut) -> DimEnd:
+        """A dim with this cut, on the mesh that has the spans of links as axes."""
+        if (known := self.tables.ends.get(cut)) is None:
+            layout = Layout((Dim("", self.cut_by(cut)),))
+            known = self.tables.ends[cut] = DimEnd(factored(layout, self.grid.span_axes.factors).dims[0])
+        return known
+
+    def _sharding(self, state: State) -> Sharding:
+        """A state as a sharding, shared by all spaces of the grid: its dims have numbers for names."""
+        if (known := self.tables.shardings.get(state)) is None:
+            dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
+            layout = Layout(dims, (("sum", self.names(state.sums)),))
+            known = self.tables.shardings[state] = Sharding(layout, self.start.mesh, self.start.shape)
+        return known
 
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
         """The exchange to a layout from another, by default the start; with node-local senders if needed."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from xshard.arguments import did_you_mean
 from xshard.errors import XshardError
-from xshard.state.names import Names, concat, rename
+from xshard.state.names import Names, concat, rename, split
 
 _LAYER = "model.layers.*."
 _QKV = [f"{_LAYER}self_attn.{x}_proj.weight" for x in "qkv"]
@@ -28,7 +28,7 @@ def to_fused(heads: int, kv_heads: int, head: int) -> Names:
     rows = heads * head, kv_heads * head, kv_heads * head
     return Names(
         concat(_QKV, f"{_LAYER}self_attn.qkv_proj.weight", rows=rows),
-        concat(_GATE_UP, f"{_LAYER}mlp.gate_up_proj.weight"),
+        Names(split(f"{_LAYER}mlp.gate_up_proj.weight", _GATE_UP)).inverse.relations,
         rename("**", "**"),
     )
 
@@ -39,7 +39,7 @@ def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
     qkv, fc1 = f"{layer}self_attention.linear_qkv", f"{layer}mlp.linear_fc1"
     return Names(
         concat(_QKV, f"{qkv}.weight", rows=rows),
-        concat(_GATE_UP, f"{fc1}.weight"),
+        Names(split(f"{fc1}.weight", _GATE_UP)).inverse.relations,
         rename(f"{_LAYER}self_attn.o_proj.weight", f"{layer}self_attention.linear_proj.weight"),
         rename(f"{_LAYER}mlp.down_proj.weight", f"{layer}mlp.linear_fc2.weight"),
         rename(f"{_LAYER}input_layernorm.weight", f"{qkv}.layer_norm_weight"),

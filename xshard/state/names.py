@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.layout import parse_expression
+from xshard.layout.runs import n_rows
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
-from xshard.rules import match_stars, spellings, stars_in
-from xshard.state.relations import Relation, TargetArray, applications, make_targets
+from xshard.rules import match_stars, nearest, spellings, stars_in
+from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
 
@@ -77,7 +78,7 @@ def split(
 ) -> Iterator[Relation]:
     """Split an array: the inverse of `concat(dsts, src, ...)`. Without `rows` the parts are equal."""
     for relation in concat(dsts, src, dim, rows=rows, order=order):
-        yield relation.inverse
+        yield replace(relation.inverse, equal=rows is None)
 
 
 def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
@@ -111,13 +112,26 @@ class Names:
         self.relations: tuple[Relation, ...] = tuple(
             relation for some in relations for relation in ((some,) if isinstance(some, Relation) else some)
         )
+        self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
         for relation in self.relations:
             _check_patterns(relation)
+            self._joined |= {(name, shape): lengths for name, shape, lengths in relation.joined}
 
     @cached_property
     def inverse(self) -> Names:
-        """The names from targets to sources."""
-        return Names(*(relation.inverse for relation in self.relations))
+        """The names from targets to sources. A `concat` without `rows=` is split as `resolve` has joined it.
+
+        Raises XshardError for a cast. The inverse raises ShapeError for a `concat` without `rows=` that these
+        names did not resolve before, or resolved with two divisions of the same rows.
+
+        >>> names = Names(concat(["*.q", "*.k"], "*.qk"))
+        >>> there = names.resolve({"a.q": (8,), "a.k": (2,)})
+        >>> {name: array.shape for name, array in names.inverse.resolve({"a.qk": (10,)}).items()}
+        {'a.q': (8,), 'a.k': (2,)}
+        """
+        inverse = Names(*(relation.inverse for relation in self.relations))
+        inverse._joined = self._joined
+        return inverse
 
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
@@ -135,7 +149,7 @@ class Names:
         for relation in self.relations:
             uses = list(applications(relation, left))
             if not (uses or relation.optional or replace(relation, splits=False) == _KEEP):
-                unused.append(str(relation))
+                unused.append(relation)
             for sources, names in uses:
                 source_shapes = []
                 for name in sources:
@@ -147,7 +161,8 @@ class Names:
                 kinds = sorted({dtypes[name] if dtypes else "float32" for name in sources})
                 if len(kinds) > 1:
                     raise ShapeError(f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}")
-                for name, shape, pieces in make_targets(relation, sources, names, source_shapes):
+                made = make_targets(relation, sources, names, source_shapes, self._joined)
+                for name, shape, pieces in made:
                     if name in targets:
                         origins = f"{makers[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
@@ -155,8 +170,15 @@ class Names:
                     targets[name] = TargetArray(shape, relation.dtype or kinds[0], pieces)
         if left or unused:
             reasons = [f"no relation for {len(left)} names: {', '.join(list(left)[:8])}"] if left else []
-            reasons += [f"'{text}' fits no name" for text in unused]
-            raise XshardError("; ".join(reasons), hint="rename('**', '**') keeps all others as they are")
+            reasons += [f"'{relation}' fits no name" for relation in unused]
+            hints = [nearest(relation.sides[0][0], shapes) for relation in unused]
+            hints.append("rename('**', '**') keeps all others as they are")
+            raise XshardError("; ".join(reasons), hint="\n  ".join(filter(None, hints)))
+        for name, array in targets.items():
+            if len(array.pieces) > 1:
+                lengths = tuple(n_rows(piece.dst.rows) for piece in array.pieces)
+                same = self._joined.setdefault((name, array.shape), lengths) == lengths
+                self._joined[name, array.shape] = lengths if same else ()
         return targets
 
     def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -179,11 +201,17 @@ class Names:
 
 def names_to_json(names: Names) -> list[dict[str, Any]]:
     """Names as JSON, for files and the command line: the fields of each relation that are not the default."""
-    defaults = fields_to_plain(Relation((), ""))
-    return [
-        {field: value for field, value in fields_to_plain(relation).items() if value != defaults[field]}
-        for relation in names.relations
-    ]
+    defaults, relations = fields_to_plain(Relation((), "")), []
+    for relation in names.relations:
+        if len(relation.parts) > 1 and not (relation.rows or relation.equal):
+            joined = [
+                (*array, n)
+                for array, n in names._joined.items()
+                if match_stars(relation.whole, array[0]) is not None
+            ]
+            relation = replace(relation, joined=tuple(joined))
+        relations.append(fields_to_plain(relation))
+    return [{field: x for field, x in each.items() if x != defaults[field]} for each in relations]
 
 
 def names_from_json(data: Any) -> Names:
@@ -198,7 +226,7 @@ def names_from_json(data: Any) -> Names:
             raise XshardError(
                 f"{shown(each)} is not a relation: {error.reason}",
                 hint='as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
-                "order, dim, rows, stacks, splits, dtype and optional",
+                "order, dim, rows, stacks, splits, dtype, optional, equal and joined",
             ) from None
         relations.append(Relation(**fields))
     return Names(*relations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from xshard.errors import ShapeError, XshardError
@@ -11,6 +11,7 @@ from xshard.layout.runs import Run, Runs, as_index, interval, n_rows
 from xshard.rules import fill_stars, match_stars
 
 Shape = tuple[int, ...]
+Joined = Mapping[tuple[str, Shape], tuple[int, ...]]  # a joined array -> the rows of each of its parts
 
 
 class ArrayPart(NamedTuple):
@@ -63,7 +64,8 @@ class Relation:
     rows: rows of each part in turn, in groups that repeat; None: all of one part, then all of the next.
     stacks: `dim` is new, and the last star of the one part stands for the numbers 0, 1, 2, ...
     splits: the inverse direction: `parts` are made from `whole`. dtype: the dtype of the targets.
-    optional: accept that no array fits.
+    optional: accept that no array fits. equal: without `rows`, all parts have the same number of rows.
+    joined: in JSON, the shape of each array that was joined, and the rows of its parts.
     """
 
     parts: tuple[str, ...]
@@ -75,6 +77,8 @@ class Relation:
     splits: bool = False
     dtype: str | None = None
     optional: bool = False
+    equal: bool = False
+    joined: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=(), compare=False)
 
     @property
     def inverse(self) -> Relation:
@@ -97,6 +101,10 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
     """Each use of a relation for these arrays: the names of its sources and of its targets."""
     src, dst = relation.sides
     matches = [(name, stars) for name in shapes if (stars := match_stars(src[0], name)) is not None]
+    for name, _ in matches if relation.splits and (relation.stacks or len(dst) > 1) else ():
+        if not 0 <= relation.dim < len(shapes[name]):
+            reason = f"{name} of shape {shapes[name]} cannot be split along dim {relation.dim}"
+            raise ShapeError(f"{relation}: {reason}")
     if not relation.stacks:
         for _, stars in matches:
             yield [fill_stars(p, stars) for p in src], [fill_stars(p, stars) for p in dst]
@@ -113,21 +121,30 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
 
 
 def make_targets(
-    relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape]
+    relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape], joined: Joined
 ) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
-    """The name, shape and parts of each array that one use makes. shapes: the shapes of the sources."""
-    d, new, order = relation.dim, relation.stacks, relation.order
+    """The name, shape and parts of each array that one use makes. shapes: the shapes of the sources.
+
+    joined: the rows of the parts of arrays that were joined before; a split without `rows` follows them.
+    """
+    d, new = relation.dim, relation.stacks
+    added = new and relation.splits  # the dim of the whole that parts lack
+    order = relation.order or tuple(range(len(shapes[0]) - added))
+    if any(len(shape) - added != len(order) for shape in shapes):
+        raise ShapeError(f"{relation}: shapes {shapes}, an order of {len(order)} dims")
     if relation.splits:
-        order = order or tuple(range(len(shapes[0]) - new))
-        parts = _parts_of_whole(relation, sources[0], shapes[0], [None] * len(targets))
+        is_known = new or relation.rows or relation.equal or len(targets) == 1
+        lengths = () if is_known else joined.get((sources[0], shapes[0]), ())
+        if not is_known and not lengths:
+            reason = f"{relation}: {sources[0]} of shape {shapes[0]} does not say the rows of each part"
+            hint = "give rows=, write split() for equal parts, or resolve the parts before the inverse"
+            raise ShapeError(reason, hint=hint)
+        parts = _parts_of_whole(relation, sources[0], shapes[0], len(targets), lengths)
         for name, part in zip(targets, parts, strict=True):
             piece = _mapping(name, part, order, relation).inverse
             shape = [part.part_shape(shapes[0])[i] for i in piece.order]
             yield name, tuple(shape[:d] + shape[d + 1 :] if new else shape), (piece,)
         return
-    order = order or tuple(range(len(shapes[0])))
-    if any(len(shape) != len(order) for shape in shapes):
-        raise ShapeError(f"{relation}: shapes {shapes}, an order of {len(order)} dims")
     permuted = [tuple(shape[i] for i in order) for shape in shapes]
     if len(permuted) == 1 and not new:
         yield targets[0], permuted[0], (PartMapping(ArrayPart(sources[0]), ArrayPart(targets[0]), order),)
@@ -136,9 +153,9 @@ def make_targets(
     if len(others) > 1 or not 0 <= d < len(order) + new:
         raise ShapeError(f"{relation}: {permuted} cannot be joined along dim {d}")
     rest = others.pop()
-    lengths = [1 if new else shape[d] for shape in permuted]
+    lengths = tuple(1 if new else shape[d] for shape in permuted)
     whole = (*rest[:d], sum(lengths), *rest[d:])
-    parts = _parts_of_whole(relation, targets[0], whole, lengths)
+    parts = _parts_of_whole(relation, targets[0], whole, len(lengths), lengths)
     pieces = (_mapping(name, part, order, relation) for name, part in zip(sources, parts, strict=True))
     yield targets[0], whole, tuple(pieces)
 
@@ -153,25 +170,24 @@ def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relat
 
 
 def _parts_of_whole(
-    relation: Relation, name: str, shape: Shape, lengths: Sequence[int | None]
+    relation: Relation, name: str, shape: Shape, n: int, lengths: Sequence[int]
 ) -> list[ArrayPart]:
-    """The parts of the whole array `name`. lengths: each is known, or None if rows and shape decide."""
-    d, n = relation.dim, len(lengths)
+    """The n parts of the whole array `name`. lengths: rows of each part; () if the relation knows them."""
+    d = relation.dim
     if relation.stacks:
         return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n)]
     if n == 1:
         return [ArrayPart(name)]
-    rows = relation.rows or [length if length is not None else shape[d] // n for length in lengths]
+    rows = relation.rows or ((shape[d] // n,) * n if relation.equal else lengths)
     group = sum(rows)
     n_groups = shape[d] // group if group else 0
-    fits = all(length in (None, n_groups * each) for length, each in zip(lengths, rows, strict=True))
+    fits = not lengths or [n_groups * each for each in rows] == [*lengths]
     if not fits or n_groups * group != shape[d]:
         raise ShapeError(
             f"{relation}: dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows",
             hint="rows= has the rows of each part that come in turn",
         )
     starts = [sum(rows[:i]) for i in range(n)]
-    return [
-        ArrayPart(name, d, (Run(start, each, n_groups, group) if n_groups > 1 else Run(start, each),))
-        for start, each in zip(starts, rows, strict=True)
-    ]
+    turns = (n_groups, group) if n_groups > 1 else ()
+    runs = [Run(start, each, *turns) for start, each in zip(starts, rows, strict=True)]
+    return [ArrayPart(name, d, (run,) if n_groups * run.length else ()) for run in runs]

@@ -59,12 +59,14 @@ def mismatches(
     wrong = list(_wrong_derivatives(problem, truth, runs[0].runtime))
     compared = len(truth.derivatives)
 
+    draws = truth.draws or any(run.answer.draws for run in runs)
+
     def differs(array: ComparedArray, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
         compared += 1
         mismatch = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
         if mismatch is not None:
-            wrong.append(_explained(mismatch, wrong))
+            wrong.append(_explained(mismatch, wrong, draws))
         return mismatch
 
     alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
@@ -97,11 +99,13 @@ def _wrong_derivatives(problem: Problem, truth: Truth, runtime: str) -> Iterator
         tolerance = max(DERIVATIVE, rounding([problem.values[i].dtype.name]))
         wrong = find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {})
         if wrong is not None:
-            yield wrong
+            yield _explained(wrong, (), truth.draws)
 
 
-def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
-    """If a parameter's gradient is wrong, that is the cause."""
+def _explained(wrong: Mismatch, before: Sequence[Mismatch], draws: bool) -> Mismatch:
+    """Without a cause, random numbers are one. If a parameter's gradient is wrong, that is the cause."""
+    if draws and not wrong.problem and (wrong.cause is None or wrong.cause.name in _CHANCE):
+        wrong = replace(wrong, cause=_RANDOM)
     gradient = replace(wrong.subject, kind="gradient")
     if wrong.subject.kind == "parameter" and any(m.subject == gradient for m in before):
         return replace(wrong, cause=Cause("gradient", "its gradient is wrong"))
@@ -134,6 +138,13 @@ def _largest(arrays: Iterable[Block]) -> float:
     return float(max(sizes, default=0.0))
 
 
+_OWN = "own factors", "own statistics"
+_RANDOM = Cause(
+    "random",
+    "each device draws from torch's own generator for its own block, as F.dropout does: leave that out "
+    "(eval, p=0), or draw for the whole array by a seed",
+)
+_CHANCE = "first only right", "one addend"  # which random numbers of one generator resemble
 _OUTPUT = Cause("output", "an output is wrong already")
 _LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
@@ -175,7 +186,7 @@ def located(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> Iterator[Mis
             cause = _OUTPUT
         elif cause is None:  # a factor per device shows in gradients alone
             causes = (other.cause for other in here if other.cause is not None)
-            cause = next((c for c in causes if kind == "gradient" or c.name == "own factors"), None)
+            cause = next((c for c in causes if kind == "gradient" or c.name in _OWN), None)
         if cause is not None:
             earlier.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
         yield replace(m, cause=cause, first=first if is_first else "")

@@ -11,8 +11,9 @@ import numpy as np
 
 from xshard import reference
 from xshard.contractions.plan import ContractionPlan
-from xshard.dtypes import itemsize, numpy_dtype, precision
-from xshard.errors import DtypeError, XshardError
+from xshard.dtypes import itemsize, n_bytes, numpy_dtype, precision
+from xshard.errors import DtypeError, ShapeError, XshardError
+from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
@@ -24,15 +25,17 @@ from xshard.testing.diagnosis.evidence import largest_error, settle
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
 
+MOST_BYTES = 2**32  # of all devices' blocks, which one process holds
+
 
 def sources_of(plan: AnyPlan) -> tuple[Sharding, ...]:
     """The shardings of the operands."""
-    return tuple(move.source for move in plan.moves) if isinstance(plan, ContractionPlan) else (plan.source,)
+    return plan.arrays[:-1] if isinstance(plan, ContractionPlan) else (plan.source,)
 
 
 def target_of(plan: AnyPlan) -> Sharding:
     """The sharding of the result."""
-    return plan.result.target if isinstance(plan, ContractionPlan) else plan.target
+    return plan.arrays[-1] if isinstance(plan, ContractionPlan) else plan.target
 
 
 def is_linear(plan: AnyPlan) -> bool:
@@ -48,13 +51,18 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError.
+    """A plan with blocks of whole numbers: contributions arbitrary, copies equal.
 
+    Raises DtypeError for contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES.
     Values are multiples of every mesh size, so that means are whole too.
     """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
     rng, sources, target = np.random.default_rng(seed), sources_of(plan), target_of(plan)
+    sizes = [n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)]
+    if sum(sizes) > MOST_BYTES:
+        hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
+        raise ShapeError(f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint)
     unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
     dual = target.with_layout(target.layout.dual if target.layout.is_linear else target.layout)
     *inputs, cotangents = (
@@ -109,20 +117,26 @@ def audit(question: Question, answer: Answer) -> Verdict:
 
     Gradients are right but for the scales of means; a max has winners, so they are not compared.
     """
-    plan, sources, target = question.plan, question.shardings, target_of(question.plan)
-    arrays = [_named(x, source) for x, source in zip(question.inputs, sources, strict=True)]
+    plan, given, end = question.plan, question.shardings, target_of(question.plan)
+    sources, target = given, end
+    if isinstance(plan, ContractionPlan):
+        sources, target = tuple(move.source for move in plan.moves), plan.result.target
+    inputs = map(reference.by_name, question.inputs, given, sources)
+    arrays = [_named(x, source) for x, source in zip(inputs, sources, strict=True)]
     [result] = reference.contract(arrays, target.layout.names)
-    forward = _error_in_array(answer.outputs[OUTPUT], result, target)
+    forward = _error_in_array(reference.by_name(answer.outputs[OUTPUT], end, target), result, target)
     if not is_linear(plan):
         return Verdict(forward, None)
-    cotangent, errors = _named(question.cotangents, target.with_layout(target.layout.dual)), [0.0]
+    cotangents, errors = reference.by_name(question.cotangents, end, target), [0.0]
+    cotangent = _named(cotangents, target.with_layout(target.layout.dual))
     for i, source in enumerate(sources):
         others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
         [gradient] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
         if (scale := source.scale / target.scale) != 1:
             [gradient] = Scale(scale).run([gradient], source)
         dual = source.with_layout(source.layout.dual)
-        errors.append(_error_in_array((answer.gradients or {})[i], gradient, dual))
+        own = reference.by_name((answer.gradients or {})[i], given[i], source)
+        errors.append(_error_in_array(own, gradient, dual))
     return Verdict(forward, max(errors))
 
 

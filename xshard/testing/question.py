@@ -168,6 +168,7 @@ class Answer:
     forward_bytes: int | None = None
     backward_bytes: int | None = None
     seconds: float | None = None
+    draws: bool = False  # numbers of the framework's own generator, as dropout does
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:

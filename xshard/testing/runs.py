@@ -226,6 +226,7 @@ class Truth:
     source: str
     mesh: Mesh
     derivatives: Derivatives
+    draws: bool
 
 
 class RunAnswer(NamedTuple):
@@ -277,6 +278,7 @@ class Runs:
             "the reference" if is_whole else f"{runtime} on one device",
             mesh,
             answer.derivatives,
+            answer.draws,
         )
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:

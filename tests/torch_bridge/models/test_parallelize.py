@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
@@ -257,6 +258,105 @@ def _state() -> None:
         _right(model)
 
 
+class Scaled(nn.Embedding):
+    """An embedding with code around torch's own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3 * super().forward(ids + 1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = Scaled(13, 6, padding_idx=4).double(), nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+def _vocabulary() -> None:
+    """Rows of an embedding are sharded, and the head that is tied to it; its logits are never gathered."""
+    labels, alone = (_ids() * 7 + 3) % 13, Tied()
+    want = nn.functional.cross_entropy(alone(_ids()).flatten(0, 1), labels.flatten())
+    want.backward()
+    for cut in ("v/tp", "v/cyclic(tp,3)", "v/sizes(tp,0,13)"):
+        inputs = {"": "b s -> b/dp s", "head": "b s c -> b s c | copy(tp)"}
+        outputs = {"embed": "b s c | sum(tp) -> b s c", "head": f"b s {cut}"}
+        model: Any = xt.parallelize(Tied(), {"**": f"{cut} c"}, inputs, MESH, outputs=outputs)
+
+        def loss(logits: Tensor, cut: str = cut) -> Tensor:
+            own = xt.redistribute(labels, "b s -> b/dp s", MESH)
+            return xt.nn.cross_entropy(logits, own, f"b/dp s {cut}", MESH, shape=(4, 7, 13))
+
+        assert isinstance(model.embed, Scaled) and torch.equal(model.embed(_ids()), alone.embed(_ids()))
+        found = loss(model(_ids()))
+        found.backward()
+        gradient = block_of_each(model, {"embed.weight": alone.embed.weight.grad})["embed.weight"]
+        assert abs(found - want) < 1e-12 and (model.embed.weight.grad - gradient).norm() < 1e-12
+        if "sizes" not in cut:
+            xt.verify(model, _ids(), loss=loss)
+
+
+class Heads(nn.Module):
+    """Attention that counts its heads by itself, and a layer that is no `nn.Linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.up = 4, 2, nn.Linear(6, 8)
+        self.weight, self.bias = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(*x.shape[:-1], self.num_heads, self.head_dim)
+        return torch.addmm(self.bias, heads.flatten(-2), self.weight)
+
+
+def heads(bias: str = "o -> o | sum(tp)", **counts: str) -> Any:
+    cut = {"up.*": "o/tp ...", "weight": "i/tp o", "bias": bias}
+    torch.manual_seed(0)
+    outputs = {"": "b c | sum(tp) -> b c"}
+    return xt.parallelize(Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH, outputs=outputs, counts=counts)
+
+
+def _noted() -> None:
+    """Errors in a forward pass name their module, its rules and blocks, and what it counts by itself."""
+    x, model = torch.ones(3, 6), heads()
+    with pytest.raises(RuntimeError) as caught:
+        model(x)
+    assert caught.value.__notes__ == [
+        "in the parallel module (the model), a Heads\n"
+        "  input of the model: b c -> b c | copy(tp)\n"
+        "  output of the model: b c | sum(tp) -> b c\n"
+        "  weight: i/tp o, block (4, 6) of (8, 6)\n"
+        "  bias: o | sum(tp), block (6,) of (6,)\n"
+        "  up.weight: o/tp ..., block (4, 6) of (8, 6)\n"
+        "  up.bias: o/tp, block (4,) of (8,)\n"
+        "  the model has num_heads=4 * head_dim=2, whole lengths of sharded dims: counts= makes them local"
+    ]
+    with pytest.raises(RuntimeError) as caught:
+        xt.parallelize(net(), mesh=MESH, **RULES).blocks[1](torch.ones(2, 7, 5).double())
+    assert caught.value.__notes__[0].startswith(
+        "in the parallel module blocks.1.norm, a LayerNorm\n  input of blocks.1: b s/tp c\n"
+    )
+    model = copy.deepcopy(heads(num_heads="h/tp"))
+    torch.manual_seed(0)
+    assert torch.allclose(model(x), Heads()(x)) and model.num_heads == 2
+    xt.verify(model, x, loss=torch.sum)  # as the model was: with all heads
+    xt.verify(model, x, loss=torch.sum, original=Heads())
+    try:
+        raise ValueError
+    except ValueError as outside:
+        model(x)
+        notes = getattr(outside, "__notes__", None)
+    assert notes is None
+    with torch.inference_mode():
+        model = xt.parallelize(net(), mesh=MESH, **RULES)
+        assert model(_ids()).shape == (2, 7, 12)
+    _right(model)
+    assert heads("o -> o | copy(tp)").bias.shape == (6,)  # meant
+
+
 def _compiled() -> None:
     mesh, ids = xs.Mesh(dp=1, tp=2), torch.arange(16).view(2, 8) % 12
     alone, model = net(), net()
@@ -282,12 +382,13 @@ REFUSED = [
     "XshardError: rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, ",
     "XshardError: rule 'blocks' fits no module",  # a list of modules is not called
     "NotationError: embed: unknown mesh axis 'cp' in\n    'b s/cp'\n         ^^\n",
-    "PlanError: head.weight is embed.weight, and stored as 'v/tp c', not '_0 _1'",
+    "PlanError: head.weight is embed.weight, and stored as 'v/tp c', not '...'",
     "NotationError: head.weight: a parameter is stored and used as values, not as 'v c | sum(tp)'",
     "ShapeError: blocks.0.norm.weight: 2 dims, the parameter has 1 in 'o/tp i'",
     "PlanError: extra: no rule says how activations lie in 'the model'",
     "XshardError: no rule for 13 of 15 parameters: extra, embed.weight, ",
-    "ShapeError: input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'",
+    "ShapeError: input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'\n  4 rows of "
+    "'s', not 7 of 7 as by 'b s -> b/dp s' of the input of the model: it arrives under another",
     "ShapeError: input of embed: 'b s c' has 3 dims, the array has 2",
     "PlanError: blocks.0.up.weight is sharded over 'tp', and its module's input is equal along it",
     "ReplicaError: the gradient of blocks.1.norm.weight: blocks differ along 'tp', where one value is",
@@ -296,7 +397,23 @@ REFUSED = [
     "XshardError: a Net that is not parallel",
     "XshardError: blocks.0.up.weight is part of a graph, which still waits for its backward pass",
     "XshardError: the model is parallel already",
-    "PlanError: bias would be added by each process along 'tp', where the products are addends in '_0'",
+    "PlanError: bias is whole along 'tp', which shards its module: each process would add it in '...'",
+    "PlanError: bias is whole along 'tp', which shards its module: each process would add it in 'o'\n  sh",
+    "NotationError: extra: activations do not differ along 'tp', where the rule says that copies do in ",
+    "PlanError: embed.weight: rows are sharded, so vectors are addends in 'v/tp c'\n  outputs={\"embed\": ",
+    "PlanError: weight: the rows of an Embedding with max_norm are sharded in 'v/tp c'",
+    "PlanError: weight: the rows of an EmbeddingBag with a lookup of its own are sharded in 'v/tp c'",
+    "XshardError: torch.nn.utils.clip_grad_norm_ would take the block of weight for the whole\n  xt.clip_gra",
+    "XshardError: state_dict() of a parallel model has blocks, as of weight\n  xt.state_dict(model) has ",
+    "XshardError: state_dict() of a parallel model has blocks, as of weight",
+    "XshardError: a generator that is not parallel\n  pass the model itself",
+    "XshardError: parallelize: unexpected argument 'params'\n  did you mean 'parameters'? parallelize(mod",
+    "XshardError: parallelize: missing a required argument: 'inputs'\n  parallelize(model, parameters, inp",
+    "NotationError: weight: a layout is text, not ['o', 'i']\n  'o/tp i' shards the first of two dims over ",
+    "NotationError: weight: a layout is text, not Shard(dim=0)",
+    "NotationError: the model: a layout is text, not 3",
+    "XshardError: rule 'num_head' fits no integer attribute\n  'num_head': did you mean 'num_heads'?",
+    "ShapeError: head_dim: 2 is not divisible by 4 in 'h/(dp,tp)'",
 ]
 
 
@@ -331,6 +448,9 @@ def _refused() -> None:
         model.blocks[1].up.weight.data += dist.get_rank()
         xt.parallelize(model, mesh=MESH, **RULES)
 
+    linear = functools.partial(nn.Linear, 2, 2)
+    one = functools.partial(xt.parallelize, mesh=MESH, inputs={"": "b i"})
+    table = functools.partial(one, parameters={"weight": "v/tp c"})
     calls = [
         make(inputs={"blocks.7": "b s c"}),
         make(inputs={"blocks": "b s c"}),
@@ -349,7 +469,23 @@ def _refused() -> None:
         lambda: xt.grad_norm(net()),
         graph_alive,
         lambda: xt.parallelize(make()(), mesh=MESH, **RULES),
-        lambda: xt.parallelize(nn.Linear(2, 2), {"weight": "o i/tp", "**": "..."}, {"": "b i"}, MESH),
+        lambda: one(linear(), {"weight": "o i/tp", "**": "..."}),
+        lambda: heads("o"),
+        make(parameters={"extra": "n -> n | copy(tp)"}),
+        make(parameters={"embed.weight": "v/tp c", "head.weight": "v/tp c"}),
+        lambda: table(nn.Embedding(4, 2, max_norm=1.0)),
+        lambda: table(nn.EmbeddingBag(4, 2)),
+        lambda: nn.utils.clip_grad_norm_(heads().parameters(), 1.0),
+        lambda: heads().state_dict(),
+        lambda: heads().up.state_dict(),
+        lambda: xt.clip_grad_norm_(heads().parameters(), 1.0),
+        lambda: xt.parallelize(linear(), params={"**": "..."}, inputs={}, mesh=MESH),
+        lambda: xt.parallelize(linear(), {"**": "..."}, mesh=MESH),
+        lambda: one(linear(), {"**": ["o", "i"]}),
+        lambda: one(linear(), {"**": Shard(0)}),
+        lambda: xt.parallelize(linear(), {"**": "..."}, {"": 3}, MESH),
+        lambda: heads(num_head="h/tp"),
+        lambda: heads(head_dim="h/(dp,tp)"),
     ]
     for call, start in zip(calls, REFUSED, strict=True):
         kind, text = error_of(call)
@@ -370,7 +506,7 @@ def _explained() -> list[Any]:
 
 
 def _on_four() -> list[Any]:
-    in_turn(_behaves, _buckets, _state, _refused)
+    in_turn(_behaves, _buckets, _state, _vocabulary, _noted, _refused)
     return _explained()
 
 

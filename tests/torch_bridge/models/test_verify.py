@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, in_turn, on_ranks, still_connected
+from tests.torch_bridge.models import test_parallelize as blocks
 from xshard.testing import EquivalenceError
 
 MESH = xs.Mesh(dp=2, tp=2)
@@ -76,14 +78,61 @@ def _mistakes() -> None:
     summed = functools.partial(xt.redistribute, layouts="() | sum(dp) -> ()", mesh=MESH)  # a mean is meant
     found = named(_parallel(), lambda y: summed(y.square().mean()))
     assert found == [("output", "loss", "summed"), *gradients("summed")]
+    _, text = error_of(lambda: xt.verify(_parallel(), _x(), loss=lambda y: summed(y.square().mean())))
+    assert (
+        "first wrong: the loss, while outputs of modules with rules are right\n  input of the model" in text
+    )
     found = named(_parallel(), lambda y: y.square().mean())  # that of each process
     assert found == [("output", "loss", "not averaged"), *gradients("summed")]
     model = _parallel()
     model.mlp.register_forward_hook(lambda module, args, y: y.detach())
-    assert named(model, original=_net()) == gradients("", 0, 2) + gradients("zero", 2)
+    assert named(model, original=_net()) == gradients("module", 0, 2) + gradients("zero", 2)
     assert named(model) == []  # as on one device, where it is detached too
-    without_sum = _parallel(outputs={"mlp": "b c"})
-    assert named(without_sum) == [("output", "loss", ""), *gradients("")]
+    for outputs in ({"mlp": "b c"}, None):
+        assert named(_parallel(outputs=outputs)) == [("output", "loss", "module"), *gradients("module")]
+    *_, text = error_of(lambda: xt.verify(_parallel(outputs=None), _x(), loss=_mean))
+    assert "first wrong: the output of mlp as 'b/dp c | copy(tp)', after the input of mlp, which is" in text
+    assert (
+        "the blocks along tp are addends" in text and "mlp.0.weight: o/tp i, block (5, 6) of (10, 6)" in text
+    )
+
+
+# Wrong rules, and words of the error: the module that is wrong, or that could not go on.
+MUTATED: list[tuple[Any, str, str, str | None, str]] = [
+    (_net, "outputs", "mlp", "b c | mean(tp) -> b c", "first wrong: the output of mlp as 'b/dp c', after"),
+    (_net, "outputs", "mlp", "b c | max(tp) -> b c", "first wrong: the output of mlp as 'b/dp c', after"),
+    (_net, "outputs", "mlp", "b c | sum(dp) -> b c", "output of mlp: the block has shape (2, 6), not (4, 6)"),
+    (_net, "inputs", "mlp", "b c", "mlp.0.weight is sharded over 'tp', and its module's input"),
+    (_net, "inputs", "", "b c", "first wrong: the gradient of mlp.2.weight, while outputs of"),
+    (_net, "inputs", "", "b c -> b/dp c | copy(tp)", "first wrong: the gradient of first.bias, while"),
+    (_net, "parameters", "mlp.0.weight", "...", "in the parallel module mlp.0, a Linear"),
+    (_net, "parameters", "mlp.0.weight", "o i/tp", "in the parallel module mlp.0, a Linear"),
+    (_net, "parameters", "mlp.0.bias", "...", "mlp.0.bias is whole along 'tp', which shards its module"),
+    (_net, "parameters", "mlp.2.weight", "o/tp i", "in the parallel module mlp.2, a Linear"),
+    (blocks.net, "outputs", "**.down", None, "in the parallel module blocks.0, a Block"),
+    (blocks.net, "outputs", "**.down", "b s c -> b s/tp c", "first wrong: the output of blocks.0.down as"),
+    (blocks.net, "outputs", "head", None, "in loss=, after the last parallel module\n  input of head:"),
+    (blocks.net, "inputs", "blocks.1", None, "blocks.1.down.weight is sharded over 'tp'"),
+    (blocks.net, "parameters", "head.weight", "...", "in loss=, after the last parallel module"),
+]  # fmt: skip
+
+
+def _mutated() -> None:
+    """None is silent, and none ends in a text without a module's name."""
+
+    def logits_loss(y: Tensor) -> Tensor:
+        weights = xt.redistribute(blocks._weights(), "b s v -> b/dp s v", MESH)
+        return xt.redistribute((y * weights).sum(), "() | sum(dp) -> ()", MESH)
+
+    for make, kind, name, text, words in MUTATED:
+        rules = {k: dict(each) for k, each in (RULES if make is _net else blocks.RULES).items()}
+        rules[kind] |= {name: text}
+        rules[kind] = {n: each for n, each in rules[kind].items() if each is not None}
+        batch, loss = (_x(), _mean) if make is _net else (blocks._ids(), logits_loss)
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            xt.verify(xt.parallelize(make(), mesh=MESH, **rules), batch, loss=loss)
+        found = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert words in found, (kind, name, text, found)
 
 
 def _unchanged() -> None:
@@ -127,4 +176,4 @@ def _unchanged() -> None:
 
 
 def test_mistakes_are_named_nothing_changes_and_what_is_refused() -> None:
-    on_ranks(4, in_turn, _mistakes, _unchanged)
+    on_ranks(4, in_turn, _mistakes, _mutated, _unchanged)

@@ -1,8 +1,10 @@
-"""The server of the page: on the loopback only, one small question at a time."""
+"""The server of the page: on the loopback only, a few small questions at a time."""
 
 from __future__ import annotations
 
 import socket
+from queue import PriorityQueue
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -14,10 +16,12 @@ from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 
 from xshard.cli.explore.views import live_page
-from xshard.runtimes.processes import FunctionError, running
+from xshard.errors import XshardError
+from xshard.runtimes.processes import FunctionError, Process, end_all, running
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # processor seconds for one answer
+PLANNERS, CLOSED = 4, -1  # processes that answer; in place of the number of a free one: no more answers
 # Pages of others may neither frame this one nor load it as a script, and it loads nothing of theirs.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -31,28 +35,44 @@ HEADERS = {
 
 def application() -> Starlette:
     """The page and its answers, for requests with the loopback as Host: others cannot pass as it."""
-    return Starlette(
+    page = Starlette(
         routes=[Route("/", _page), Route("/view", _view)],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
     )
+    page.state.free = PriorityQueue()
+    for number in range(PLANNERS):
+        page.state.free.put(number)
+    return page
 
 
 def listening(port: int) -> socket.socket:
-    """A socket on the loopback; port 0: a free one."""
+    """A socket on the loopback; port 0: a free one. Raises XshardError for one that cannot be had."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, port))
+    try:
+        listener.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise XshardError(f"port {port}: {error}", hint="0 to 65535; 0 is a free one") from None
     listener.listen()
     return listener
 
 
+class Server(uvicorn.Server):
+    """A server that does not wait for answers when it is interrupted."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.config.app.state.free.put(CLOSED)  # type: ignore[union-attr]
+        end_all()
+
+
 def serve(listener: socket.socket) -> None:
     """Answer until it is interrupted."""
-    running("xshard", {})  # started now: the first answer would wait for it
+    _planner(0)  # started now: the first answer would wait for it
     config = uvicorn.Config(
         application(), log_level="warning", limit_concurrency=32, h11_max_incomplete_event_size=16_384
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])
 
 
 async def _page(_: Request) -> HTMLResponse:
@@ -60,13 +80,23 @@ async def _page(_: Request) -> HTMLResponse:
 
 
 async def _view(request: Request) -> JSONResponse:
-    return JSONResponse(await run_in_threadpool(_answer, dict(request.query_params)), headers=HEADERS)
+    answer = await run_in_threadpool(_answer, dict(request.query_params), request.app.state.free)
+    return JSONResponse(answer, headers=HEADERS)
 
 
-def _answer(fields: dict[str, str]) -> dict[str, str]:
-    """In the one process for this; one that takes too long is ended, and the next question gets another."""
-    view = "xshard.cli.explore.views.view"
+def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
+    """In a process that is free; one that takes too long ends, and the next question gets another."""
+    view = "xshard.cli.explore.views.limited_view"
+    number = free.get()
     try:
-        return dict(running("xshard", {}).ask(view, fields, timeout_s=LIMIT_S, quiet=True))
+        if number != CLOSED:
+            return dict(_planner(number).ask(view, fields, timeout_s=LIMIT_S, quiet=True))
     except FunctionError:
-        return {"error": f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"}
+        pass
+    finally:
+        free.put(number)
+    return {"error": f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"}
+
+
+def _planner(number: int) -> Process:
+    return running(f"planner {number}", {})

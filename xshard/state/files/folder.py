@@ -9,6 +9,7 @@ import pkgutil
 import re
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from xshard.arguments import shown
 from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.state.files.checkpoint import Box, Checkpoint
-from xshard.state.files.header import Entry, FileError, check_regular, read_header
+from xshard.state.files.header import Entry, FileError, check_folder, check_regular, read_header
 from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
@@ -77,14 +78,11 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
     """
     path = Path(path)
     system = next((system for name, system in _SYSTEMS.items() if (path / name).exists()), None)
-    if system is not None:
-        try:
+    try:
+        if system is not None:
+            check_folder(path)
             opened: Checkpoint = pkgutil.resolve_name(system[1])(path)
             return opened
-        except ImportError as error:
-            hint = f"pip install 'xshard[{system[0]}]'"
-            raise FileError(f"{path} needs {system[0]} to be read: {error}", hint=hint) from None
-    try:
         files, index = _shards(path) if path.is_dir() else ([path], None)
         arrays: dict[str, Mapped] = {}
         places: dict[str, str] = {}
@@ -99,8 +97,14 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
                     raise FileError(f"{name} is in {places[name]} and in {file.name}")
                 arrays[name], places[name] = array, file.name
             notes.append(_json(metadata.get(KEY, "{}"), file.name))
-    except OSError as error:
-        raise FileError(f"{error.filename or path}: {error.strerror}") from error
+    except XshardError:
+        raise
+    except ImportError as error:
+        extra = system[0] if system else error.name
+        raise FileError(f"{path} needs {extra}: {error}", hint=f"pip install 'xshard[{extra}]'") from None
+    except (OSError, RuntimeError, ValueError) as error:  # of links in a loop, of a name with a NUL
+        place, why = getattr(error, "filename", None), getattr(error, "strerror", None)
+        raise FileError(f"{place or path}: {why or error}") from error
     if index is not None:
         weight_map = index["weight_map"]
         for name in (*weight_map, *places):
@@ -144,7 +148,7 @@ def read_index(path: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FileError(f"{path.name}: weight_map must map texts to texts", hint="arrays to their files")
     for name, file in files.items():
-        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+        if os.path.basename(file) != file or set("\\\0") & set(file) or not file.endswith(".safetensors"):
             reason = f"{path.name}: {name}: {shown(file)} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
@@ -174,10 +178,10 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
 
 def _check_complete(folder: Path, names: list[str]) -> None:
     """Raise FileError if some of the numbered files, or their index, are missing."""
-    sets = [match.group(1, 3) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
-    for start, total in sets:
-        if sets.count((start, total)) != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
-            reason = f"{folder} has {sets.count((start, total))} files {start}-...-of-{total}, and no index"
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    for (start, total), n in Counter(match.group(1, 3) for match in matches).items():
+        if n != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
+            reason = f"{folder} has {n} files {start}-...-of-{total}, and no index"
             hint = "a save that did not end, or a copy without all files and their index"
             raise FileError(reason, hint=hint)
 

@@ -6,6 +6,8 @@ Source: https://huggingface.co/docs/safetensors.
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +81,15 @@ def check_regular(path: Path) -> None:
         raise FileError(f"{path.name} is not a file")
 
 
+def check_folder(folder: str | Path) -> None:
+    """Raise FileError for a pipe anywhere in a folder."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            check_folder(entry.path)
+        elif not (entry.is_file() or entry.is_dir()):
+            check_regular(Path(entry.path))
+
+
 def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
     """The first bytes of a file with these shapes and dtypes, in the order of the data, 8 bytes aligned."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
@@ -102,7 +113,7 @@ def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Map
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise FileError(f"the header has {shown(twice)} twice")
     return items
 

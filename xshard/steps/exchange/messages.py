@@ -62,7 +62,7 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 def _rows_in_common(src: Dim, dst: Dim, length: int, mesh: Mesh) -> NDArray[np.int64]:
     """Number of rows of a dim that each block before (first index) shares with each block after."""
     blocks = all_owned_rows(src, length, mesh.sizes_of(src.axes))
-    return rows_in_common(blocks, all_owned_rows(dst, length, mesh.sizes_of(dst.axes))).T
+    return rows_in_common(blocks, all_owned_rows(dst, length, mesh.sizes_of(dst.axes)))
 
 
 @lru_cache(maxsize=1024)

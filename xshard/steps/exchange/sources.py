@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 
 from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows, boundary_at
-from xshard.layout.partition import all_owned_rows
-from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
-from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
+from xshard.layout.pieces import shared_rows
+from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
+from xshard.layout.runs import Intervals, Runs, Segment, common_segments, extents, n_rows
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, unfolded
 from xshard.notation.parser import Dim
@@ -99,24 +100,40 @@ def sources(
     if dst.side == CARRIED:
         n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
-    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
-    if src.is_plain:
-        every = all_owned_rows(src.dim, length, src_sizes)
-        met = ((i, common_segments(every[i], rows)) for i in _near_indices(extents(every), rows))
-        return tuple(Source(i, segments) for i, segments in met if segments)
-    taken: list[Source] = []
-    if not isinstance(src.dim.overlap, Fold):
-        if src.side != STRAIGHT:
-            return ()  # rows beyond a pole are copies of rows inside the array
-        if not once:
-            own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
-            taken.append(Source(me, common_segments(own, rows)))
-            rows = without(rows, own)
-    lists = offered_rows(src.dim, length, src_sizes, src.side, src.shift)
-    ranges = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
-    for i in _near_indices(ranges, rows):
+    own, rows = _asked(src, dst, length, src_sizes, dst_sizes, me, at, once)
+    taken, lists = [Source(me, own)], offered_rows(src.dim, length, src_sizes, src.side, src.shift)
+    for i in _near_indices(_ranges(src, length, src_sizes), rows):
         taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
+
+
+def _asked(
+    src: DimEnd,
+    dst: DimEnd,
+    length: int,
+    src_sizes: tuple[int, ...],
+    dst_sizes: tuple[int, ...],
+    me: int,
+    at: int,
+    once: bool,
+) -> tuple[tuple[Segment, ...], Runs]:
+    """What a device takes from its own block, and the rows that it takes from those that offer them."""
+    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
+    if src.is_plain or isinstance(src.dim.overlap, Fold):
+        return (), rows
+    if src.side != STRAIGHT:
+        return (), ()  # rows beyond a pole are copies of rows inside the array
+    if once:
+        return (), rows
+    own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
+    return common_segments(own, rows), lacking(rows, own)
+
+
+@lru_cache(maxsize=4096)
+def _ranges(src: DimEnd, length: int, sizes: tuple[int, ...]) -> Intervals:
+    """For every sender, the smallest [start, stop) that contains all that it offers."""
+    offered = offered_rows(src.dim, length, sizes, src.side, src.shift)
+    return extents(tuple(tuple(itertools.chain(*each)) for each in offered))
 
 
 def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:
@@ -132,22 +149,38 @@ def count_sources(
     """(rows, senders): how many rows of a dim each device takes from senders that share its coordinates
     along `fixed`, and from how many; arrays over the axes of both dims that broadcast over the mesh."""
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
-    src_sizes, dst_sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
+    sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
+    devices = mesh.group(0, axes)
+    me, at = ([mesh.index(device, end.dim.axes) for device in devices] for end in (src, dst))
+    lists: tuple[tuple[Runs, ...], ...] = ()
+    blocks: list[Runs] = [()] * len(devices)
+    if dst.side == CARRIED:
+        held = all_held_rows(src.dim, length, sizes[0])
+        mine = [n_rows(held[i]) for i in me]
+    else:
+        asked = [_asked(src, dst, length, *sizes, *places, once) for places in zip(me, at, strict=True)]
+        mine, blocks = [sum(s.length for s in own) for own, _ in asked], [rows for _, rows in asked]
+        lists = offered_rows(src.dim, length, sizes[0], src.side, src.shift)
+    takers, givers, rows = shared_rows([runs for each in lists for runs in each], blocks)
+    owners = np.array([i for i, each in enumerate(lists) for _ in each], np.int64)
+    takers = np.concatenate([np.arange(len(devices)), takers])
+    givers, rows = np.concatenate([me, owners[givers]]), np.concatenate([mine, rows])
+    agree = rows > 0
+    here, there = (coords_of(indices, sizes[0]) for indices in (np.array(me)[takers], givers))
+    for axis, ours, theirs in zip(src.dim.axes, here, there, strict=True):
+        agree &= (axis not in fixed) | (ours == theirs)
+    # A sender that gives several layers of a fold is one sender.
+    pairs = np.unique(takers[agree] * math.prod(sizes[0]) + givers[agree]) // math.prod(sizes[0])
+    elements, senders = np.zeros((2, len(devices)), np.int64)
+    np.add.at(elements, takers[agree], rows[agree])
+    np.add.at(senders, pairs, 1)
     shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    elements, senders = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    agree = [src.dim.axes.index(a) for a in fixed if a in src.dim.axes]
-    places = list(itertools.product(*map(range, src_sizes)))
-    for device in mesh.group(0, axes):
-        me, at = (mesh.index(device, side.dim.axes) for side in (src, dst))
-        near = [
-            source
-            for source in sources(src, dst, length, src_sizes, dst_sizes, me, at, once)
-            if all(places[source.sender][i] == places[me][i] for i in agree)
-        ]
-        where = tuple(c if a in axes else 0 for a, c in zip(mesh.axes, mesh.coords(device), strict=True))
-        elements[where] = sum(s.length for source in near for s in source.segments)
-        senders[where] = len({source.sender for source in near})
-    return elements, senders
+    return elements.reshape(shape), senders.reshape(shape)
+
+
+def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
+    """Indices along some axes, row-major -> the coordinate along each."""
+    return np.unravel_index(indices, sizes) if sizes else ()
 
 
 def dim_ends(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[DimEnd, DimEnd]]:

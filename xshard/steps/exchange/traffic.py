@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +14,17 @@ from numpy.typing import NDArray
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows
-from xshard.layout.runs import Runs, common_segments
+from xshard.layout.pieces import shared_rows
+from xshard.layout.runs import Runs, row_numbers
+from xshard.notation.parser import Dim
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
+from xshard.steps.exchange.sources import DimEnd, coords_of, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
+
+MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
+
+Axes = tuple[str, ...]
+Levels = list[tuple[int, dict[str, str]]]
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
@@ -26,36 +35,51 @@ def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Tra
 
 def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
     """The same traffic, counted per device: for shards that are uneven or do not divide each other."""
-    before, after, levels = _on_span_axes(before, after, spans)
-    farther = wanted = received_from(before, after, ())
-    hops, may_differ = list[Hop](), moving_axes(before, after)
-    agree: tuple[str, ...] = ()
+    mesh, factors, levels = span_axes(before.mesh, spans)
+    if mesh.axes != before.mesh.axes:
+        before, after = (Sharding(factored(s.layout, factors), mesh, s.shape) for s in (before, after))
+    return traffic_by_level(partial(received_from, before, after), mesh, moving_axes(before, after), levels)
+
+
+def traffic_by_level(
+    received_from: Callable[[Axes], Received], mesh: Mesh, may_differ: Sequence[str], levels: Levels
+) -> Traffic:
+    """The traffic of an exchange by what devices take from senders that share coordinates along some axes."""
+    farther = wanted = received_from(())
+    hops, agree = list[Hop](), Axes()
     total = np.zeros_like(wanted.elements)
     for level, axes in levels:
         # Over this level a device receives what it takes from senders that share its coordinates on
         # slower levels, less what it takes from those that share them on this level too.
         agree = (*agree, *axes)
-        nearer = received_from(before, after, agree)
+        nearer = received_from(agree)
         received, messages = farther.elements - nearer.elements, farther.senders - nearer.senders
         total = total + received
         if received.any():
-            longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
-            nearer_axes = tuple(i for i, axis in enumerate(before.mesh.axes) if axis not in agree)
-            slack = int(received.max() - received.mean(axis=nearer_axes).max())
-            hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level, slack))
+            longest = max((mesh.size(a), a) for a in may_differ if a in axes)[1]
+            nearer_axes = tuple(i for i, axis in enumerate(mesh.axes) if axis not in agree)
+            most, n = received.max(), math.prod(received.shape[i] for i in nearer_axes)
+            slack = int(most - received.sum(axis=nearer_axes).max() / n)
+            hops.append(Hop(axes[longest], int(most), int(messages.max()), level, slack))
         farther = nearer
     # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
     return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
 
-def _on_span_axes(
-    before: Sharding, after: Sharding, spans: LinkSpans
-) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both shardings on a mesh that has the spans as axes; and per level, the name of a span -> its axis."""
-    mesh = before.mesh
+class SpanAxes(NamedTuple):
+    """A mesh with spans as axes, the spans of every axis, and per level, the name of a span -> its axis."""
+
+    mesh: Mesh
+    factors: dict[str, Axes]
+    levels: Levels
+
+
+@lru_cache(maxsize=256)
+def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
+    """A mesh that has the spans as axes: itself if spans are whole axes."""
     if not spans:
-        return before, after, [(0, {a: a for a in mesh.axes})]
+        return SpanAxes(mesh, {a: (a,) for a in mesh.axes}, [(0, {a: a for a in mesh.axes})])
     parts = spans_by_axis(mesh, spans)
     names: dict[LinkSpan, str] = {}
     for span in (span for own in parts.values() for span in own):
@@ -67,12 +91,9 @@ def _on_span_axes(
         (level, {names[span]: span.axis for span in level_spans})
         for level, level_spans in groupby(spans, key=lambda span: span.level)
     ]
-    if len(names) == len(mesh.axes):
-        return before, after, levels
     factors = {axis: tuple(names[span] for span in own) for axis, own in parts.items()}
     split = Mesh({names[span]: span.size for own in parts.values() for span in own})
-    source, target = (Sharding(factored(s.layout, factors), split, s.shape) for s in (before, after))
-    return source, target, levels
+    return SpanAxes(mesh if len(names) == len(mesh.axes) else split, factors, levels)
 
 
 def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
@@ -136,13 +157,16 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     mesh, src, dst = before.mesh, before.layout, after.layout
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
-    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
+    # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
+    most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
+    kind: Any = np.int64 if most < 2**62 else object
+    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), kind)
     for pairs in _all_dim_ends(before, after):
-        boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
+        boxes = parts = np.full((1,) * len(mesh.axes), addends, kind)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = _received_of_dim(a, b, length, fixed, mesh, once)
+            dim_elements, dim_senders = received_of_dim(a, b, length, fixed, mesh, once)
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
@@ -161,33 +185,56 @@ def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd
 
 
 @lru_cache(maxsize=16384)
-def _received_of_dim(
+def received_of_dim(
     a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
         return count_sources(a, b, length, fixed, mesh, once)
-    src, dst = a.dim, b.dim
-    src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
-    shared = rows_in_common(all_owned_rows(src, length, src_sizes), all_owned_rows(dst, length, dst_sizes))
-    # Over (destination indices, source indices); along fixed axes the source has the receiver's index.
-    shared = shared.reshape((*dst_sizes, *src_sizes))
-    over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
-    left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
-    shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
-    # An axis on both sides is summed on its diagonal: receiver and sender share the index.
-    elements, senders = (
-        np.einsum(table, left, sorted(set(left))).reshape(shape)
-        for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
+    receivers, givers, rows = shared_rows_of(a.dim, b.dim, length, mesh)
+    theirs, mine = (
+        dict(zip(d.axes, coords_of(indices, mesh.sizes_of(d.axes)), strict=True))
+        for d, indices in ((a.dim, givers), (b.dim, receivers))
     )
-    return elements, senders
+    theirs = {axis: at for axis, at in theirs.items() if axis in fixed}
+    # Along fixed axes the sender has the receiver's index.
+    agree = np.all([at == mine.get(axis, at) for axis, at in theirs.items()] or [rows > 0], axis=0)
+    along, none = theirs | mine, np.zeros_like(rows)
+    shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
+    at = np.zeros_like(rows[agree])
+    for axis, n in zip(mesh.axes, shape, strict=True):
+        at = at * n + along.get(axis, none)[agree]
+    elements, senders = np.zeros((2, math.prod(shape)), np.int64)
+    np.add.at(elements, at, rows[agree])
+    np.add.at(senders, at, 1)
+    return elements.reshape(shape), senders.reshape(shape)
+
+
+@lru_cache(maxsize=16384)
+def shared_rows_of(src: Dim, dst: Dim, length: int, mesh: Mesh) -> tuple[NDArray[np.int64], ...]:
+    """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
+    sizes = tuple(mesh.sizes_of(d.axes) for d in (src, dst))
+    if length * math.prod(max(sizes, key=math.prod)) > MOST_COMPARED:
+        return shared_rows(*(all_owned_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True)))
+    givers, takers = (_owner_of_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True))
+    parts = math.prod(sizes[0])
+    rows = np.bincount(takers * parts + givers)
+    pairs = np.flatnonzero(rows)
+    return pairs // parts, pairs % parts, rows[pairs]
+
+
+@lru_cache(maxsize=4096)
+def _owner_of_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """The number of the block that owns each row of a dim."""
+    owners = np.zeros(length, np.int64)
+    for block, runs in enumerate(all_owned_rows(dim, length, sizes)):
+        owners[row_numbers(runs)] = block
+    return owners
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
-    """Number of rows that every block of `dst` (first index) shares with every block of `src`."""
-    if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
-        a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
-        stops: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
-        shared: NDArray[np.int64] = np.maximum(stops - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
-        return shared
-    return np.array([[sum(s.length for s in common_segments(a, b)) for a in src] for b in dst])
+    """Rows that every block of `src` (first index), all distinct, shares with every block of `dst`."""
+    receivers, givers, rows = shared_rows(src, dst)
+    table = np.zeros((len(src), len(dst)), np.int64)
+    table[givers, receivers] = rows
+    return table

@@ -14,8 +14,8 @@ from xshard.testing.diagnosis.evidence import Case
 _FINDERS: tuple[Callable[[Case], str | None], ...] = (
     sums.zero, sums.only_first, sums.not_summed, sums.not_averaged, sums.summed, sums.averaged, sums.scaled,
     sums.other_axes, sums.own_factors, placement.stale, orders.moved_rows, placement.exchanged,
-    placement.transposed, sums.counted_argument, placement.halo_rows, placement.seam, sums.rounded,
-    placement.first_only_right, orders.positions, sums.one_addend,
+    placement.transposed, sums.counted_argument, sums.own_statistics, placement.halo_rows, placement.seam,
+    sums.rounded, placement.first_only_right, orders.positions, sums.one_addend,
 )  # fmt: skip
 CAUSES = {find.__name__.replace("_", " "): find for find in _FINDERS}
 

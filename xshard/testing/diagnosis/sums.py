@@ -140,14 +140,14 @@ def scaled(case: Case) -> str | None:
 
 
 def counted_argument(case: Case) -> str | None:
-    """Off by a multiple of an argument: a bias that every device adds before a sum."""
+    """Off by a multiple of an argument: a bias or a residual that every device adds before a sum."""
     if case.whole_got is None:
         return None
     error = case.whole_got - case.whole_want
     for name, value in case.arguments.items():
         x = in_double(value)
         outer = tuple(range(error.ndim - x.ndim))
-        if not outer or not x.any() or error.shape[len(outer) :] != x.shape:
+        if not x.any() or error.shape[len(outer) :] != x.shape:
             continue
         times = float(np.real(np.vdot(x, error.mean(axis=outer)) / np.vdot(x, x)))
         if not case.near(error, np.broadcast_to(times * x, error.shape)):
@@ -160,6 +160,32 @@ def counted_argument(case: Case) -> str | None:
             f"{_axes_of_size(case, times + 1) or 'no axis'}: every device adds it before a sum; "
             "add it after, or on one"
         )
+    return None
+
+
+def own_statistics(case: Case) -> str | None:
+    """Every device's part right but for a factor and a shift of its own per index of a dim."""
+    mesh, layout = case.sharding.mesh, case.sharding.layout
+    for k, dim in enumerate(layout.dims):
+        axes, fits = [axis for axis in case.cut_axes if axis not in dim.axes], list[Block]()
+        if not axes or len(case.wrong_devices) < mesh.n_devices:
+            continue
+        for pair in zip(case.got, case.want, strict=True):
+            got, want = (np.moveaxis(in_double(x), k, 0).reshape(x.shape[k], -1) for x in pair)
+            if want.shape[1] < 3:  # two numbers always fit
+                break
+            centred = want - want.mean(1, keepdims=True)
+            power = (np.abs(centred) ** 2).sum(1, keepdims=True)
+            factor = (centred.conj() * got).sum(1, keepdims=True) / np.where(power > 0, power, 1)
+            shift = got.mean(1, keepdims=True) - factor * want.mean(1, keepdims=True)
+            if not case.near(got, factor * want + shift):
+                break
+            fits.append(np.stack([factor, shift]))
+        if len(fits) == mesh.n_devices and not all(case.near(fits[0], fits[d]) for d in mesh.group(0, axes)):
+            return (
+                f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
+                f"own part along {names_of(axes)}, not of all (batch normalisation, a loss per rank)"
+            )
     return None
 
 

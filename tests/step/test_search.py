@@ -1,0 +1,99 @@
+"""The search against exhaustive search with the same costs, on small random steps; and its parts."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.step.random_steps import random_step
+from xshard import Mesh, load_profile, plan
+from xshard.step.eliminate import minimum
+from xshard.step.messages import bounds_with
+from xshard.step.moves import Moves, layout_of
+from xshard.step.op import COPY, REPLICAS, SUM
+from xshard.step.problem import Problem, Training
+from xshard.step.search import Search
+
+
+def all_vectors(problem):
+    """The parts of the cost of every assignment, all moves planned."""
+    sizes = [len(node.options) for node in problem.nodes]
+    chosen = np.indices(sizes).reshape(len(sizes), -1)
+    for edge in problem.edges:
+        for i, j in itertools.product(*(range(sizes[n]) for n in edge.nodes)):
+            edge.plan(i, j)
+    total = sum(node.values[i] for node, i in zip(problem.nodes, chosen, strict=True))
+    return total + sum(edge.vectors(*chosen[list(edge.nodes)], problem.size) for edge in problem.edges)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_finds_what_exhaustive_search_finds(seed):
+    training = Training(
+        Moves(Mesh(a=4), "bfloat16", load_profile("gloo")), 2, recompute=bool(seed % 2), overlap=seed % 3 / 2
+    )
+    step = random_step(seed).with_shares
+    vectors = all_vectors(Problem(step, training))
+    vectors = vectors[np.isfinite(vectors).all(1)]
+    n_bytes = Problem(step, training).cost(1.0).used(vectors)
+    for limit in (np.inf, *np.quantile(n_bytes, (0.0, 0.1))):
+        search = Search(Problem(step, training), limit)
+        seconds = search.cost.of(vectors)[n_bytes <= limit * (1 + 1e-12)].min()
+        search.relax()
+        assert search.bound <= seconds * (1 + 1e-9)
+        search.improve()
+        search.close(0.0)
+        assert search.seconds == pytest.approx(seconds, rel=1e-6)
+        assert seconds * (1 - 2e-4) <= search.bound <= seconds * (1 + 1e-9)
+
+
+def test_less_memory_than_any_plan_needs():
+    training = Training(Moves(Mesh(a=2), "bfloat16", load_profile("h100")))
+    search = Search(Problem(random_step(0).with_shares, training), 1000.0)
+    search.relax(1e6)
+    search.improve()
+    assert search.best is None and search.bound > 1
+
+
+def test_the_minimum_of_a_sum_of_tables_and_bounds_with_each_value():
+    draw = np.random.default_rng(1)
+    sizes = (3, 4, 2, 5, 3)
+    unary = [draw.random(n) for n in sizes]
+    pairs = {(i, j): draw.random((sizes[i], sizes[j])) for i, j in ((0, 1), (1, 2), (3, 1), (2, 0), (3, 4))}
+    assignments = list(itertools.product(*map(range, sizes)))
+    chosen = np.array(assignments).T
+    sums = sum(u[a] for u, a in zip(unary, chosen, strict=True))
+    sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
+    value, found = minimum(unary, pairs)
+    assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
+    bound, more = bounds_with(unary, pairs, most=100.0)
+    assert sums.min() * 0.95 < bound <= sums.min() + 1e-12
+    for v, n in enumerate(sizes):
+        least = np.array([sums[[each[v] == k for each in assignments]].min() for k in range(n)])
+        assert (bound + more[v] <= least + 1e-12).all()
+
+
+@pytest.mark.parametrize(("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")])
+def test_bounds_of_moves_are_below_prices(mesh, machine):
+    moves, draw = Moves(mesh, "bfloat16", load_profile(machine)), np.random.default_rng(2)
+    ways = np.array(list(itertools.product((SUM, COPY, REPLICAS, 0, 1, 2), repeat=len(mesh.axes))))
+    start, each = moves.bounds(ways, ways)
+    for i, j in draw.integers(len(ways), size=(30, 2)):
+        lengths = draw.choice((96, 384, 4608), 3)
+        bound = start[i, j] + each[i, j] * lengths.prod()
+        assert bound <= moves.price(ways[i], ways[j], lengths) * (1 + 1e-9)
+
+
+def test_prices_of_moves_are_the_planner_s():
+    mesh = Mesh(dp=4, tp=8)
+    moves, shape = Moves(mesh, "bfloat16", load_profile("h100")), (512, 1024, 512)
+    gathers = (
+        ((0, 1), (0, REPLICAS)),
+        ((0, 1), (REPLICAS, 1)),
+        ((2, 2), (REPLICAS, 2)),
+        ((0, 0), (REPLICAS, 0)),
+    )
+    sums, others = ((0, SUM), (0, 1)), (((0, 1), (0, 2)), ((SUM, REPLICAS), (1, COPY)))
+    for src, dst in (*gathers, sums, *others):
+        layouts = (layout_of(ways, "xyz", mesh.axes) for ways in (src, dst))
+        cost = plan(tuple(layouts), mesh, shape, "bfloat16").cost
+        assert moves.price(src, dst, shape) == pytest.approx(cost, rel=0.02)

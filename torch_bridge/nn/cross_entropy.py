@@ -1,0 +1,100 @@
+"""Cross entropy of logits with sharded classes: no process holds the logits of all classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.nn.placed import placed_as
+from torch_bridge.redistribution import redistribute
+from xshard import Layout, Profile, Sharding
+from xshard.errors import DtypeError
+from xshard.nn.cross_entropy import class_dim, rows_of_classes
+from xshard.ops import dims as dim_names
+from xshard.ops import tag
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    layout: Layout | str,
+    mesh: MeshLike,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    shape: Sequence[int | None] | None = None,
+    classes: str = "v",
+    profile: str | Path | Profile = "auto",
+) -> Tensor:
+    """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
+
+    All processes of the mesh call it. Labels are numbers of classes, sharded as the dims of `layout` without
+    the one of classes: `[b, s]` beside `"b/dp s v/tp"`. Two reductions along the axes that shard classes send
+    three numbers per token; the backward pass sends nothing.
+
+    reduction: "mean" over all labels of the whole batch that are not ignored, "sum", both on every process;
+    or "none", this process's block of losses, 0 where the label is ignored.
+    ignore_index, label_smoothing: as in torch's `cross_entropy`. shape: the global shape of the logits, if
+    blocks differ in size. classes: the name of their dim. The loss of float16 and bfloat16 is in float32.
+    Under torch.compile it runs between two graphs.
+
+    Raises as `redistribute` does; DtypeError for labels that are not whole numbers; ShapeError unless each
+    token has one; IndexError, on the processes that hold it, for a label that is not a class.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> def loss():
+    ...     block = xt.redistribute(torch.arange(8.0).view(2, 4), "b v -> b v/tp", Mesh(tp=2))
+    ...     return round(xt.nn.cross_entropy(block, torch.tensor([3, 0]), "b v/tp", Mesh(tp=2)).item(), 4)
+    >>> xt.testing.run_ranks(2, loss), round(torch.logsumexp(torch.arange(4.0), 0).item() - 1.5, 4)
+    ([1.9402, 1.9402], 1.9402)
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
+
+        options: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index, "shape": shape}
+        options |= {"label_smoothing": label_smoothing, "classes": classes, "profile": profile}
+        return compiled.eagerly(cross_entropy, logits, labels, layout, mesh, **options)
+    logits, labels = as_tensor(logits, "logits"), as_tensor(labels, "labels")
+    if labels.is_floating_point() or not logits.is_floating_point():
+        hint = "labels are numbers of classes"
+        raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=str(layout), hint=hint)
+    placement = placed_as(logits, layout, mesh, shape)
+    dim = class_dim(placement.sharding, classes, logits.shape, labels.shape, reduction)
+
+    def reduced(x: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
+        names = dim_names(x.shape)
+        text = f"{names}{tag(kind, axes)} -> {names}"
+        return redistribute(x, text, placement.processes, profile=profile) if axes else x
+
+    x = logits.movedim(dim.index, -1)
+    x, n, ignored = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1], labels == ignore_index
+    rows = _rows_of_classes(placement.sharding, dim.index, placement.processes.device, x.device)
+    row = F.embedding(labels.masked_fill(ignored, 0).long(), rows[:, None])[..., 0]
+    top = reduced(x.detach().logsumexp(-1), "max", dim.axes)
+    chosen = x.gather(-1, row[..., None] % n)[..., 0].masked_fill(row == n, 0) if n else x.sum(-1)
+    addends = [(x - top[..., None]).exp().sum(-1), chosen, *([x.sum(-1)] if label_smoothing else [])]
+    total, chosen, *sums = reduced(torch.stack(addends), "sum", dim.axes)
+    losses = top + total.log() - (1 - label_smoothing) * chosen
+    if label_smoothing:
+        losses = losses - label_smoothing / dim.length * sums[0]
+    losses = losses.masked_fill(ignored, 0)
+    if reduction == "none":
+        return losses
+    both = torch.stack([losses.sum(), (~ignored).sum().to(losses)])
+    total, count = reduced(both, "sum", dim.token_axes)
+    return total / count if reduction == "mean" else total
+
+
+@lru_cache(maxsize=64)
+def _rows_of_classes(sharding: Sharding, dim: int, process: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(rows_of_classes(sharding, dim, process), device=device)

@@ -1,0 +1,179 @@
+"""Rows of many blocks at once, as intervals: cut, compared and counted, however long a dim is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from xshard.layout.runs import (
+    FILL,
+    MOST_PIECES,
+    Numbers,
+    Pieces,
+    Run,
+    Runs,
+    check_pieces,
+    counted,
+    expanded,
+    met,
+    pieces,
+    run_table,
+)
+
+MOST_COUNTED = 2**18  # pieces that are counted one by one
+
+
+def joined(*tables: Pieces) -> Pieces:
+    """Pieces after pieces."""
+    return Pieces(*map(np.concatenate, zip(*tables, strict=True)))
+
+
+def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
+    """The pieces, cut wherever one of them begins or ends: the parts, the interval and the piece of each."""
+    stop = table.start + table.length
+    edges = np.unique(np.concatenate([table.start, stop]))
+    first = np.searchsorted(edges, table.start)
+    many = np.searchsorted(edges, stop) - first
+    check_pieces(int(many.sum()), MOST_PIECES)
+    which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
+    start, length = edges[interval], np.diff(edges)[interval]
+    return Pieces(table.block[which], (table.at - table.start)[which] + start, start, length), interval, which
+
+
+def firsts(table: Pieces, *, alone: bool) -> Pieces:
+    """Every row where it comes first: in each block alone, or in any."""
+    parts, interval, _ = at_edges(table)
+    place = interval + parts.block * len(interval) if alone else interval
+    return parts.take(np.sort(np.unique(place, return_index=True)[1]))
+
+
+def without(table: Pieces, others: Pieces) -> Pieces:
+    """The pieces without the rows that are also in `others`."""
+    parts, interval, which = at_edges(joined(others, table))
+    mine = which >= len(others.start)
+    return parts.take(mine & ~np.isin(interval, interval[~mine]))
+
+
+def layers(table: Pieces) -> list[Pieces]:
+    """The pieces of one block as lists of distinct rows: in the n-th, every row that comes n times."""
+    parts, interval, _ = at_edges(table)
+    order = np.argsort(interval, kind="stable")
+    _, many = np.unique(interval, return_counts=True)
+    nth = np.empty_like(interval)
+    nth[order] = counted(many)
+    return [parts.take(nth == n) for n in range(int(many.max(initial=0)))]
+
+
+def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
+    blocks: list[list[Run]] = [[] for _ in lengths]
+    ends = [0] * len(lengths)
+    for block, at, start, length in _merged(table):
+        if at > ends[block]:
+            blocks[block].append(Run(FILL, at - ends[block]))
+        blocks[block].append(Run(start, length))
+        ends[block] = at + length
+    for runs, end, n in zip(blocks, ends, lengths, strict=True):
+        if n > end:
+            runs.append(Run(FILL, n - end))
+    return tuple(map(tuple, blocks))
+
+
+def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
+    """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
+    blocks: list[list[Run]] = [[] for _ in range(n)]
+    for block, _, start, length in _merged(table._replace(at=table.start)):
+        blocks[block].append(Run(start, length))
+    return tuple(map(tuple, blocks))
+
+
+def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
+    """The rows of every block, each once, in their order; without FILL."""
+    return ascending(firsts(pieces(blocks), alone=True), len(blocks))
+
+
+def _merged(table: Pieces) -> Iterable[list[int]]:
+    """Pieces by block and position, merged where both the positions and the rows go on."""
+    table = table.take(np.lexsort((table.at, table.block)))
+    block, at, start, length = table
+    goes_on = (
+        (np.diff(block) == 0) & (at[:-1] + length[:-1] == at[1:]) & (start[:-1] + length[:-1] == start[1:])
+    )
+    heads = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(at) else np.zeros(0, np.int64)
+    table = table.take(heads)._replace(length=np.add.reduceat(length, heads) if len(at) else length)
+    return np.stack(table, axis=1).tolist()  # type: ignore[no-any-return]
+
+
+def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
+    """The pairs of blocks with rows in common: their numbers in `dst`, in `src`, and how many rows.
+
+    A row counts as often as both have it. Where long cyclic cuts repeat, one period is counted.
+    """
+    tables = run_table(src), run_table(dst)
+    if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
+        a, b = map(expanded, tables)
+        times: Any = np.ones(len(b.start), np.int64)
+    else:
+        (a, _), (b, times) = _one_period(*tables)
+    parts, interval, which = at_edges(joined(a, b))
+    mine = which < len(a.start)
+    there = np.flatnonzero(mine)[np.argsort(interval[mine], kind="stable")]
+    here, asked = np.flatnonzero(~mine), interval[~mine]
+    first = np.searchsorted(interval[there], asked, side="left")
+    many = np.searchsorted(interval[there], asked, side="right") - first
+    check_pieces(int(many.sum()), MOST_PIECES)
+    of_a, of_b = there[counted(many, first)], np.repeat(here, many)
+    pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
+    rows = np.zeros(len(pairs), np.int64)
+    np.add.at(rows, same.reshape(-1), parts.length[of_b] * times[which[of_b] - len(a.start)])
+    return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
+
+
+def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
+    """The pieces of every table in one period of each stretch of rows in which all runs repeat, and how often
+    the stretch repeats it."""
+    tables = tuple(map(_ascending_runs, tables))
+    _, _, start, _, repeats, stride = np.concatenate(tables).T
+    period = min(math.lcm(*np.unique(stride[repeats > 1]).tolist()), 2**62)  # longer than any dim
+    edges = np.unique(np.concatenate([start, *map(_ends, tables)]))
+    lo, hi = edges[:-1], edges[1:]
+    times = np.maximum((hi - lo) // period, 1)
+    # The period, and the rows after the last whole one.
+    starts, stops = np.stack([lo, lo + times * period]), np.stack([np.minimum(lo + period, hi), hi])
+    kept = np.flatnonzero((stops > starts).T)
+    starts, stops, often = (x.T.reshape(-1)[kept] for x in (starts, stops, np.stack([times, times * 0 + 1])))
+    windows = Pieces(kept, kept, starts, stops - starts)
+    return [_inside(table, windows, often) for table in tables]
+
+
+def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Numbers]:
+    """The pieces of runs inside windows, and how often each window counts."""
+    block, at, start, length, repeats, stride = table.T
+    window, run, lo, hi = met(windows, Pieces(block, at, start, _ends(table) - start))
+    step = np.maximum(stride, 1)[run]
+    first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
+    many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
+    check_pieces(int(many.sum()), MOST_PIECES)
+    pair, i = np.repeat(np.arange(len(many)), many), counted(many, first)
+    of, begin = run[pair], start[run[pair]] + i * step[pair]
+    end = np.minimum(begin + length[of], hi[pair])
+    begin = np.maximum(begin, lo[pair])
+    return Pieces(block[of], at[of], begin, end - begin), often[window[pair]]
+
+
+def _ends(table: Numbers) -> Numbers:
+    """The row after each run, or after its last period."""
+    _, _, start, length, repeats, stride = table.T
+    ends: Numbers = start + np.where(repeats > 1, stride * repeats, length)
+    return ends
+
+
+def _ascending_runs(table: Numbers) -> Numbers:
+    """Runs that go down or stay where they are, as runs of one interval."""
+    odd = (table[:, 4] > 1) & (table[:, 5] < table[:, 3])
+    found = expanded(table[odd])
+    ones = np.ones_like(found.at)
+    return np.concatenate([table[~odd], np.stack([*found, ones, 0 * ones], axis=1)])

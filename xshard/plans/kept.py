@@ -1,0 +1,111 @@
+"""Plans kept between runs: a JSON file per request, in the folder that XSHARD_CACHE names.
+
+A file counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from xshard.cost.model import Profile
+from xshard.layout import Mesh
+from xshard.plans.serialize import mesh_to_plain, to_plain
+
+VARIABLE = "XSHARD_CACHE"
+MAX_FILES = 20_000  # of about 2 kB; then the half that was used least recently goes
+WRITES = 500  # a process counts the files at its first plan, and again after so many
+_OWN = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")  # plans, and files that are not renamed yet
+
+
+class Printed(Protocol):
+    """Any kind of plan."""
+
+    def to_json(self) -> str: ...
+
+
+P = TypeVar("P", bound=Printed)
+
+
+def kept(request: Any, read: Callable[[str], P], make: Callable[[], P], **options: object) -> P:
+    """The plan that an earlier run has kept for a request, or else the one that is made, kept from now on.
+
+    read: reads the plan's JSON; it raises for a wrong plan. options: what else the plan depends on.
+    """
+    if not (folder := os.environ.get(VARIABLE)):
+        return make()
+    values = {field.name: getattr(request, field.name) for field in fields(request)}
+    key = json.dumps({"code": _code(), **options, **values}, default=_plain)
+    file = Path(folder) / f"{_digest(key)}.json"
+    try:
+        data = json.loads(file.read_bytes())
+        if data["request"] == key and data["digest"] == _digest(data["plan"]):
+            plan = read(data["plan"])
+            os.utime(file)
+            return plan
+    except Exception:  # no file, or one with any value in any place: it is planned afresh
+        pass
+    plan = make()
+    text = plan.to_json()
+    _write(file, json.dumps({"request": key, "digest": _digest(text), "plan": text}))
+    return plan
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file at once, so that no process sees a part of it. Errors of the system are warnings."""
+    part = file.with_name(f"{file.name}.{os.getpid()}{threading.get_native_id()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        part.replace(file)
+        if _writes.setdefault(file.parent, 0) % WRITES == 0:
+            _bound(file.parent)
+        _writes[file.parent] += 1
+    except OSError as error:
+        warnings.warn(f"{VARIABLE}={file.parent} keeps no plans: {error}", stacklevel=2)
+
+
+_writes: dict[Path, int] = {}
+
+
+def _bound(folder: Path) -> None:
+    """Remove the older half of the plans if there are too many, and parts of a day ago; other files stay."""
+    ages, yesterday = [], time.time() - 86400
+    for entry in os.scandir(folder):
+        if match := _OWN.fullmatch(entry.name):
+            try:
+                age = entry.stat().st_mtime
+            except FileNotFoundError:  # another process has removed it
+                continue
+            if match[1] is None or age < yesterday:
+                ages.append((age, entry.path))
+    for _, path in sorted(ages)[: len(ages) // 2] if len(ages) > MAX_FILES else ():
+        Path(path).unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """A field of a request as JSON."""
+    if isinstance(value, Profile):
+        return value.to_json()
+    return mesh_to_plain(value) if isinstance(value, Mesh) else getattr(value, "text", str(to_plain(value)))
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of the package's code: other code may plan otherwise, and all ranks need the same plans."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _digest("".join(f"{file.name}\0{file.read_text()}" for file in files))
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=20).hexdigest()

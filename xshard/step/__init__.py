@@ -1,0 +1,1 @@
+"""Whole training steps: operations with named dims, and where everything in them lives."""

@@ -1,0 +1,167 @@
+"""Prices of moves by the thousand: a bound for all pairs of layouts at once, the planner's price for a few.
+
+A layout here is a row of numbers, one per mesh axis: the dim that the axis shards, or a tag (`op`).
+Several axes shard a dim in the order of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.cost.model import LOCAL, Link, Profile
+from xshard.dtypes import itemsize
+from xshard.layout import Layout, Mesh
+from xshard.notation.parser import Dim, Shard
+from xshard.plans.plan import find_plan
+from xshard.search.request import Request
+from xshard.step.op import COPY, REPLICAS, SUM
+
+Ways = NDArray[np.int64]  # [layouts, axes]
+Floats = NDArray[np.float64]
+LEADING = 64  # rows of the dims before those that a move is about
+OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
+
+
+def dual(ways: Ways) -> Ways:
+    """The layouts of cotangents."""
+    return np.where(ways == SUM, COPY, np.where(ways == COPY, SUM, ways))
+
+
+def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
+    """One row as a layout of dims with these names."""
+    pairs = list(zip(axes, ways, strict=True))
+    dims = (Dim(n, tuple(Shard((a,)) for a, way in pairs if way == d)) for d, n in enumerate(names))
+    tags = ((kind, (a,)) for a, way in pairs for tag, kind in ((SUM, "sum"), (COPY, "copy")) if way == tag)
+    return Layout(tuple(dims), tuple(tags))
+
+
+@dataclass(eq=False)
+class Moves:
+    """The seconds of moves on one mesh, each planned once."""
+
+    mesh: Mesh
+    dtype: str
+    profile: Profile
+    _known: dict[tuple[object, ...], tuple[int, float, int, float]] = field(default_factory=dict)
+
+    def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
+        """Seconds of a move of an array of global lengths, by the planner."""
+        pairs = [tuple(REPLICAS if way == COPY else int(way) for way in ways) for ways in (src, dst)]
+        ends = list(zip(*pairs, strict=True))
+        if pairs[0] == pairs[1]:
+            return 0.0
+        apart = {a for a, (here, there) in enumerate(ends) if here == there == SUM}
+        for d in range(len(lengths)):  # nothing moves along the outermost axes that shard a dim at both ends
+            touching = [a for a, pair in enumerate(ends) if d in pair]
+            differ = next((i for i, a in enumerate(touching) if ends[a] != (d, d)), len(touching))
+            apart |= set(touching[:differ])
+        elements = math.prod(lengths) / math.prod(self.mesh.sizes[a] for a in apart if ends[a][0] >= 0)
+        left = {a: pair for a, pair in enumerate(ends) if a not in apart}
+        if not any(a in self._far for a, pair in left.items() if pair != (REPLICAS, REPLICAS)):
+            near = set[int]()  # devices with replicas help where a node has several links to others
+        else:
+            near = {a for a, _, link in self._levels if link == self._fastest}
+        left = {a: pair for a, pair in left.items() if pair != (REPLICAS, REPLICAS) or a in near}
+        before = range(min((d for pair in left.values() for d in pair if d >= 0), default=0))
+        octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
+        n, low, m, high = self._line(left, all(lengths[d] == 1 for d in before), octave)
+        return low + (high - low) * max(elements - n, 0) / (m - n)
+
+    def _line(
+        self, ends: dict[int, tuple[int, int]], first: bool, octave: int
+    ) -> tuple[int, float, int, float]:
+        """Elements and seconds at both ends of a range, of a move that only these axes take part in."""
+        key = (*ends.items(), first, octave)
+        if key not in self._known:
+            axes = tuple(self.mesh.axes[a] for a in ends)
+            mesh = Mesh({axis: self.mesh.size(axis) for axis in axes})
+            touched = sorted({d for pair in ends.values() for d in pair if d >= 0})
+            shape = [math.prod(self.mesh.sizes[a] for a, e in ends.items() if d in e) for d in touched]
+            shape = [*([] if first else [LEADING]), *shape]
+            place = {d: i + (not first) for i, d in enumerate(touched)}
+            names = [f"d{i}" for i in range(len(shape) + 1)]
+            sides = ([place.get(e[i], e[i]) for e in ends.values()] for i in (0, 1))
+            src, dst = (layout_of(side, names, axes) for side in sides)
+            machine, devices = self.profile.along(axes, self.mesh), range(mesh.n_devices)
+            each = math.prod(shape) * mesh.n_devices  # so many rows of another dim fit all axes
+            rows = [max(1, 2 ** (octave + i) // each) * mesh.n_devices for i in (0, OCTAVES // 2, OCTAVES)]
+            shapes = [(*shape, n) for n in rows]
+            request = Request(src, dst, mesh, mesh, devices, devices, shapes[1], self.dtype, machine)
+            plan = find_plan(request)
+            low, high = (replace(plan, shape=each).cost for each in (shapes[0], shapes[2]))
+            n = math.prod(shapes[0])
+            self._known[key] = n, low, max(math.prod(shapes[2]), n + 1), high
+        return self._known[key]
+
+    def bounds(self, src: Ways, dst: Ways) -> tuple[Floats, Floats]:
+        """For all pairs of layouts the fewest seconds of a move: at once, and per global element.
+
+        A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes
+        from other nodes, through the links of all devices of its node.
+        """
+        axes, parts, links = zip(*self._levels, strict=True)
+        src, dst = (np.where(ways == COPY, REPLICAS, ways)[:, axes] for ways in (src, dst))
+        sizes, near = np.array(parts, dtype=float), self._fastest
+        far = np.array([link != near for link in links])
+        received, across = _received(src, dst, sizes), np.zeros((len(src), len(dst)))
+        if far.any():
+            here, there = (np.where(far, ways, REPLICAS) for ways in (src, dst))
+            across = _received(here, there, np.where(far, sizes, 1)) / np.prod(sizes[~far])
+        slow = max((x for x in links if x != near), key=lambda link: link.bytes_per_s, default=near)
+        per_byte = across / slow.bytes_per_s + np.maximum(received - across, 0) / near.bytes_per_s
+        launch = min((s for kind, s in self.profile.launch_s if kind not in LOCAL), default=0.0)
+        at_once = np.where(received > 0, launch + near.latency_s, 0.0)
+        return at_once, per_byte * itemsize(self.dtype)
+
+    @cached_property
+    def _levels(self) -> list[tuple[int, int, Link]]:
+        """Every axis, in parts if some of its devices share a node: its number, the size and the link."""
+        fabric = self.profile.fabric(self.mesh)
+        return [
+            (a, span.size, fabric.links[span.level])
+            for a, axis in enumerate(self.mesh.axes)
+            for span in sorted(fabric.spans, key=lambda span: -span.stride)
+            if span.axis == axis
+        ]
+
+    @cached_property
+    def _fastest(self) -> Link:
+        return max((link for *_, link in self._levels), key=lambda link: link.bytes_per_s)
+
+    @cached_property
+    def _far(self) -> set[int]:
+        """The axes that reach over nodes."""
+        return {a for a, _, link in self._levels if link != self._fastest}
+
+
+def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
+    """The share of an array that the busiest device receives at least."""
+    axes = range(src.shape[1])
+    overlap = np.ones((len(src), len(dst)))
+    for d in range(max(src.max(initial=0), dst.max(initial=0)) + 1):
+        here, there = (src == d)[:, None], (dst == d)[None]
+        longer = np.maximum(np.prod(np.where(here, sizes, 1), -1), np.prod(np.where(there, sizes, 1), -1))
+        only_here, only_there, diverge = (np.zeros(overlap.shape, bool) for _ in range(3))
+        for a in axes:
+            one, other = here[..., a], there[..., a]
+            diverge |= one & other & (only_here | only_there)
+            only_here |= one & ~other
+            only_there |= other & ~one
+        overlap *= np.where(diverge | (only_here & only_there), 0, 1 / longer)
+    block = np.prod(np.where(dst >= 0, 1 / sizes, 1), -1)[None]
+    reduced = (src == SUM)[:, None] & (dst != SUM)[None]
+    addends = np.prod(np.where(reduced, sizes, 1), -1)
+    groups = np.prod(np.where((src == SUM)[:, None] & ~reduced, sizes, 1), -1)
+    copies = np.prod(np.where(dst == REPLICAS, sizes, 1), -1)[None]
+    summed = groups * (addends - 1 + copies - 1) / sizes.prod()
+    begun = np.prod(np.where((dst == SUM)[None] & (src != SUM)[:, None], sizes, 1), -1)
+    held = np.prod(np.where(src >= 0, 1 / sizes, 1), -1)[:, None]
+    moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
+    share: Floats = np.where(addends > 1, summed, moved)
+    return share

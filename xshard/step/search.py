@@ -1,0 +1,158 @@
+"""The cheapest assignment of a problem within its limits, and a bound for all others.
+
+Weights turn all parts of the cost into one number for every option and move. The least sum under any weights
+is a bound (Lagrange), and a linear program over the assignments found so far has the weights to try next
+(Dantzig and Wolfe 1960). Moves begin with bounds, and are planned where an assignment has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from xshard.step.cost import Cost
+from xshard.step.eliminate import minimum
+from xshard.step.messages import bounds_with
+from xshard.step.moves import Floats
+from xshard.step.options import Indices
+from xshard.step.problem import Problem
+from xshard.step.program import Pairs, solve_program
+
+ROUNDS = 100  # of weights
+CLOSE = 1e-4  # of the seconds: a bound so near is reached
+MOST_NODES = 1000  # of the integer program's search tree
+MANY = 1000  # options: the ones that cost too much are left out before all are weighed
+STARTS = 3  # assignments to improve
+
+
+@dataclass(eq=False)
+class Search:
+    """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit.
+
+    left: the options of every node that are left.
+    """
+
+    problem: Problem
+    limit: float
+    left: list[Indices] = field(default_factory=list)
+    bound: float = 0.0
+    seconds: float = np.inf
+    best: list[int] | None = None
+    found: dict[tuple[int, ...], Floats] = field(default_factory=dict)
+    _proof: tuple[Floats, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.left = self.left or [np.arange(len(node.options)) for node in self.problem.nodes]
+        self.given = list(self.left)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The cost of vectors of parts."""
+        return self.problem.cost(self.limit)
+
+    def offer(self, assignment: Sequence[int]) -> float:
+        """Plan the moves of an assignment, keep it if it is the best; the seconds that planning added."""
+        late = self.problem.plan(assignment)
+        vector = self.problem.vector(assignment)
+        if np.isfinite(vector).all():
+            self.found[tuple(assignment)] = vector
+            seconds = float(self.cost.of(vector))
+            if seconds < self.seconds and self.cost.used(vector) <= 1:
+                self.seconds, self.best = seconds, list(assignment)
+        return late * self.problem.training.micro_batches
+
+    def start(self) -> None:
+        """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
+        cost = self.cost
+        self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
+
+    def relax(self, cutoff: float = np.inf) -> None:
+        """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
+        if not self.found:
+            self.start()
+        expected = dict(self.found)  # at first no move is planned
+        for _ in range(ROUNDS if self.found else 0):
+            value, weights, spared = self.cost.mixture(np.array(list((expected or self.found).values())))
+            if sum(map(len, self.left)) > MANY and np.isfinite(cutoff):
+                self._prune(weights, spared, cutoff)
+            late = np.inf
+            while late > CLOSE * value and self.bound < cutoff:
+                least, assignment = self.least(weights)
+                if least - spared > self.bound:
+                    self.bound, self._proof = least - spared, (weights, spared)
+                if expected:
+                    late, expected[tuple(assignment)] = 0.0, self.problem.vector(assignment)
+                else:
+                    late = self.offer(assignment)
+            if self.bound >= cutoff:
+                return
+            if self.bound >= (1 - CLOSE) * value:
+                if not expected:
+                    return
+                expected = {}
+                self.offer(assignment)
+
+    def least(self, weights: Floats) -> tuple[float, list[int]]:
+        """The least weighted sum, and an assignment that has it."""
+        value, chosen = minimum(*self._weighed(weights))
+        return value, [int(left[i]) for left, i in zip(self.left, chosen, strict=True)]
+
+    def _weighed(self, weights: Floats) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
+        """One number for every option that is left, and for every pair of them that moves something."""
+        unary = [
+            node.values[left] @ weights for node, left in zip(self.problem.nodes, self.left, strict=True)
+        ]
+        pairs = dict[tuple[int, int], Floats]()
+        for edge in self.problem.edges:
+            table = edge.weighed(weights, *(self.left[n] for n in edge.nodes))
+            pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
+        return unary, pairs
+
+    def _prune(self, weights: Floats, spared: float, cutoff: float) -> None:
+        """Leave out options with which every assignment costs more than the cutoff."""
+        least, more = bounds_with(*self._weighed(weights), most=10 * (cutoff + spared))
+        left = [each[least + m - spared <= cutoff] for each, m in zip(self.left, more, strict=True)]
+        if all(map(len, left)):
+            self.left = left
+        else:
+            self.bound = max(self.bound, cutoff)
+
+    def close(self, gap: float) -> None:
+        """Bring the bound to within a share of the best, by an integer program of what may be better."""
+        nodes = self.problem.nodes
+        while self._proof is not None and self.bound < (goal := self.seconds * (1 - gap)):
+            self._prune(*self._proof, goal)
+            if self.bound >= goal:
+                return
+            pairs = [
+                Pairs(e.nodes, (e.ends[0][self.left[a]], e.ends[1][self.left[b]]), e.tables, e.banned)
+                for e in self.problem.edges
+                for a, b in [e.nodes]
+            ]
+            values = [node.values[left] for node, left in zip(nodes, self.left, strict=True)]
+            found = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
+            late, before = 0.0, self.seconds
+            if found.assignment is not None:
+                late = self.offer([int(k[i]) for k, i in zip(self.left, found.assignment, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, min(found.bound, goal)))
+            if late <= 0 and self.seconds == before:
+                return
+
+    def improve(self) -> None:
+        """Change the best assignments at one node at a time for the better, as long as that is possible."""
+        ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.found.items()}
+        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+            here, unchanged, node = list(start), 0, 0
+            goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vector(here)))
+            while unchanged < len(here):
+                options = self.cost.rank(self.problem.alternatives(here, node)[self.left[node]])
+                there = [*here[:node], int(self.left[node][options.argmin()]), *here[node + 1 :]]
+                unchanged, node = unchanged + 1, (node + 1) % len(here)
+                if options.min() < goal:
+                    self.offer(there)
+                    rank = float(self.cost.rank(self.problem.vector(there)))
+                    if rank < goal:
+                        here, goal, unchanged = there, rank * (1 - CLOSE / 10), 0

@@ -1,0 +1,125 @@
+"""A training step as a value: its operations, parameters and inputs, all dims by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from xshard.arguments import did_you_mean, whole_number
+from xshard.dtypes import name_of
+from xshard.errors import PlanError, ShapeError, located
+from xshard.formatting import align_columns
+from xshard.rules import listed
+from xshard.step.op import KINDS, Dims, Op, elements
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The forward pass of a training step, of which the backward pass follows by dual layouts.
+
+    ops: in an order in which they can run. lengths: of every dim, by name. inputs, parameters: the dims of
+    each, by name; names of parameters are as in `model.state_dict()`, with `*` for the number of a repeated
+    block. batch: the dim that micro-batches divide. dtype: of activations and of parameters in use.
+    moves_anywhere: moves are possible between any two operations, instead of at modules (`Op.enters`).
+    Raises PlanError for names that do not exist or come too late, ShapeError for lengths that do not fit.
+
+    >>> step = TrainingStep(
+    ...     ops=[
+    ...         Op("up", "b c, f c -> b f", ("x", "up.weight")),
+    ...         Op("loss", "b f -> ", ("up",), kind="loss"),
+    ...     ],
+    ...     lengths=dict(b=64, c=128, f=512),
+    ...     inputs={"x": "b c"},
+    ...     parameters={"up.weight": "f c"},
+    ... )
+    >>> print(step)
+    up    contraction  b c, f c -> b f  x, up.weight
+    loss  loss         b f ->           up
+    """
+
+    ops: Sequence[Op]
+    lengths: Mapping[str, int]
+    inputs: Mapping[str, str]
+    parameters: Mapping[str, str]
+    batch: str = "b"
+    dtype: str = "bfloat16"
+    moves_anywhere: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", tuple(self.ops))
+        object.__setattr__(self, "dtype", name_of(self.dtype))
+        for dim, n in self.lengths.items():
+            if (whole_number(n) or 0) < 1:
+                raise ShapeError(f"dim {dim!r} has length {n!r}", hint="a length is a whole number >= 1")
+        known: dict[str, Dims] = {**self._given}
+        for op in self.ops:
+            with located(f"operation {op.name}"):
+                for name, dims in zip(op.operands, op.arrays, strict=False):
+                    self._check_operand(name, dims, known)
+                if op.name in known:
+                    raise PlanError("there is another array of this name", hint="names are unique")
+                elements(op.result, self.lengths)
+                known[op.name] = op.result
+        for op in self.ops:
+            if op.again:
+                with located(f"operation {op.name}"):
+                    self._check_operand(op.again, op.arrays[0], known)
+        used = {name for op in self.ops for name in op.operands}
+        if idle := [name for name in self.parameters if name not in used]:
+            raise PlanError(f"no operation uses {listed(idle)}", hint="leave it out")
+
+    def _check_operand(self, name: str, dims: Dims, known: Mapping[str, Dims]) -> None:
+        if name not in known:
+            hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
+            raise PlanError(f"no array {name!r}", hint=hint)
+        here, there = ([elements((d,), self.lengths) for d in each] for each in (dims, known[name]))
+        if here != there:
+            hint = "an array has the same dims, by position, where it is made and where it is used"
+            raise ShapeError(f"{name} is '{known[name]}' {there}, used as '{dims}' {here}", hint=hint)
+
+    @cached_property
+    def _given(self) -> dict[str, Dims]:
+        return {name: Dims.parse(t, t) for name, t in (*self.inputs.items(), *self.parameters.items())}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Op]:
+        """The operations by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def dims(self) -> Mapping[str, Dims]:
+        """The dims of every array by its name."""
+        return {**self._given, **{op.name: op.result for op in self.ops}}
+
+    def consumers(self, name: str) -> list[Op]:
+        """The operations that use an array, each once."""
+        return [op for op in self.ops if name in (*op.operands, op.again)]
+
+    def module(self, op: Op, *, left: bool) -> str:
+        """The module that an operation enters, or leaves; "" if it is inside one."""
+        given = op.leaves if left else op.enters
+        default = op.name if any(name in self.parameters for name in op.operands) else ""
+        return default if given is None else given
+
+    @cached_property
+    def with_shares(self) -> TrainingStep:
+        """The step with a `share` after each activation that several operations keep: it is moved once."""
+        ops, renamed = list[Op](), dict[str, str]()
+        for op in self.ops:
+            keep = [c for c in self.consumers(op.name) if KINDS[c.kind].saved and c.kind != "share"]
+            shared = {c.name for c in keep} if len(keep) > 1 else set()
+            operands = (renamed.get(f"{o} {op.name}", o) for o in op.operands)
+            ops.append(replace(op, operands=tuple(operands)))
+            if shared:
+                text, name = f"{op.result} -> {op.result}", f"{op.name} (shared)"
+                ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters=""))
+                renamed |= {f"{op.name} {consumer}": name for consumer in shared}
+        return replace(self, ops=ops) if renamed else self
+
+    def __str__(self) -> str:
+        rows = []
+        for op in self.ops:
+            times = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
+            rows.append((op.name, times, op.text, ", ".join(op.operands)))
+        return align_columns(rows)

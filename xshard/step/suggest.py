@@ -1,0 +1,129 @@
+"""`suggest`: where everything in a training step lives, so that it is fastest and fits the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xshard.arguments import limit_of, shown, whole_number
+from xshard.cost.machine import load_profile
+from xshard.cost.model import Profile
+from xshard.errors import PlanError
+from xshard.formatting import format_bytes
+from xshard.layout import Mesh
+from xshard.layout.mesh import check_mesh
+from xshard.step.hand import HAND, allowed
+from xshard.step.moves import Moves
+from xshard.step.options import Flags
+from xshard.step.problem import Problem, Training
+from xshard.step.rules import fixed_options
+from xshard.step.search import Search
+from xshard.step.step import TrainingStep
+from xshard.step.suggestion import ByHand, Suggestion
+
+HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
+MOST_BATCHES = 64
+
+
+def suggest(
+    step: TrainingStep,
+    mesh: Mesh,
+    *,
+    memory: int | str | None = None,
+    profile: str | Path | Profile = "h100",
+    fixed: Mapping[Any, Any] | None = None,
+    micro_batches: int | None = None,
+    recompute: bool | None = None,
+    overlap: float = 0.8,
+    gap: float = 0.005,
+) -> Suggestion:
+    """The layouts of parameters, inputs and activations that make a training step fastest.
+
+    memory: bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as many as needed.
+    profile: the machine, as for `plan`. fixed: layouts by patterns over names of inputs, parameters and
+    operations (of which the result is meant): axes that one names do so, the others are free.
+    micro_batches, recompute: how many parts of the batch run one after another, and whether the activations
+    of repeated blocks are computed again in the backward pass; None stands for the best.
+    overlap: share of the seconds of moves that run beside computing, if that takes long enough.
+    gap: the share of the seconds that a better plan may still save when the search ends.
+    Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.
+
+    >>> from xshard import Op
+    >>> step = TrainingStep(
+    ...     ops=[
+    ...         Op("up", "b c, f c -> b f", ("x", "up.weight")),
+    ...         Op("loss", "b f -> ", ("up",), kind="loss"),
+    ...     ],
+    ...     lengths=dict(b=4096, c=8192, f=8192),
+    ...     inputs={"x": "b c"},
+    ...     parameters={"up.weight": "f c"},
+    ... )
+    >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
+    >>> plan.parameters["up.weight"], plan.gap < 0.005
+    ('o/dp/tp i', True)
+    """
+    check_mesh(mesh)
+    mesh = Mesh({axis: n for axis, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1})
+    limit = np.inf if memory is None else (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
+    step = step.with_shares
+    moves = Moves(mesh, step.dtype, load_profile(profile))
+    searches, hands = list[Search](), dict[str, ByHand]()
+    for training in trainings(step, moves, micro_batches, recompute, overlap):
+        problem = Problem(step, training)
+        search = Search(problem, limit, fixed_options(problem, fixed or {}))
+        for name, plan in HAND.items():
+            add_by_hand(hands, name, search, allowed(problem, plan))
+        searches.append(search)
+    best = np.inf
+    for search in sorted(searches, key=lambda s: s.seconds):  # which have incumbents by hand
+        search.relax(best)
+        if search.bound < best:
+            search.improve()
+        best = min(best, search.seconds)
+    for search in sorted(searches, key=lambda s: s.bound):
+        if search.bound < best * (1 - gap):
+            search.close(gap)
+        best = min(best, search.seconds)
+    if not np.isfinite(best):
+        least = min(float(s.cost.used(v)) * limit for s in searches for v in s.found.values())
+        hint = (
+            f"the least that was found is {format_bytes(int(least / (1 - HEADROOM)))}; more devices hold more"
+        )
+        raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
+    found = min(searches, key=lambda s: s.seconds)
+    return Suggestion(found, min(best, *(s.bound for s in searches)), hands)
+
+
+def trainings(
+    step: TrainingStep, moves: Moves, micro_batches: int | None, recompute: bool | None, overlap: float
+) -> Iterable[Training]:
+    """The numbers of micro-batches that divide the batch, with and without computing activations again."""
+    batch = step.lengths[step.batch]
+    numbers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
+    if micro_batches is not None:
+        if not (whole_number(micro_batches) or 0) > 0 or batch % micro_batches:
+            hint = f"{step.batch} is {batch}: {', '.join(map(str, numbers))} divide it"
+            raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
+        numbers = [micro_batches]
+    again = [False, True] if recompute is None and any(op.times > 1 for op in step.ops) else [bool(recompute)]
+    for n in numbers:
+        for each in again:
+            yield Training(moves, n, each, overlap)
+
+
+def add_by_hand(hands: dict[str, ByHand], name: str, search: Search, flags: Sequence[Flags]) -> None:
+    """Price a plan by hand within what is allowed, and keep it if it is the best of its name."""
+    left = [np.nonzero(f)[0] for f in flags]
+    left = [a[np.isin(a, b)] for a, b in zip(left, search.left, strict=True)]
+    if not all(map(len, left)):
+        return
+    by_hand = Search(search.problem, search.limit, left)
+    by_hand.start()
+    for assignment, vector in by_hand.found.items():
+        search.offer(assignment)
+        rank = float(search.cost.rank(vector))
+        if name not in hands or rank < hands[name].rank:
+            hands[name] = ByHand(rank, search, vector)
