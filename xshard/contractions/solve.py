@@ -61,17 +61,7 @@ class ContractionRequest:
 @lru_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
     """The cheapest plan, kept by an earlier run or searched for. Raises PlanError if none fits the limits."""
-    r = request
-
-    def read(text: str) -> ContractionPlan:
-        plan = ContractionPlan.from_json(text, r.profile)
-        wanted = r.contraction, r.mesh, r.shapes, r.dtype, r.memory_limit, r.objective
-        found = plan.contraction, plan.mesh, plan.shapes, plan.dtype, plan.memory_limit, plan.objective
-        if found != wanted:
-            raise PlanError("this plan is for another request")
-        return plan
-
-    return kept(request, read, lambda: _search(request))
+    return kept(request, ContractionPlan.from_json, lambda: _search(request))
 
 
 def _search(request: ContractionRequest) -> ContractionPlan:

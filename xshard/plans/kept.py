@@ -37,27 +37,27 @@ class Printed(Protocol):
 P = TypeVar("P", bound=Printed)
 
 
-def kept(request: Any, read: Callable[[str], P], make: Callable[[], P], **options: object) -> P:
+def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None) -> P:
     """The plan that an earlier run has kept for a request, or else the one that is made, kept from now on.
 
-    read: reads the plan's JSON; it raises for a wrong plan. options: what else the plan depends on.
+    read: `from_json` of the plan. options: what else it depends on.
     """
     if not (folder := os.environ.get(VARIABLE)):
         return make()
     values = {field.name: getattr(request, field.name) for field in fields(request)}
-    key = json.dumps({"code": _code(), **options, **values}, default=_plain)
+    key = json.dumps({"code": _code(), "options": options, **values}, default=_plain)
     file = Path(folder) / f"{_digest(key)}.json"
     try:
         data = json.loads(file.read_bytes())
-        if data["request"] == key and data["digest"] == _digest(data["plan"]):
-            plan = read(data["plan"])
+        if data["digest"] == _digest(key + data["plan"]):
+            plan = read(data["plan"], request.profile)
             os.utime(file)
             return plan
     except Exception:  # no file, or one with any value in any place: it is planned afresh
         pass
     plan = make()
     text = plan.to_json()
-    _write(file, json.dumps({"request": key, "digest": _digest(text), "plan": text}))
+    _write(file, json.dumps({"request": key, "digest": _digest(key + text), "plan": text}))
     return plan
 
 

@@ -311,27 +311,8 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 
     Raises PlanError, DtypeError.
     """
-    r, options = request, {"objective": objective, "by_transfer": by_transfer}
-
-    def read(text: str) -> Plan:
-        plan = Plan.from_json(text, r.profile)
-        wanted = (
-            r.src,
-            r.dst,
-            r.src_mesh,
-            r.dst_mesh,
-            r.src_devices,
-            r.shape,
-            r.dtype,
-            r.memory_limit,
-            r.factor,
-        )
-        found = plan.src, plan.dst, plan.mesh, plan.dst_mesh, plan.devices, plan.shape, plan.dtype
-        if (*found, plan.memory_limit, plan.scale) != wanted or plan.objective != objective:
-            raise PlanError("this plan is for another request")
-        return plan
-
-    return kept(request, read, lambda: search_plan(request, objective, by_transfer=by_transfer), **options)
+    options: Any = {"objective": objective, "by_transfer": by_transfer}
+    return kept(request, Plan.from_json, lambda: search_plan(request, **options), options)
 
 
 @lru_cache(maxsize=4096)
