@@ -47,7 +47,7 @@ def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
     }
 
 
-def _clear_caches() -> None:
+def clear_caches() -> None:
     """Empty every `lru_cache` of the package."""
     for name, module in list(sys.modules.items()):
         if name == "xshard" or name.startswith("xshard."):
@@ -72,7 +72,7 @@ def quickest(work: Callable[[], object]) -> float:
     """Processor seconds of the quickest of some calls, each with every cache of the package empty."""
     seconds = []
     for _ in range(REPEATS):
-        _clear_caches()
+        clear_caches()
         gc.collect()
         start = time.process_time()
         work()

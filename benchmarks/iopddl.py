@@ -1,0 +1,216 @@
+"""The solver of `xshard.suggest` on a public contest's instances of intra-operator parallelism (google/iopddl).
+
+    python -m benchmarks.iopddl instances/*.json.gz --best best.json
+
+A graph: options with costs and bytes for every node, costs for pairs of options on edges, a limit of bytes at
+every time. It is reduced, exactly, and solved by the integer program of `xshard.step.program`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from xshard.step.cost import Cost
+from xshard.step.messages import bounds_with
+from xshard.step.program import Pairs, Solution, solve_program
+
+NEVER = 1e15  # a cost that stands for a forbidden pair
+
+
+@dataclass
+class Graph:
+    """costs and usages of options by node; tables of pairs (i < j); intervals of times at which a node counts."""
+
+    costs: list[np.ndarray]
+    usages: list[np.ndarray]
+    intervals: list[tuple[int, int]]
+    tables: dict[tuple[int, int], np.ndarray]
+    limit: float
+    constant: float = 0.0
+    undo: list[tuple[int, list[int], np.ndarray]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Graph:
+        problem = json.loads(gzip.open(path).read())["problem"]
+        nodes, edges = problem["nodes"], problem["edges"]
+        costs, usages = ([np.array(x, float) for x in nodes[key]] for key in ("costs", "usages"))
+        graph = cls(costs, usages, [tuple(x) for x in nodes["intervals"]], {}, problem.get("usage_limit", np.inf))
+        for (i, j), table in zip(edges["nodes"], edges["costs"], strict=True):
+            graph.add((i, j), np.array(table, float).reshape(len(costs[i]), len(costs[j])))
+        return graph
+
+    def add(self, edge: tuple[int, int], table: np.ndarray) -> None:
+        (i, j), table = (edge, table) if edge[0] < edge[1] else (edge[::-1], table.T)
+        self.tables[i, j] = self.tables.get((i, j), 0) + np.minimum(table, NEVER)
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        pairs = sum(float(t[chosen[i], chosen[j]]) for (i, j), t in self.tables.items())
+        return sum(float(c[k]) for c, k in zip(self.costs, chosen, strict=True)) + pairs
+
+    def peak(self, chosen: Sequence[int]) -> float:
+        changes = np.zeros(max(end for _, end in self.intervals) + 2)
+        for (start, end), usage, k in zip(self.intervals, self.usages, chosen, strict=True):
+            if start < end:
+                changes[start] += usage[k]
+                changes[end] -= usage[k]
+        return float(changes.cumsum().max())
+
+    def times(self) -> np.ndarray:
+        """For every time that can exceed the limit, and no other time contains, the nodes that count."""
+        points = sorted({start for start, end in self.intervals if start < end})
+        most, rows = np.array([u.max() for u in self.usages]), list[frozenset[int]]()
+        for point in points:
+            live = frozenset(v for v, (start, end) in enumerate(self.intervals) if start <= point < end and most[v] > 0)
+            if sum(most[v] for v in live) > self.limit:
+                rows.append(live)
+        kept = [row for row in dict.fromkeys(rows) if not any(row < other for other in rows)]
+        return np.array([[v in row for v in range(len(self.costs))] for row in kept]).reshape(len(kept), len(self.costs))
+
+
+def reduce(graph: Graph) -> np.ndarray:
+    """Leave out what no best solution needs, until nothing changes: nodes keep one option; the times left."""
+    while True:
+        times = graph.times()
+        counted = times.any(0)
+        before = sum(map(len, graph.costs)), len(graph.tables)
+        ends: list[list[tuple[int, int]]] = [[] for _ in graph.costs]
+        for edge in graph.tables:
+            for v in edge:
+                ends[v].append(edge)
+        for v in range(len(graph.costs)):
+            keep = undominated(graph, v, ends[v], bool(counted[v]))
+            if not keep.all():
+                select(graph, v, keep, ends[v])
+        eliminate(graph, counted)
+        for edge, table in list(graph.tables.items()):  # what depends on one end only belongs to the node
+            least = table.min(1)
+            table = table - least[:, None]
+            other = table.min(0)
+            graph.costs[edge[0]], graph.costs[edge[1]] = graph.costs[edge[0]] + least, graph.costs[edge[1]] + other
+            graph.tables[edge] = table - other
+            if not graph.tables[edge].any():
+                del graph.tables[edge]
+        if before == (sum(map(len, graph.costs)), len(graph.tables)):
+            return times
+
+
+def undominated(graph: Graph, v: int, edges: Sequence[tuple[int, int]], counted: bool) -> np.ndarray:
+    """Options that no other one can replace for less, whatever the neighbours do (Goldstein 1994)."""
+    cost, usage = graph.costs[v], graph.usages[v]
+    worse = cost[:, None] - cost[None]  # of i in place of j, at most
+    for i, j in edges:
+        table = graph.tables[i, j] if i == v else graph.tables[i, j].T
+        rows, index = np.unique(table, axis=0, return_inverse=True)
+        worse = worse + (rows[:, None] - rows[None]).max(-1)[index.reshape(-1)][:, index.reshape(-1)]
+    better = worse <= 0
+    if counted:
+        better &= usage[:, None] <= usage[None]
+    keep = cost < NEVER / 2
+    for j in range(len(cost)):
+        others = better[:, j] & keep
+        others[j] = False
+        keep[j] &= not others.any()
+    return keep
+
+
+def select(graph: Graph, v: int, keep: np.ndarray, edges: Sequence[tuple[int, int]]) -> None:
+    graph.undo.append((v, [], np.nonzero(keep)[0]))
+    graph.costs[v], graph.usages[v] = graph.costs[v][keep], graph.usages[v][keep]
+    for i, j in edges:
+        graph.tables[i, j] = graph.tables[i, j][keep] if i == v else graph.tables[i, j][:, keep]
+
+
+def eliminate(graph: Graph, counted: np.ndarray) -> None:
+    """Nodes with two neighbours at most that count at no time, or have one option: into their neighbours."""
+    ends: dict[int, set[int]] = {v: set() for v in range(len(graph.costs))}
+    for i, j in graph.tables:
+        ends[i].add(j)
+        ends[j].add(i)
+    for v in range(len(graph.costs)):
+        near = sorted(ends[v])
+        if len(graph.costs[v]) > 1 and (counted[v] or len(near) > 2) or not near:
+            continue
+        if len(graph.costs[v]) == 1:
+            for w in near:
+                table = graph.tables.pop((min(v, w), max(v, w)))
+                graph.costs[w] = graph.costs[w] + (table[0] if v < w else table[:, 0])
+                ends[w].remove(v)
+            ends[v] = set()
+            continue
+        tables = [graph.tables.pop((min(v, w), max(v, w))) for w in near]
+        tables = [t.T if v < w else t for t, w in zip(tables, near, strict=True)]  # [neighbour, v]
+        total = graph.costs[v] + (tables[0] if len(near) == 1 else tables[0][:, None] + tables[1][None])
+        graph.undo.append((v, near, total.argmin(-1)))
+        graph.costs[v], graph.usages[v] = np.zeros(1), np.zeros(1)
+        for w in near:
+            ends[w].remove(v)
+        ends[v] = set()
+        if len(near) == 1:
+            graph.costs[near[0]] = graph.costs[near[0]] + total.min(-1)
+        else:
+            graph.add((near[0], near[1]), total.min(-1))
+            ends[near[0]].add(near[1])
+            ends[near[1]].add(near[0])
+
+
+def restored(graph: Graph, chosen: Sequence[int]) -> list[int]:
+    """A solution of the reduced graph -> one of the graph as it was."""
+    whole = list(chosen)
+    for v, near, index in reversed(graph.undo):
+        whole[v] = int(index[tuple(whole[w] for w in near)] if near else index[whole[v]])
+    return whole
+
+
+def solve(graph: Graph, most_nodes: int, gap: float) -> Solution:
+    times = reduce(graph)
+    values = []
+    for v, (cost, usage) in enumerate(zip(graph.costs, graph.usages, strict=True)):
+        values.append(np.concatenate([cost[:, None], usage[:, None] * times[:, v] / graph.limit], 1))
+    pairs = []
+    for edge, table in graph.tables.items():
+        rows, i = np.unique(table, axis=0, return_inverse=True)
+        rows, j = np.unique(rows, axis=1, return_inverse=True)
+        pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), {0: rows}, rows > NEVER / 2))
+    unit = np.eye(1 + len(times))
+    cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
+    print(f"  reduced to {sum(len(c) > 1 for c in graph.costs)} nodes, {sum(map(len, graph.costs))} options, {len(graph.tables)} edges, {len(times)} times", flush=True)
+    tables = [c.copy() for c in graph.costs]
+    bound, more = bounds_with(tables, graph.tables, NEVER * 10, 50)
+    print("  bound without limit", bound)
+    return solve_program(values, pairs, cost, max(bound, 1.0), most_nodes, gap)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("instances", type=Path, nargs="+")
+    parser.add_argument("--best", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=2000)
+    parser.add_argument("--gap", type=float, default=0.0)
+    options = parser.parse_args(arguments)
+    best = {row["instance"]: row for row in json.loads(options.best.read_text())["instances"]}
+    for path in options.instances:
+        start = time.process_time()
+        whole, graph = Graph.read(path), Graph.read(path)
+        found = solve(graph, options.nodes, options.gap)
+        name = path.name.partition(".")[0]
+        known, seconds = best[name]["best_known"], time.process_time() - start
+        if found.assignment is None:
+            print(f"{name}: nothing found, bound {found.bound:.0f}, best known {known}, {seconds:.1f} s")
+            continue
+        chosen = restored(graph, found.assignment)
+        cost, peak = whole.cost(chosen), whole.peak(chosen)
+        fits = "fits" if peak <= whole.limit else "DOES NOT FIT"
+        print(f"{name}: cost {cost:.0f}, {cost / known:.4f} of the best known; bound {found.bound:.0f}, {seconds:.1f} s; {fits}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
