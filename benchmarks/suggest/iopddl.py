@@ -1,8 +1,8 @@
-"""The solver of `xshard.suggest` on a public contest's instances of intra-operator parallelism (google/iopddl).
+"""The solver of `xshard.suggest` on a public contest's instances of intra-operator parallelism.
 
-    python -m benchmarks.iopddl instances/*.json.gz --best best.json
+    python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
-A graph: options with costs and bytes for every node, costs for pairs of options on edges, a limit of bytes at
+google/iopddl has them. A graph: options with costs and bytes for every node, costs for pairs of options on edges, a limit of bytes at
 every time. It is reduced, exactly, and solved by the integer program of `xshard.step.program`.
 """
 
@@ -27,7 +27,7 @@ NEVER = 1e15  # a cost that stands for a forbidden pair
 
 @dataclass
 class Graph:
-    """costs and usages of options by node; tables of pairs (i < j); intervals of times at which a node counts."""
+    """Costs and usages of options by node, the times at which a node counts, tables of pairs (i < j)."""
 
     costs: list[np.ndarray]
     usages: list[np.ndarray]
@@ -39,10 +39,12 @@ class Graph:
 
     @classmethod
     def read(cls, path: Path) -> Graph:
-        problem = json.loads(gzip.open(path).read())["problem"]
+        problem = json.loads(gzip.decompress(path.read_bytes()))["problem"]
         nodes, edges = problem["nodes"], problem["edges"]
         costs, usages = ([np.array(x, float) for x in nodes[key]] for key in ("costs", "usages"))
-        graph = cls(costs, usages, [tuple(x) for x in nodes["intervals"]], {}, problem.get("usage_limit", np.inf))
+        graph = cls(
+            costs, usages, [tuple(x) for x in nodes["intervals"]], {}, problem.get("usage_limit", np.inf)
+        )
         for (i, j), table in zip(edges["nodes"], edges["costs"], strict=True):
             graph.add((i, j), np.array(table, float).reshape(len(costs[i]), len(costs[j])))
         return graph
@@ -68,11 +70,15 @@ class Graph:
         points = sorted({start for start, end in self.intervals if start < end})
         most, rows = np.array([u.max() for u in self.usages]), list[frozenset[int]]()
         for point in points:
-            live = frozenset(v for v, (start, end) in enumerate(self.intervals) if start <= point < end and most[v] > 0)
+            live = frozenset(
+                v for v, (start, end) in enumerate(self.intervals) if start <= point < end and most[v] > 0
+            )
             if sum(most[v] for v in live) > self.limit:
                 rows.append(live)
         kept = [row for row in dict.fromkeys(rows) if not any(row < other for other in rows)]
-        return np.array([[v in row for v in range(len(self.costs))] for row in kept]).reshape(len(kept), len(self.costs))
+        return np.array([[v in row for v in range(len(self.costs))] for row in kept]).reshape(
+            len(kept), len(self.costs)
+        )
 
 
 def reduce(graph: Graph) -> np.ndarray:
@@ -94,7 +100,10 @@ def reduce(graph: Graph) -> np.ndarray:
             least = table.min(1)
             table = table - least[:, None]
             other = table.min(0)
-            graph.costs[edge[0]], graph.costs[edge[1]] = graph.costs[edge[0]] + least, graph.costs[edge[1]] + other
+            graph.costs[edge[0]], graph.costs[edge[1]] = (
+                graph.costs[edge[0]] + least,
+                graph.costs[edge[1]] + other,
+            )
             graph.tables[edge] = table - other
             if not graph.tables[edge].any():
                 del graph.tables[edge]
@@ -136,7 +145,7 @@ def eliminate(graph: Graph, counted: np.ndarray) -> None:
         ends[j].add(i)
     for v in range(len(graph.costs)):
         near = sorted(ends[v])
-        if len(graph.costs[v]) > 1 and (counted[v] or len(near) > 2) or not near:
+        if (len(graph.costs[v]) > 1 and (counted[v] or len(near) > 2)) or not near:
             continue
         if len(graph.costs[v]) == 1:
             for w in near:
@@ -181,10 +190,12 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> Solution:
         pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), {0: rows}, rows > NEVER / 2))
     unit = np.eye(1 + len(times))
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
-    print(f"  reduced to {sum(len(c) > 1 for c in graph.costs)} nodes, {sum(map(len, graph.costs))} options, {len(graph.tables)} edges, {len(times)} times", flush=True)
-    tables = [c.copy() for c in graph.costs]
-    bound, more = bounds_with(tables, graph.tables, NEVER * 10, 50)
-    print("  bound without limit", bound)
+    bound, _ = bounds_with([c.copy() for c in graph.costs], graph.tables, 10 * NEVER)
+    options, left = sum(map(len, graph.costs)), sum(len(c) > 1 for c in graph.costs)
+    print(
+        f"  {left} nodes with {options} options, {len(graph.tables)} edges, {len(times)} times left",
+        flush=True,
+    )
     return solve_program(values, pairs, cost, max(bound, 1.0), most_nodes, gap)
 
 
@@ -208,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = restored(graph, found.assignment)
         cost, peak = whole.cost(chosen), whole.peak(chosen)
         fits = "fits" if peak <= whole.limit else "DOES NOT FIT"
-        print(f"{name}: cost {cost:.0f}, {cost / known:.4f} of the best known; bound {found.bound:.0f}, {seconds:.1f} s; {fits}")
+        share, proved = cost / known, f"bound {found.bound:.0f}"
+        print(f"{name}: {cost:.0f}, {share:.4f} of the best known, {proved}, {seconds:.1f} s; {fits}")
     return 0
 
 

@@ -1,0 +1,116 @@
+"""Suggested steps beside plans by hand and AutoParallel's, all priced alike; and the time it takes.
+
+    python -m benchmarks.suggest             # every case in a process of its own
+    python -m benchmarks.suggest --quick     # the cases of a small batch
+    python -m benchmarks.suggest 8B 16 8192  # one case, with the whole answer
+
+Prints a table and writes a JSON file. AutoParallel's plan is what meta-pytorch/autoparallel documents for
+Llama-3 8B and 70B on 8 x 8: tensor and sequence parallel with ZeRO-3, for 8B with o_proj sharded by sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import record
+from benchmarks.suggest.models import deepseek, llama, mixtral
+from xshard import Mesh, Suggestion, load_profile, suggest
+from xshard.step.hand import HAND, allowed
+from xshard.step.moves import Moves
+from xshard.step.problem import Problem
+from xshard.step.search import Search
+from xshard.step.suggest import HEADROOM, add_by_hand, trainings
+
+GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
+CASES = [
+    *((which, b, s, overlap) for which in ("8B", "70B") for b, s in ((16, 8192), (512, 8192), (32, 131072))
+      for overlap in (0.8, 0.0)),
+    *((f"8B/{layers}", 16, 8192, 0.8) for layers in (1, 4, 32, 80)),
+    ("mixtral", 1024, 4096, 0.8),
+    ("deepseek", 1024, 4096, 0.8),
+]  # fmt: skip
+
+
+def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
+    name, _, layers = model.partition("/")
+    if name in ("mixtral", "deepseek"):
+        return {"mixtral": mixtral, "deepseek": deepseek}[name](batch, sequence), Mesh(dp=8, ep=8, tp=4)
+    return llama(name, batch, sequence, int(layers) if layers else None), Mesh(dp=8, tp=8)
+
+
+def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | None:
+    """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
+    found: dict[str, Any] = {}
+    step, limit = step.with_shares, GB72 * (1 - HEADROOM)
+    for training in trainings(step, Moves(mesh, step.dtype, load_profile("h100")), None, None, overlap):
+        problem = Problem(step, training)
+        flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
+        if model.startswith("8B"):
+            node = problem.number["model.layers.*.self_attn.o_proj"]
+            flags[node] = allowed(problem, HAND["context parallel, ZeRO-3"])[node]
+        add_by_hand(found, "AutoParallel", Search(problem, limit), flags)
+    best = found["AutoParallel"]
+    return best.seconds if best.bytes <= limit else None
+
+
+def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggestion, dict[str, Any]]:
+    import scipy.optimize  # noqa: F401  # not part of what is measured
+
+    step, mesh = step_of(model, batch, sequence)
+    start, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = suggest(step, mesh, memory=GB72, overlap=overlap)
+    took = time.process_time() - start
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+    fitting = {name: hand.seconds for name, hand in found.by_hand.items() if hand.bytes <= hand.search.limit}
+    row = {
+        "model": model, "batch": batch, "sequence": sequence, "overlap": overlap, "seconds": found.seconds,
+        "gap": found.gap, "micro_batches": found.micro_batches, "recompute": found.recompute,
+        "bytes": sum(found.memory.values()), "by_hand": fitting, "rules": sum(map(len, found.rules[:3])),
+        "planning_s": took, "planning_bytes": held * 1024,
+    }  # fmt: skip
+    if "B" in model:
+        row["autoparallel"] = autoparallel(model, step, mesh, overlap)
+    return found, row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = record.options("suggest", __doc__, quick="the cases of 16 sequences")
+    parser.add_argument("case", nargs="*", help="model, batch, sequence and, optionally, the overlap")
+    parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        model, batch, sequence, *overlap = options.case
+        found, row = run(model, int(batch), int(sequence), float(overlap[0]) if overlap else 0.8)
+        print(json.dumps(row) if options.row else found)
+        return 0
+    rows = []
+    for case in record.shown([c for c in CASES if not options.quick or c[1] == 16], "cases"):
+        command = [sys.executable, "-m", "benchmarks.suggest", *map(str, case), "--row"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(line(rows[-1]), flush=True)
+    print(record.write(options, record.about(options, "scipy"), rows=rows))
+    return int(any(row["by_hand"] and row["seconds"] > min(row["by_hand"].values()) for row in rows))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A case in one line."""
+    by_hand = sorted(row["by_hand"].items(), key=lambda pair: pair[1])
+    best = f"{by_hand[0][1]:.3f} s ({by_hand[0][0]})" if by_hand else "none fits"
+    theirs = f", AutoParallel's {row['autoparallel']:.3f} s" if row.get("autoparallel") else ""
+    return (
+        f"{row['model']:9} {row['batch']:5} x {row['sequence']:6} overlap {row['overlap']}: "
+        f"{row['seconds']:.3f} s, gap {row['gap']:.2%}, {row['micro_batches']} micro-batches, "
+        f"{row['rules']} rules; best by hand {best}{theirs}; planned in {row['planning_s']:.1f} s, {row['planning_bytes'] / 2**20:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
