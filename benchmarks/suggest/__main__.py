@@ -105,10 +105,11 @@ def line(row: dict[str, Any]) -> str:
     by_hand = sorted(row["by_hand"].items(), key=lambda pair: pair[1])
     best = f"{by_hand[0][1]:.3f} s ({by_hand[0][0]})" if by_hand else "none fits"
     theirs = f", AutoParallel's {row['autoparallel']:.3f} s" if row.get("autoparallel") else ""
+    took = f"planned in {row['planning_s']:.1f} s, {row['planning_bytes'] / 2**20:.0f} MiB"
     return (
         f"{row['model']:9} {row['batch']:5} x {row['sequence']:6} overlap {row['overlap']}: "
         f"{row['seconds']:.3f} s, gap {row['gap']:.2%}, {row['micro_batches']} micro-batches, "
-        f"{row['rules']} rules; best by hand {best}{theirs}; planned in {row['planning_s']:.1f} s, {row['planning_bytes'] / 2**20:.0f} MiB"
+        f"{row['rules']} rules; best by hand {best}{theirs}; {took}"
     )
 
 

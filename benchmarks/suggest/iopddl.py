@@ -2,8 +2,8 @@
 
     python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
-google/iopddl has them. A graph: options with costs and bytes for every node, costs for pairs of options on edges, a limit of bytes at
-every time. It is reduced, exactly, and solved by the integer program of `xshard.step.program`.
+google/iopddl has them: options with costs and bytes for every node, costs for pairs of options on edges, a
+limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.program`.
 """
 
 from __future__ import annotations

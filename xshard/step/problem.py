@@ -20,7 +20,7 @@ from xshard.layout import Mesh
 from xshard.step.cost import Cost
 from xshard.step.edge import Edge, Term
 from xshard.step.moves import Floats, Moves
-from xshard.step.op import Op
+from xshard.step.op import COPY, REPLICAS, Op
 from xshard.step.options import Indices, Options, array_shape, options_of, shares, storage
 from xshard.step.step import TrainingStep
 
@@ -190,13 +190,15 @@ class Problem:
         )
         assert kept is not None
         each = (kept == EACH)[:, None]
+        stored = self.nodes[self.number[name]].options.ways[:, -1]
+        gathered = each & (stored[:, None] != np.where(used == COPY, REPLICAS, used)[None]).any(-1)
         first = op.times * (self.step.consumers(name)[0] is op)
         used_elements = math.prod(self.lengths[d] for d in op.arrays[k]) * shares(used, self.mesh)[None]
         copies = 3 if op.times > 1 else 2  # the next layer's is gathered meanwhile; one is for the gradient
         parts: dict[int, tuple[Term, Term, Term]] = {
             self.part(op, MOVED): (np.where(each, 1.0, often), 0.0, 0.0),
             self.part(op, MOVED_BACK): (np.where(each, 1.0, 0.0), np.where(each, 1.0, often), 0.0),
-            self.part(op, HELD): (0.0, 0.0, np.where(each, copies * n * used_elements, 0)),
+            self.part(op, HELD): (0.0, 0.0, np.where(gathered, copies * n * used_elements, 0)),
             WEIGHTS: (0.0, 0.0, np.where(each, 0, first * n * used_elements)),
             GRADIENTS: (0.0, 0.0, np.where(each, 0, first * self.training.gradient_bytes * used_elements)),
         }

@@ -123,7 +123,7 @@ class Search:
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best, by an integer program of what may be better."""
         nodes = self.problem.nodes
-        while self._proof is not None and self.bound < (goal := self.seconds * (1 - gap)):
+        while self.best and self._proof and self.bound < (goal := self.seconds * (1 - gap)):
             self._prune(*self._proof, goal)
             if self.bound >= goal:
                 return

@@ -1,0 +1,141 @@
+"""The verb: rules that price like what they came from, what is fixed, what is said about alternatives."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xshard import Mesh, Op, TrainingStep, suggest
+from xshard.errors import PlanError, XshardError
+
+MESH = Mesh(dp=4, tp=2)
+ONE = {"profile": "h100:2", "micro_batches": 1, "recompute": False}
+
+
+def a_model(layers=4, batch=64, length=512):
+    """Two linear layers with a norm and a residual, repeated, and a head."""
+    block = {"times": layers}
+    ops = [
+        Op("embed", "b s, v c -> b s c", ("tokens", "embed.weight"), "lookup"),
+        Op(
+            "layers.*",
+            "b s c -> b s c",
+            ("embed",),
+            "carry",
+            again="layers.*.add",
+            enters="layers.*",
+            **block,
+        ),
+        Op(
+            "layers.*.norm",
+            "b s c, c -> b s c",
+            ("layers.*", "layers.*.norm.weight"),
+            "pointwise",
+            "c",
+            **block,
+        ),
+        Op("layers.*.up", "b s c, f c -> b s f", ("layers.*.norm", "layers.*.up.weight"), **block),
+        Op("layers.*.gate", "b s c, f c -> b s f", ("layers.*.norm", "layers.*.gate.weight"), **block),
+        Op("layers.*.act", "b s f, b s f -> b s f", ("layers.*.gate", "layers.*.up"), "pointwise", **block),
+        Op("layers.*.down", "b s f, c f -> b s c", ("layers.*.act", "layers.*.down.weight"), **block),
+        Op("layers.*.add", "b s c, b s c -> b s c", ("layers.*", "layers.*.down"), "linear", **block),
+        Op("head", "b s c, v c -> b s v", ("layers.*.add", "head.weight")),
+        Op("loss", "b s v ->", ("head",), "loss"),
+    ]
+    weights = {"up": "f c", "gate": "f c", "down": "c f", "norm": "c"}
+    parameters = {f"layers.*.{name}.weight": dims for name, dims in weights.items()}
+    lengths = {"b": batch, "s": length, "c": 2048, "f": 8192, "v": 32000}
+    parameters = {"embed.weight": "v c", **parameters, "head.weight": "v c"}
+    return TrainingStep(ops, lengths, {"tokens": "b s"}, parameters)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return suggest(a_model(), MESH, memory="16GiB", **ONE)
+
+
+def test_rules_cost_what_the_suggestion_costs(found):
+    assert found.estimate().seconds == pytest.approx(found.seconds)
+    assert found.estimate(found.parameters, found.inputs, found.outputs, found.once).memory == found.memory
+
+
+def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
+    fitting = [hand.seconds for hand in found.by_hand.values() if hand.bytes <= hand.search.limit]
+    assert fitting and found.seconds <= min(fitting)
+    assert 0 <= found.gap <= 0.005
+    assert sum(found.memory.values()) <= 0.93 * 2**34
+
+
+def test_rules_of_the_user_s_own(found):
+    zero3 = dict.fromkeys(
+        ("embed.weight", "layers.*.{up,gate,down}.weight", "head.weight"), "o/dp/tp i -> o i"
+    )
+    rules = {**zero3, "layers.*.norm.weight": "n"}
+    priced = found.estimate(rules, {"": "b s -> b/dp/tp s"}, {}, "")
+    assert priced.seconds >= found.bound
+    assert priced.parameters.find("layers.*.down.weight") == "o/dp/tp i -> o i"
+    with pytest.raises(PlanError, match="no plan follows these rules"):
+        found.estimate({**rules, "layers.*.up.weight": "o/dp i"}, {"": "b s -> b/dp/tp s"}, {}, "")
+    with pytest.raises(XshardError, match=r"no rule for 1 of 6 parameters: head\.weight"):
+        found.estimate({name: text for name, text in rules.items() if name != "head.weight"})
+
+
+def test_what_is_fixed_stays(found):
+    fixed = {"layers.*.up.weight": "f c/tp", "tokens": "b/dp s"}
+    other = suggest(a_model(), MESH, memory="16GiB", fixed=fixed, **ONE)
+    assert other.parameters.find("layers.*.up.weight").split(" ->")[0] in ("o i/tp", "o i/dp/tp", "o/dp i/tp")
+    assert "b/dp" in other.inputs[""]
+    assert other.seconds >= found.bound
+
+
+def test_why_names_the_next_best(found):
+    text = found.why("layers.*.up.weight")
+    assert text.startswith("layers.*.up.weight: o") and "; next o" in text and "per step" in text
+    with pytest.raises(PlanError, match=r"did you mean 'layers\.\*\.up'"):
+        found.why("layers.0.up")
+
+
+def test_it_prints_rules_cost_and_plans_by_hand(found):
+    text = str(found)
+    for words in (
+        "parameters\n",
+        "inputs\n",
+        "per step: computing",
+        "% faster",
+        "per device",
+        "HSDP",
+        "overlap",
+    ):
+        assert words in text
+
+
+def test_micro_batches_and_recomputing_save_memory():
+    kept = suggest(a_model(), MESH, micro_batches=1, recompute=False)
+    tight = suggest(a_model(), MESH, memory=math.ceil(sum(kept.memory.values()) * 0.7))
+    assert sum(tight.memory.values()) < sum(kept.memory.values()) * 0.7
+    assert tight.seconds >= kept.bound
+
+
+def test_what_does_not_fit_or_exist_is_refused():
+    with pytest.raises(
+        PlanError, match="the step does not fit '1GiB' per device\n  the least that was found is"
+    ):
+        suggest(a_model(), MESH, memory="1GiB", micro_batches=1, recompute=False)
+    with pytest.raises(PlanError, match="3 micro-batches\n  b is 64: 1, 2, 4"):
+        suggest(a_model(), MESH, micro_batches=3)
+    with pytest.raises(XshardError, match="fits no array of the step"):
+        suggest(a_model(), MESH, fixed={"layers.*.upp.weight": "f/tp c"})
+    with pytest.raises(XshardError, match="is not searched"):
+        suggest(a_model(), MESH, fixed={"layers.*.up.weight": "f/tp/dp c"})
+
+
+def test_every_process_suggests_the_same(found):
+    call = "suggest(a_model(), MESH, memory='16GiB', **ONE)"
+    code = f"from tests.step.test_suggest import *; print({call})"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(found)
