@@ -77,7 +77,7 @@ def test_rules_of_the_user_s_own(found):
     assert priced.seconds >= found.bound
     assert priced.parameters.find("layers.*.down.weight") == "o/dp/tp i -> o i"
     with pytest.raises(PlanError, match="no plan follows these rules"):
-        found.estimate({**rules, "layers.*.up.weight": "o/dp i"}, {"": "b s -> b/dp/tp s"}, {}, "")
+        found.estimate({"layers.*.up.weight": "o/dp i", **rules}, {"": "b s -> b/dp/tp s"}, {}, "")
     with pytest.raises(XshardError, match=r"no rule for 1 of 6 parameters: head\.weight"):
         found.estimate({name: text for name, text in rules.items() if name != "head.weight"})
 
