@@ -42,6 +42,12 @@ m = xs.Mesh(a=4)
 xs.plan("n/a -> n/zigzag(a)", shape=(8,), src_mesh=m, dst_mesh=m, relabel=True)
 assert "scipy" in sys.modules
 """
+SUGGEST = """
+import xshard as xs
+ops = [xs.Op("y", "b i, o i -> b o", ("x", "w")), xs.Op("loss", "b o ->", ("y",), kind="loss")]
+step = xs.TrainingStep(ops, dict(b=8, i=8, o=8), inputs={"x": "b i"}, parameters={"w": "o i"})
+assert xs.suggest(step, xs.Mesh(a=2)).seconds > 0
+"""
 EXTRAS = {
     "": ALONE,
     "torch": "import torch_bridge.nn, torch_bridge.compat",
@@ -51,6 +57,7 @@ EXTRAS = {
     "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",
     "plot": "import matplotlib.pyplot",
     "relabel": RELABEL,
+    "suggest": SUGGEST,
     "calibrate": "import xshard.runtimes.fit, scipy.optimize",
     "testing": "import xshard.testing.plugin; from xshard.testing import assert_equivalent",
 }

@@ -118,10 +118,12 @@ class PendingTensor:
 
 def watched(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
     """The result of a call, now or pending; ranks that have compared the call compare its gradients, too."""
-    pending = result._result if isinstance(result, PendingTensor) else result
-    if compared is None or isinstance(pending, Tensor):
-        return result if compared is None else compared.watched(result, *blocks)
-    result._result = lambda: compared.watched(pending(), *blocks)
+    if compared is None:
+        return result
+    arrives = result._result if isinstance(result, PendingTensor) else None
+    if not callable(arrives):
+        return compared.watched(result, *blocks)
+    result._result = lambda: compared.watched(arrives(), *blocks)
     return result
 
 

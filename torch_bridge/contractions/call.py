@@ -127,7 +127,8 @@ class EinsumCall(NamedTuple):
         sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
         within = Sent(**sent, **steps, **derivatives_of(*blocks)).facts
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
-        return CallFacts({"expression": plan.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own)
+        everywhere = {"expression": plan.text, "mesh": ranked(as_mesh(self.mesh, HINT))}
+        return CallFacts(everywhere, within, processes.ranks, own)
 
 
 def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:

@@ -33,7 +33,8 @@ def load_profile(profile: str | Path | Profile) -> Profile:
     name: Any = profile
     if not isinstance(name, str | Path):
         raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(_shipped())}, or a file")
-    written_ns = os.stat(name).st_mtime_ns if not _is_shipped(str(name)) and os.path.isfile(name) else 0
+    is_file = str(name).partition(":")[0] not in _shipped() and os.path.isfile(name)
+    written_ns = os.stat(name).st_mtime_ns if is_file else 0
     return _load(str(name), written_ns)
 
 
@@ -41,10 +42,6 @@ def load_profile(profile: str | Path | Profile) -> Profile:
 def _shipped() -> tuple[str, ...]:
     files = (resources.files("xshard.cost") / "profiles").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
-
-
-def _is_shipped(name: str) -> bool:
-    return name.partition(":")[0] in _shipped()
 
 
 @lru_cache(maxsize=64)
@@ -137,7 +134,7 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
 def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
     """The profile itself, a file's read; for "auto" the one of `use_profile` or XSHARD_PROFILE, if any."""
     asked = profile if profile != AUTO else _USED.get() or os.environ.get(VARIABLE) or AUTO
-    return asked if isinstance(asked, str) and (asked == AUTO or _is_shipped(asked)) else load_profile(asked)
+    return asked if isinstance(asked, Profile) or asked in (AUTO, *_shipped()) else load_profile(asked)
 
 
 def node_processes(n: int) -> int | None:
