@@ -23,9 +23,9 @@ from benchmarks import record
 from benchmarks.suggest.models import deepseek, llama, mixtral
 from xshard import Mesh, Suggestion, load_profile, suggest
 from xshard.step.hand import HAND, allowed
-from xshard.step.moves import Moves
-from xshard.step.problem import Problem
-from xshard.step.search import Search
+from xshard.step.moves import MovePrices
+from xshard.step.problem import StepProblem
+from xshard.step.search import StepSearch
 from xshard.step.suggest import HEADROOM, add_by_hand, trainings
 
 GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
@@ -49,13 +49,13 @@ def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | N
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
     found: dict[str, Any] = {}
     step, limit = step.with_shares, GB72 * (1 - HEADROOM)
-    for training in trainings(step, Moves(mesh, step.dtype, load_profile("h100")), None, None, overlap):
-        problem = Problem(step, training)
+    for training in trainings(step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap):
+        problem = StepProblem(step, training)
         flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
         if model.startswith("8B"):
             node = problem.number["model.layers.*.self_attn.o_proj"]
             flags[node] = allowed(problem, HAND["context parallel, ZeRO-3"])[node]
-        add_by_hand(found, "AutoParallel", Search(problem, limit), flags)
+        add_by_hand(found, "AutoParallel", StepSearch(problem, limit), flags)
     best = found["AutoParallel"]
     return best.seconds if best.bytes <= limit else None
 

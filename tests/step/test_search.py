@@ -9,10 +9,10 @@ from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
 from xshard.step.eliminate import minimum
 from xshard.step.messages import bounds_with
-from xshard.step.moves import Moves, layout_of
+from xshard.step.moves import MovePrices, layout_of
 from xshard.step.op import COPY, REPLICAS, SUM
-from xshard.step.problem import Problem, Training
-from xshard.step.search import Search
+from xshard.step.problem import StepProblem, Training
+from xshard.step.search import StepSearch
 
 
 def all_vectors(problem):
@@ -28,15 +28,14 @@ def all_vectors(problem):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_finds_what_exhaustive_search_finds(seed):
-    training = Training(
-        Moves(Mesh(a=4), "bfloat16", load_profile("gloo")), 2, recompute=bool(seed % 2), overlap=seed % 3 / 2
-    )
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("gloo"))
+    training = Training(moves, 2, recompute=bool(seed % 2), overlap=seed % 3 / 2)
     step = random_step(seed).with_shares
-    vectors = all_vectors(Problem(step, training))
+    vectors = all_vectors(StepProblem(step, training))
     vectors = vectors[np.isfinite(vectors).all(1)]
-    n_bytes = Problem(step, training).cost(1.0).used(vectors)
+    n_bytes = StepProblem(step, training).cost(1.0).used(vectors)
     for limit in (np.inf, *np.quantile(n_bytes, (0.0, 0.1))):
-        search = Search(Problem(step, training), limit)
+        search = StepSearch(StepProblem(step, training), limit)
         seconds = search.cost.of(vectors)[n_bytes <= limit * (1 + 1e-12)].min()
         search.relax()
         assert search.bound <= seconds * (1 + 1e-9)
@@ -47,8 +46,8 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
 
 
 def test_less_memory_than_any_plan_needs():
-    training = Training(Moves(Mesh(a=2), "bfloat16", load_profile("h100")))
-    search = Search(Problem(random_step(0).with_shares, training), 1000.0)
+    training = Training(MovePrices(Mesh(a=2), "bfloat16", load_profile("h100")))
+    search = StepSearch(StepProblem(random_step(0).with_shares, training), 1000.0)
     search.relax(1e6)
     search.improve()
     assert search.best is None and search.bound > 1
@@ -74,7 +73,7 @@ def test_the_minimum_of_a_sum_of_tables_and_bounds_with_each_value():
 
 @pytest.mark.parametrize(("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")])
 def test_bounds_of_moves_are_below_prices(mesh, machine):
-    moves, draw = Moves(mesh, "bfloat16", load_profile(machine)), np.random.default_rng(2)
+    moves, draw = MovePrices(mesh, "bfloat16", load_profile(machine)), np.random.default_rng(2)
     ways = np.array(list(itertools.product((SUM, COPY, REPLICAS, 0, 1, 2), repeat=len(mesh.axes))))
     start, each = moves.bounds(ways, ways)
     for i, j in draw.integers(len(ways), size=(30, 2)):
@@ -85,7 +84,7 @@ def test_bounds_of_moves_are_below_prices(mesh, machine):
 
 def test_prices_of_moves_are_the_planner_s():
     mesh = Mesh(dp=4, tp=8)
-    moves, shape = Moves(mesh, "bfloat16", load_profile("h100")), (512, 1024, 512)
+    moves, shape = MovePrices(mesh, "bfloat16", load_profile("h100")), (512, 1024, 512)
     gathers = (
         ((0, 1), (0, REPLICAS)),
         ((0, 1), (REPLICAS, 1)),

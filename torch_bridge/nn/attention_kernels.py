@@ -13,7 +13,7 @@ aten = torch.ops.aten
 _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
 
 
-class Mask(NamedTuple):
+class TileMask(NamedTuple):
     """What becomes of a block's scores.
 
     visible: the scores that count. is_causal: for each query only its own key and earlier ones do; there are
@@ -32,7 +32,7 @@ class Mask(NamedTuple):
         return self.softcap is None and self.kept is None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
     """The result of a block, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf."""
     visible, width = mask.visible, v.shape[-1]
     if q.device.type == "cpu" and mask.is_fused:
@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
 
 
 def pull(
-    dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+    dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's addends to the gradients of q, k and v; dy, result, log_sum are over all blocks."""
     widths = q.shape[-1], k.shape[-1], v.shape[-1]
@@ -89,7 +89,7 @@ def pull(
     return of_q, of_k, of_v
 
 
-def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor | float]:
+def _scores(q: Tensor, k: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor | float]:
     """The scores, and their derivative by the products."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     slope: Tensor | float = scale
@@ -111,7 +111,7 @@ def _one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in blocks)
 
 
-def bias_of(mask: Mask, dtype: torch.dtype) -> Tensor | None:
+def bias_of(mask: TileMask, dtype: torch.dtype) -> Tensor | None:
     """The mask as a bias: -inf where scores do not count."""
     bias, visible = mask.bias, mask.visible
     if visible is None:
@@ -120,7 +120,7 @@ def bias_of(mask: Mask, dtype: torch.dtype) -> Tensor | None:
     return torch.where(visible, bias, float("-inf")).to(dtype)
 
 
-def _bias_of_blocks(mask: Mask, q: Tensor) -> Tensor | None:
+def _bias_of_blocks(mask: TileMask, q: Tensor) -> Tensor | None:
     """A bias for all heads; rows begin at multiples of 16 bytes or more, as the kernel reads them."""
     bias = bias_of(mask, q.dtype)
     if bias is None:

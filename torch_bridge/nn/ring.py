@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from torch_bridge.nn.attention_kernels import Mask, attend, pull
+from torch_bridge.nn.attention_kernels import TileMask, attend, pull
 from torch_bridge.redistribution import redistribute
 from xshard.layout.runs import row_numbers
 from xshard.nn.attention import ALL, CAUSAL, HEADS, RING, Attention, Rows, Tile, dropped, tiles
@@ -62,7 +62,7 @@ class ProcessAttention:
         else:
             total.index_add_(1, self.heads_read.to(total.device), gradient.to(total.dtype))
 
-    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> Mask:
+    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> TileMask:
         """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
         rows = self.attn.query_rows(self.device)[tile.q]
         keys = self.attn.key_rows(self.device, turn)[tile.k]
@@ -75,7 +75,7 @@ class ProcessAttention:
             pairs = zip(self.documents, (rows, keys), strict=True)
             of_rows, of_keys = (documents[:, self._tensor(x)] for documents, x in pairs)
             visible = visible & (of_rows[:, None, :, None] == of_keys[:, None, None])
-        return Mask(visible, causal, bias, self.softcap, self._kept(rows, keys))
+        return TileMask(visible, causal, bias, self.softcap, self._kept(rows, keys))
 
     def _bias(self, rows: Rows, keys: Rows) -> Tensor | None:
         """`[1, heads, rows, keys]`: minus the slope of a head times the distance."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xshard.step.moves import Floats, Moves, Ways, dual
+from xshard.step.moves import Floats, MovePrices, Ways, dual
 from xshard.step.options import Flags, Indices
 
 Term = Floats | float
@@ -28,7 +28,7 @@ class Edge:
     ends: tuple[Indices, Indices]
     layouts: tuple[Ways, Ways]
     lengths: tuple[int, ...]
-    moves: Moves
+    moves: MovePrices
     parts: Mapping[int, tuple[Term, Term, Term]]
     is_linear: bool = True
     place: str = ""

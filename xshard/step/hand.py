@@ -9,7 +9,7 @@ import numpy as np
 
 from xshard.step.op import Op, elements
 from xshard.step.options import Flags, shares
-from xshard.step.problem import EACH, KEPT, Problem
+from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.step import TrainingStep
 
 IDLE, OTHER = 100, 10_000  # ranks of rules, behind all dims that are preferred
@@ -49,7 +49,7 @@ def roles(step: TrainingStep) -> Mapping[str, Sequence[str]]:
     return {BATCH: [step.batch], SEQUENCE: sequence, TENSOR: [*tensor, *sequence], HEADS: sequence}
 
 
-def allowed(problem: Problem, plan: HandPlan) -> list[Flags]:
+def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     """The options of every node that a plan by hand leaves."""
     step, mesh, dims = problem.step, problem.mesh, roles(problem.step)
     flags, largest = [], max(elements(step.dims[name], step.lengths) for name in step.parameters)

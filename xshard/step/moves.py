@@ -42,7 +42,7 @@ def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) ->
 
 
 @dataclass(eq=False)
-class Moves:
+class MovePrices:
     """The seconds of moves on one mesh, each planned once."""
 
     mesh: Mesh

@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
+class NodeOptions:
     """The options of an operation: the number of the rule of every axis, and the layout of every array.
 
     rules: [options, axes]; ways: [options, arrays, axes], where the last array is the result. Dims are those
@@ -36,9 +36,9 @@ class Options:
         rows, index = np.unique(self.ways[:, array], axis=0, return_inverse=True)
         return rows, index.reshape(-1)
 
-    def only(self, keep: Flags | Indices) -> Options:
+    def only(self, keep: Flags | Indices) -> NodeOptions:
         """Some of the options."""
-        return Options(self.rules[keep], self.ways[keep])
+        return NodeOptions(self.rules[keep], self.ways[keep])
 
 
 def shares(ways: Ways, mesh: Mesh) -> Floats:
@@ -47,7 +47,7 @@ def shares(ways: Ways, mesh: Mesh) -> Floats:
     return share
 
 
-def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Options:
+def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> NodeOptions:
     """All combinations of rules, one for each axis, that divide the dims of all arrays evenly."""
     table = np.array([(*rule.operands, rule.result) for rule in op.axis_rules])
     chosen = _products(len(table), mesh)
@@ -55,15 +55,15 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Options:
     for j, dims in enumerate(op.arrays):
         ways[:, j], fitting = _in_array(ways[:, j], dims, [lengths[d] for d in dims], mesh)
         fits &= fitting
-    return Options(chosen, ways).only(fits)
+    return NodeOptions(chosen, ways).only(fits)
 
 
-def storage(shape: Sequence[int], mesh: Mesh) -> Options:
+def storage(shape: Sequence[int], mesh: Mesh) -> NodeOptions:
     """All ways to store an array: each axis shards a dim or has replicas."""
     chosen = _products(len(shape) + 1, mesh)
     dims = Dims.parse(" ".join(f"d{d}" for d in range(len(shape))), "")
     ways, fits = _in_array(np.array([*range(len(shape)), REPLICAS])[chosen], dims, shape, mesh)
-    return Options(chosen, ways[:, None]).only(fits)
+    return NodeOptions(chosen, ways[:, None]).only(fits)
 
 
 def _products(n: int, mesh: Mesh) -> Indices:

@@ -19,9 +19,9 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.step.cost import Cost
 from xshard.step.edge import Edge, Term
-from xshard.step.moves import Floats, Moves
+from xshard.step.moves import Floats, MovePrices
 from xshard.step.op import COPY, REPLICAS, Op
-from xshard.step.options import Indices, Options, array_shape, options_of, shares, storage
+from xshard.step.options import Indices, NodeOptions, array_shape, options_of, shares, storage
 from xshard.step.step import TrainingStep
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
@@ -37,7 +37,7 @@ class Training(NamedTuple):
     efficiency: share of the peak rate that products reach. The bytes are for each parameter.
     """
 
-    moves: Moves
+    moves: MovePrices
     micro_batches: int = 1
     recompute: bool = False
     overlap: float = 0.8
@@ -54,13 +54,13 @@ class Node:
     """
 
     name: str
-    options: Options
+    options: NodeOptions
     values: Floats
     kept: Indices | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class StepProblem:
     """A step on a mesh with micro-batches; `assignment` is an option for every node."""
 
     step: TrainingStep

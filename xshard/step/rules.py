@@ -16,7 +16,7 @@ from xshard.step.edge import Edge
 from xshard.step.moves import Ways, layout_of
 from xshard.step.op import COPY, REPLICAS, SUM
 from xshard.step.options import Indices
-from xshard.step.problem import EACH, KEPT, Problem
+from xshard.step.problem import EACH, KEPT, StepProblem
 
 Texts = dict[str, str]
 
@@ -33,7 +33,7 @@ class StepRules(NamedTuple):
     once: str = ""
 
 
-def written(problem: Problem, assignment: Sequence[int]) -> StepRules:
+def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
     step, nodes = problem.step, problem.nodes
     roots, parameters, inputs, outputs, once, around = Texts(), Texts(), Texts(), Texts(), Texts(), Texts()
@@ -61,7 +61,7 @@ def written(problem: Problem, assignment: Sequence[int]) -> StepRules:
     return StepRules(Rules(_merged(parameters)), arriving, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
-def limited(problem: Problem, rules: StepRules) -> list[Indices]:
+def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
     """The options of every node that rules leave; moves are limited, in place, to those that rules name."""
     allowed = [np.ones(len(node.options), bool) for node in problem.nodes]
     step, once = problem.step, Rules({rules.once: True} if rules.once else {})
@@ -100,7 +100,7 @@ def limited(problem: Problem, rules: StepRules) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def fixed_options(problem: Problem, fixed: Mapping[Any, Any]) -> list[Indices]:
+def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, whose result is meant.
@@ -122,7 +122,7 @@ def fixed_options(problem: Problem, fixed: Mapping[Any, Any]) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def names_of(problem: Problem, name: str) -> list[str]:
+def names_of(problem: StepProblem, name: str) -> list[str]:
     """A name for each dim of an array: several that are one dim have one name together.
 
     Dims of parameters are called alike in all, so that one rule is for many.
@@ -135,7 +135,7 @@ def names_of(problem: Problem, name: str) -> list[str]:
     return ["".join(each) for each in members]
 
 
-def _ends(problem: Problem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
+def _ends(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     names = names_of(problem, problem.nodes[edge.nodes[0]].name)
     chosen = (
         layouts[index[assignment[n]]]
@@ -145,7 +145,7 @@ def _ends(problem: Problem, edge: Edge, assignment: Sequence[int]) -> tuple[Layo
     return src, dst
 
 
-def _resolved(text: str, problem: Problem, names: Sequence[str]) -> ActivationRule:
+def _resolved(text: str, problem: StepProblem, names: Sequence[str]) -> ActivationRule:
     """A rule for an array with as many dims. Raises NotationError for other dims."""
     rule = rule_of(text, problem.mesh)
     return ActivationRule(rule.src.resolved(len(names)), rule.dst.resolved(len(names)), text)

@@ -18,7 +18,7 @@ from xshard.step.eliminate import minimum
 from xshard.step.messages import bounds_with
 from xshard.step.moves import Floats
 from xshard.step.options import Indices
-from xshard.step.problem import Problem
+from xshard.step.problem import StepProblem
 from xshard.step.program import Pairs, solve_program
 
 ROUNDS = 100  # of weights
@@ -29,13 +29,13 @@ STARTS = 3  # assignments to improve
 
 
 @dataclass(eq=False)
-class Search:
+class StepSearch:
     """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit.
 
     left: the options of every node that are left.
     """
 
-    problem: Problem
+    problem: StepProblem
     limit: float
     left: list[Indices] = field(default_factory=list)
     bound: float = 0.0

@@ -16,11 +16,11 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.step.hand import HAND, allowed
-from xshard.step.moves import Moves
+from xshard.step.moves import MovePrices
 from xshard.step.options import Flags
-from xshard.step.problem import Problem, Training
+from xshard.step.problem import StepProblem, Training
 from xshard.step.rules import fixed_options
-from xshard.step.search import Search
+from xshard.step.search import StepSearch
 from xshard.step.step import TrainingStep
 from xshard.step.suggestion import ByHand, Suggestion
 
@@ -69,11 +69,11 @@ def suggest(
     mesh = Mesh({axis: n for axis, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1})
     limit = np.inf if memory is None else (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
-    moves = Moves(mesh, step.dtype, load_profile(profile))
-    searches, hands = list[Search](), dict[str, ByHand]()
+    moves = MovePrices(mesh, step.dtype, load_profile(profile))
+    searches, hands = list[StepSearch](), dict[str, ByHand]()
     for training in trainings(step, moves, micro_batches, recompute, overlap):
-        problem = Problem(step, training)
-        search = Search(problem, limit, fixed_options(problem, fixed or {}))
+        problem = StepProblem(step, training)
+        search = StepSearch(problem, limit, fixed_options(problem, fixed or {}))
         for name, plan in HAND.items():
             add_by_hand(hands, name, search, allowed(problem, plan))
         searches.append(search)
@@ -98,7 +98,7 @@ def suggest(
 
 
 def trainings(
-    step: TrainingStep, moves: Moves, micro_batches: int | None, recompute: bool | None, overlap: float
+    step: TrainingStep, moves: MovePrices, micro_batches: int | None, recompute: bool | None, overlap: float
 ) -> Iterable[Training]:
     """The numbers of micro-batches that divide the batch, with and without computing activations again."""
     batch = step.lengths[step.batch]
@@ -114,13 +114,13 @@ def trainings(
             yield Training(moves, n, each, overlap)
 
 
-def add_by_hand(hands: dict[str, ByHand], name: str, search: Search, flags: Sequence[Flags]) -> None:
+def add_by_hand(hands: dict[str, ByHand], name: str, search: StepSearch, flags: Sequence[Flags]) -> None:
     """Price a plan by hand within what is allowed, and keep it if it is the best of its name."""
     left = [np.nonzero(f)[0] for f in flags]
     left = [a[np.isin(a, b)] for a, b in zip(left, search.left, strict=True)]
     if not all(map(len, left)):
         return
-    by_hand = Search(search.problem, search.limit, left)
+    by_hand = StepSearch(search.problem, search.limit, left)
     by_hand.start()
     for assignment, vector in by_hand.found.items():
         search.offer(assignment)

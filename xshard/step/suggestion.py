@@ -23,10 +23,10 @@ from xshard.step.problem import (
     MOVED_BACK,
     OPTIMIZER,
     PARTS,
-    Problem,
+    StepProblem,
 )
 from xshard.step.rules import StepRules, limited, names_of, written
-from xshard.step.search import Search
+from xshard.step.search import StepSearch
 
 SAME = 0.01  # of the seconds: plans this near are as good
 
@@ -35,7 +35,7 @@ class ByHand(NamedTuple):
     """The best of a plan by hand over all numbers of micro-batches, with the parts of its cost."""
 
     rank: float
-    search: Search
+    search: StepSearch
     vector: Floats
 
     @property
@@ -51,12 +51,12 @@ class ByHand(NamedTuple):
 class Suggestion:
     """Where everything in a training step lives, as rules, with its cost and a bound of all costs."""
 
-    search: Search
+    search: StepSearch
     bound: float
     by_hand: Mapping[str, ByHand]
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> StepProblem:
         return self.search.problem
 
     @property
@@ -145,7 +145,7 @@ class Suggestion:
         left[number[name]] = left[number[name]][others[left[number[name]]]]
         if not len(left[number[name]]):
             return f"{name}: {here}, there is no other layout"
-        search = Search(problem, self.search.limit, left)
+        search = StepSearch(problem, self.search.limit, left)
         rest = self.assignment[: number[name]], self.assignment[number[name] + 1 :]
         for other in left[number[name]]:
             search.offer([*rest[0], int(other), *rest[1]])
@@ -185,7 +185,7 @@ class Suggestion:
             own.outputs if outputs is None else Rules(outputs),
             own.once if once is None else once,
         )
-        search = Search(problem, np.inf, limited(problem, rules))
+        search = StepSearch(problem, np.inf, limited(problem, rules))
         search.relax()
         search.improve()
         if search.best is None:
