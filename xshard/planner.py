@@ -161,7 +161,7 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction without `...`, cached. shapes: of operands with one dim per name.
+    """`plan` of a contraction without `...`, cached. shapes: the operands', with one dim per name.
 
     Without an objective, by its dtype.
     """

@@ -73,7 +73,7 @@ def test_an_activation_of_several_operations_is_shared():
         (lambda: Op("a", "b c -> b", ("x",), kind="contracton"), PlanError, "did you mean 'contraction'"),
         (lambda: Op("a", "b c -> b", ("x",), whole="d"), NotationError, "no dim 'd'"),
         (lambda: Op("a", "b c -> b", ("x",), rules=("c/x b -> b",)), NotationError, "is not 'b c'"),
-        (lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}), ShapeError, "dim 'd' has no length"),
+        (lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}), ShapeError, "dim 'd' lacks a length"),
         (lambda: a_step(inputs={"y": "b s c"}), PlanError, "no array 'x'"),
         (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \[8, 32\], used as 'b s c'"),
         (lambda: a_step(ops=[UP, UP]), PlanError, "another array of this name"),

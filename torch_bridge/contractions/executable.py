@@ -112,7 +112,7 @@ class MoveAgain(torch.autograd.Function):
 class ContractionExecutable:
     """The blocks of the operands -> the block of the result, of `shape`. lowering: made it of the plan.
 
-    views: of operands that are not written with one dim per name, their numbers and how they become so.
+    views: numbers of the operands that are not written with one dim per name, and how they become so.
     """
 
     plan: ContractionPlan

@@ -116,8 +116,8 @@ def compare_ranks(
 
 
 class Compared(NamedTuple):
-    """A call that ranks have compared. number: how often they have met, equal on all. ranks: those that send
-    to each other, which compare its gradients, too."""
+    """A call that ranks have compared. number: how often they have met, equal on all. ranks: they send to
+    each other, and compare its gradients, too."""
 
     asked: str
     number: int

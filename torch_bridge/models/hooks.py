@@ -49,7 +49,7 @@ class TensorRule:
     def move(
         self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
     ) -> tuple[Tensor, tuple[KnownDim, ...]]:
-        """A block -> the block after its rule, and the dims that are known then. where: what it is."""
+        """A block -> the block after its rule, and the dims known then. where: its name in errors."""
         rule = self.rule
         if torch.compiler.is_compiling():
             return self._sent(x, context), ()

@@ -49,7 +49,7 @@ class Contraction:
     def resolved(self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None) -> Contraction:
         """The contraction with dims `_0`, `_1`, ... for `...`, of operands with so many dims, or ShapeError.
 
-        layouts: these are the operands'; by default those of the arrays.
+        layouts: the operands'; by default the arrays' own.
         """
         pairs = enumerate(zip(layouts or self.arrays, ndims, strict=False))
         count = {n - len(x.dims) + 1: i for i, (x, n) in pairs if ELLIPSIS in x.names}
@@ -67,7 +67,7 @@ class Contraction:
 def is_contraction(expression: Any, *, named: bool) -> bool:
     """Whether an expression has several operands, or one with dims that the result lacks.
 
-    named: the lengths are those of a contraction: by name, or a shape for each operand. Without them a result
+    named: the lengths belong to a contraction: by name, or a shape for each operand. Without them a result
     that lacks dims of its one operand is a mistake in a move.
     """
     return isinstance(expression, str) and _is_contraction(expression, named)
@@ -119,7 +119,7 @@ def _parsed(text: str) -> Contraction:
 
 
 def _by_name(layout: Layout) -> Layout:
-    """A layout with one dim for every name; names of several dims, of which one is sharded, come last."""
+    """A layout with one dim for every name; names of several dims, one of them sharded, come last."""
     shards: dict[str, tuple[Shard, ...]] = {}
     names = Counter(name for dim in layout.dims for name in parts_of(dim))
     for dim in layout.dims:

@@ -15,7 +15,7 @@ from xshard.notation.parser import parts_of
 
 
 def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> tuple[Sharding, ...]:
-    """The operands and the result as they are written. shapes: of the operands, a length per name.
+    """The operands and the result as they are written. shapes: the operands', a length per name.
 
     Raises ShapeError unless the blocks of a composed dim are blocks of its first name.
     """
@@ -38,7 +38,7 @@ def named_block(
 ) -> Any:
     """A block under a layout as it is written -> the block, of shape `block`, under `named`.
 
-    x: of numpy, torch or JAX, which have its gradient. rows: the global rows of a name in the block.
+    x: an array of numpy, torch or JAX, which have its gradient. rows: the global rows of a name in the block.
     """
     here, whole = (dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape))
     names, lengths, picked = list[str](), list[int](), list[int]()

@@ -110,7 +110,7 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """The pairs of blocks with rows in common: their numbers in `dst`, in `src`, and how many rows.
 
-    A row counts as often as both have it. Where long cyclic cuts repeat, one period is counted.
+    A row counts as often as both have it. Of long cyclic cuts that repeat, one period is counted.
     """
     tables = run_table(src), run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:

@@ -117,7 +117,7 @@ def check_pieces(n: int, most: int) -> None:
 
 
 def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Where rows are in both, in the order of `b`: which of `a`, which of `b`, first row, row after the last.
+    """Rows in both, in the order of `b`: the number in `a`, the number in `b`, first row, row after the last.
 
     a: sorted by rows, which are distinct.
     """

@@ -144,7 +144,7 @@ def mark_errors(text: str | None) -> Iterator[None]:
 
 
 def parts_of(dim: Dim) -> list[str]:
-    """The names of a dim of a contraction: of `(h d)` both, of the second `i`, which is `i'1`, that one."""
+    """The names of a dim of a contraction: both for `(h d)`, `i` for `i'1`, the second `i`."""
     return [name.partition("'")[0] for name in dim.name.strip("()").split()]
 
 
@@ -176,7 +176,7 @@ _NUMBERS = {
 class _Parser(Scanner):
     """Recursive descent over the grammar, which records the positions of names.
 
-    composes: a dim may be `(h d)`. repeats: a name may be that of two dims.
+    composes: a dim may be `(h d)`. repeats: two dims may have one name.
     """
 
     def __init__(self, text: str, *, composes: bool = False, repeats: bool = False) -> None:

@@ -40,7 +40,7 @@ P = TypeVar("P", bound=Printed)
 def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None) -> P:
     """The plan that an earlier run has kept for a request, or else the one that is made, kept from now on.
 
-    read: `from_json` of the plan. options: what else it depends on.
+    read: `from_json` of the plan. options: it depends on these, too.
     """
     if not (folder := os.environ.get(VARIABLE)):
         return make()

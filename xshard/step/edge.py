@@ -18,7 +18,7 @@ Term = Floats | float
 class Edge:
     """The moves of an array from the options of one node to the options of another.
 
-    ends: for every option of each node its row, or its column. layouts: of rows and columns. parts: for a
+    ends: for every option of each node its row, or its column. layouts: for rows and columns. parts: for a
     part of the cost, how much of the forward and of the backward seconds it gets, and what besides; numbers,
     or arrays over rows and columns. A linear move has a backward pass. place: the module or array where a
     rule can say the move, as it enters or leaves; "" if it is between equal layouts only.

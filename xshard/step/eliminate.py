@@ -16,7 +16,7 @@ MOST = 2**24  # entries of a table; beyond that the minimum is bounded from belo
 def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> tuple[float, list[int]]:
     """The least sum of an entry of each table, and the value of every variable there.
 
-    A variable of which the tables together are too large is minimized over in two parts, each with its own
+    A variable with tables that are too large together is minimized over in two parts, each with its own
     value: then the sum is a lower bound, and the values need not reach it.
 
     >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5.0, 5.0], [0.0, 3.0]])})

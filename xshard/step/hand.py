@@ -1,4 +1,4 @@
-"""The plans that people write by hand, for any step: what every axis does in each class of operations."""
+"""The plans that people write by hand, for any step: the use of every axis in each class of operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, SEQUENCE, TENSOR, HEADS = "batch", "sequence", "tensor", "heads"
 
 
 class HandPlan(NamedTuple):
-    """What the last axis shards, all others sharding the batch, and how parameters are stored.
+    """A use of the last axis, all others sharding the batch, and of storage for parameters.
 
     stored: axes that shard parameters in storage: "all", "last", "others" beside their use, or "none".
     """
@@ -41,7 +41,7 @@ HAND: Mapping[str, HandPlan] = {
 
 
 def roles(step: TrainingStep) -> Mapping[str, Sequence[str]]:
-    """The dims of a step by role: those of parameters that the residual stream lacks are `TENSOR`."""
+    """The dims of a step by role: dims of parameters that the residual stream lacks are `TENSOR`."""
     stream = next((op.result for op in step.ops if op.kind == "carry"), step.ops[0].result)
     weights = dict.fromkeys(dim for name in step.parameters for dim in step.dims[name])
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]

@@ -2,7 +2,7 @@
 
 A rule says it for one axis. It is written as a contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`.
 The classes (`KINDS`) derive rules from the dims of an operation by the table of `contractions.types`;
-rules of its own replace them. Knows no mesh and no price.
+rules of its own replace them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, PlanError, ShapeError, Span, located
 from xshard.layout import Layout
 
-REPLICAS, SUM, COPY = -1, -2, -3  # what an axis does in an array, beside a position: the dim that it shards
+REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
 ARROW = "->"
 
 
@@ -51,7 +51,7 @@ KINDS: Mapping[str, Kind] = {
     "linear": Kind(sums=True, passes=(SUM,)),
     # rows of a table by number; a shard of the rows gives zeros for the others
     "lookup": Kind(sums=True),
-    # scores of queries and keys; the dim of the keys is whole; `flops` are those of a causal mask
+    # scores of queries and keys; the dim of the keys is whole; `flops` count a causal mask
     "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saved=1.0),
     # a sum of losses over all dims; logits are kept in float32 too
     "loss": Kind(sums=True, accesses=4.0, saved=3.0),
@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Rule(NamedTuple):
-    """What one axis does in each operand and the result: the position of the dim that it shards, or a tag."""
+    """The use of one axis in each operand and the result: the number of the dim that it shards, or a tag."""
 
     operands: tuple[int, ...]
     result: int
@@ -85,10 +85,10 @@ class Dims(tuple[str, ...]):
             span = start + token.start(), start + token.end()
             if token[0] in "()":
                 if (depth := depth + (1 if token[0] == "(" else -1)) not in (0, 1):
-                    raise _malformed("this parenthesis has no partner", whole, span)
+                    raise _malformed("this parenthesis lacks its partner", whole, span)
                 groups += [0] * depth
             elif not token[0].isidentifier():
-                raise _malformed(f"{token[0]!r} is no name of a dim", whole, span)
+                raise _malformed(f"{token[0]!r} is not a name of a dim", whole, span)
             elif token[0] in names:
                 raise _malformed(f"dim {token[0]!r} is there twice", whole, span)
             else:
@@ -121,12 +121,12 @@ class Op:
     text: the dims of operands and result, as in `"b s c, (g d) c -> b s (g d)"`; in parentheses are dims that
     are one dim of the array. A dim has one length wherever it is; results reach operands by position.
     operands: names of operations, inputs and parameters. kind: its class, one of `KINDS`.
-    whole: dims that no axis may shard. rules: what an axis may do instead of what its class says, each as in
+    whole: dims that no axis may shard. rules: they replace the rules of its class for an axis, each as in
     `"b s/x c -> b n/x c"`. times: how often it runs. again: in a repeated block, the operation that
     gives the operand of a `carry` from the second time on.
-    enters, leaves: the module with it as the first and as the last operation, where rules can move the first
+    enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
-    flops, accesses, saved: instead of those of its class (`Kind`).
+    flops, accesses, saved: they replace the numbers of its class (`Kind`).
     Raises NotationError, PlanError.
 
     >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
@@ -195,7 +195,7 @@ class Op:
 
     @cached_property
     def axis_rules(self) -> tuple[Rule, ...]:
-        """What one axis may do; the last rule is that it does nothing."""
+        """The rules for one axis; by the last it does nothing."""
         *operands, result = self.arrays
         idle = Rule((REPLICAS,) * len(operands), REPLICAS)
         if self.kind == "opaque":
@@ -250,5 +250,5 @@ def elements(dims: Sequence[str], lengths: Mapping[str, int]) -> int:
     """Elements of an array with these dims. Raises ShapeError for a dim without a length."""
     for dim in dims:
         if dim not in lengths:
-            raise ShapeError(f"dim {dim!r} has no length", hint=f"lengths are: {', '.join(lengths)}")
+            raise ShapeError(f"dim {dim!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}")
     return math.prod(lengths[dim] for dim in dims)

@@ -21,8 +21,8 @@ Flags = NDArray[np.bool_]
 class NodeOptions:
     """The options of an operation: the number of the rule of every axis, and the layout of every array.
 
-    rules: [options, axes]; ways: [options, arrays, axes], where the last array is the result. Dims are those
-    of arrays as they are: what is in parentheses is one.
+    rules: [options, axes]; ways: [options, arrays, axes]; the last array is the result. Dims are
+    the arrays' own: names in parentheses are one.
     """
 
     rules: Indices

@@ -243,7 +243,7 @@ class StepProblem:
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
-        """Seconds of a step as a function of parts, where no device holds more bytes than the limit."""
+        """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
         unit, size = np.eye(self.size), len(PARTS)
         maxima, limited = [], []
         hidden = self.training.overlap if overlap is None else overlap

@@ -22,7 +22,7 @@ Texts = dict[str, str]
 
 
 class StepRules(NamedTuple):
-    """Rules of a step, as `xt.parallelize` takes them: of parameters, and of modules' inputs and outputs.
+    """Rules of a step, as `xt.parallelize` takes them, for parameters and for modules' inputs and outputs.
 
     once: a pattern of the parameters that are gathered once per step, not for each use; "" for none.
     """
@@ -103,7 +103,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
 def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
-    fixed: layouts by patterns over names of inputs, parameters and operations, whose result is meant.
+    fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
     rules: Any = Rules({**fixed})
     allowed = []
@@ -125,7 +125,7 @@ def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indice
 def names_of(problem: StepProblem, name: str) -> list[str]:
     """A name for each dim of an array: several that are one dim have one name together.
 
-    Dims of parameters are called alike in all, so that one rule is for many.
+    Dims of parameters have the same names in all, so that one rule is for many.
     """
     members = problem.step.dims[name].members
     if name in problem.step.parameters:

@@ -16,11 +16,11 @@ from xshard.step.op import KINDS, Dims, Op, elements
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The forward pass of a training step, of which the backward pass follows by dual layouts.
+    """The forward pass of a training step; its backward pass follows by dual layouts.
 
-    ops: in an order in which they can run. lengths: of every dim, by name. inputs, parameters: the dims of
+    ops: in an order in which they can run. lengths: one per dim, by name. inputs, parameters: the dims of
     each, by name; names of parameters are as in `model.state_dict()`, with `*` for the number of a repeated
-    block. batch: the dim that micro-batches divide. dtype: of activations and of parameters in use.
+    block. batch: the dim that micro-batches divide. dtype: for activations and parameters in use.
     moves_anywhere: moves are possible between any two operations, instead of at modules (`Op.enters`).
     Raises PlanError for names that do not exist or come too late, ShapeError for lengths that do not fit.
 

@@ -49,7 +49,7 @@ class ByHand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Suggestion:
-    """Where everything in a training step lives, as rules, with its cost and a bound of all costs."""
+    """The layouts of everything in a training step, as rules, with its cost and a bound of all costs."""
 
     search: StepSearch
     bound: float
@@ -127,7 +127,7 @@ class Suggestion:
         return {**parts, "optimizer": float(vector[OPTIMIZER])}
 
     def why(self, name: str) -> str:
-        """What the next best layout would cost for an input, a parameter or an operation (its result).
+        """The cost of the next best layout for an input, a parameter or an operation (its result).
 
         Raises PlanError for another name.
         """
@@ -144,7 +144,7 @@ class Suggestion:
         left = list(self.search.given)
         left[number[name]] = left[number[name]][others[left[number[name]]]]
         if not len(left[number[name]]):
-            return f"{name}: {here}, there is no other layout"
+            return f"{name}: {here}, without another layout"
         search = StepSearch(problem, self.search.limit, left)
         rest = self.assignment[: number[name]], self.assignment[number[name] + 1 :]
         for other in left[number[name]]:
@@ -174,7 +174,7 @@ class Suggestion:
         outputs: Mapping[Any, Any] | None = None,
         once: str | None = None,
     ) -> Suggestion:
-        """The cost of rules, with the same number of micro-batches; what is not given is as suggested.
+        """The cost of rules, with the same number of micro-batches; the rest is as suggested.
 
         Nothing moves that no rule names. Raises PlanError for rules that cannot be run.
         """

@@ -117,7 +117,7 @@ def _asked(
     at: int,
     once: bool,
 ) -> tuple[tuple[Segment, ...], Runs]:
-    """What a device takes from its own block, and the rows that it takes from those that offer them."""
+    """Runs that a device takes from its own block, and the rows that it takes from others that offer them."""
     rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
         return (), rows
