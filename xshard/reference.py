@@ -145,8 +145,8 @@ def _contracted(
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
-    ends = zip(operands, arrays, plan.moves, strict=True)
-    left = [by_name(checked_blocks(x, array), array, move.source) for x, array, move in ends]
+    described = zip(operands, arrays, plan.moves, strict=True)
+    left = [by_name(checked_blocks(x, array), array, move.source) for x, array, move in described]
     held = []
     for part in plan.parts:
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
@@ -167,21 +167,21 @@ def _pulled(
         taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
         left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
-    ends = zip(left, plan.arrays, plan.moves, strict=False)
-    return [_as_written(x, array, move.source) for x, array, move in ends]
+    described = zip(left, plan.arrays, plan.moves, strict=False)
+    return [_as_written(x, array, move.source) for x, array, move in described]
 
 
 def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
     """Blocks of an array as a contraction writes it -> with one dim per name."""
-    return [x.reshape(-1)[at] for x, at in zip(blocks, _places_by_name(array, named), strict=True)]
+    return [x.reshape(-1)[places] for x, places in zip(blocks, _places_by_name(array, named), strict=True)]
 
 
 def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
     """The adjoint of `by_name`: zeros where it takes nothing."""
-    found = [np.zeros(array.local_shape(device), x.dtype) for device, x in enumerate(blocks)]
-    for y, x, at in zip(found, blocks, _places_by_name(array, named), strict=True):
-        y.reshape(-1)[at] = x
-    return found
+    written = [np.zeros(array.local_shape(device), x.dtype) for device, x in enumerate(blocks)]
+    for y, x, places in zip(written, blocks, _places_by_name(array, named), strict=True):
+        y.reshape(-1)[places] = x
+    return written
 
 
 def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:

@@ -147,8 +147,8 @@ def nearest(spelling: Pattern, names: Collection[str]) -> str:
     parts = spelling.split(".") if isinstance(spelling, str) else []
     for i, part in enumerate(parts):
         wide, star = ".".join((*parts[:i], "*", *parts[i + 1 :])), len(stars_in(".".join(parts[:i])))
-        found = {stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))}
-        if meant := did_you_mean(part, found):
+        parts_there = {stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))}
+        if meant := did_you_mean(part, parts_there):
             return f"'{spelling}': {meant.strip()}"
     return ""
 

@@ -69,18 +69,18 @@ def einsum(
     own_shapes = tuple(x.shape for x in arrays)
     shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))[1]
     call = for_operands(call, own_shapes)
-    given = expression if isinstance(expression, ContractionPlan) else call
+    asked = expression if isinstance(expression, ContractionPlan) else call
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
     options = Choices(profile, overlap, preferred, precision)
     axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(given, arrays, mesh, shapes, options)
+        return einsum_blocks(asked, arrays, mesh, shapes, options)
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     if shapes is None:
-        shapes = given.shapes if isinstance(given, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
+        shapes = asked.shapes if isinstance(asked, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
     options = options._replace(profile=machine(profile, here.here))
-    plan, sources, run = _program(given, here, shapes, dtype, options)
+    plan, sources, run = _program(asked, here, shapes, dtype, options)
     check_shapes(tuple(array.shape for array in plan.arrays), own_shapes, text)
     for x, source in zip(arrays, sources, strict=True):
         source.check(x)

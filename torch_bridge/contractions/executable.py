@@ -152,8 +152,8 @@ class Lowering:
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
-        ends = enumerate(zip(plan.arrays, (move.source for move in plan.moves), strict=False))
-        views = tuple((i, self._view(array, named)) for i, (array, named) in ends if array != named)
+        arrays = enumerate(zip(plan.arrays, (move.source for move in plan.moves), strict=False))
+        views = tuple((i, self._view(array, named)) for i, (array, named) in arrays if array != named)
         shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
         return ContractionExecutable(plan, self, parts, views, shape)
 

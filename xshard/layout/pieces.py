@@ -40,7 +40,8 @@ def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     check_pieces(int(many.sum()), MOST_PIECES)
     which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
     start, length = edges[interval], np.diff(edges)[interval]
-    return Pieces(table.block[which], (table.at - table.start)[which] + start, start, length), interval, which
+    local = (table.local - table.start)[which] + start
+    return Pieces(table.block[which], local, start, length), interval, which
 
 
 def firsts(table: Pieces, *, alone: bool) -> Pieces:
@@ -70,13 +71,13 @@ def layers(table: Pieces) -> list[Pieces]:
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
     blocks: list[list[Run]] = [[] for _ in lengths]
-    ends = [0] * len(lengths)
-    for block, at, start, length in _merged(table):
-        if at > ends[block]:
-            blocks[block].append(Run(FILL, at - ends[block]))
+    filled_to = [0] * len(lengths)
+    for block, local, start, length in _merged(table):
+        if local > filled_to[block]:
+            blocks[block].append(Run(FILL, local - filled_to[block]))
         blocks[block].append(Run(start, length))
-        ends[block] = at + length
-    for runs, end, n in zip(blocks, ends, lengths, strict=True):
+        filled_to[block] = local + length
+    for runs, end, n in zip(blocks, filled_to, lengths, strict=True):
         if n > end:
             runs.append(Run(FILL, n - end))
     return tuple(map(tuple, blocks))
@@ -85,7 +86,7 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
     blocks: list[list[Run]] = [[] for _ in range(n)]
-    for block, _, start, length in _merged(table._replace(at=table.start)):
+    for block, _, start, length in _merged(table._replace(local=table.start)):
         blocks[block].append(Run(start, length))
     return tuple(map(tuple, blocks))
 
@@ -97,13 +98,13 @@ def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
 
 def _merged(table: Pieces) -> Iterable[list[int]]:
     """Pieces by block and position, merged where both the positions and the rows go on."""
-    table = table.take(np.lexsort((table.at, table.block)))
-    block, at, start, length = table
-    goes_on = (
-        (np.diff(block) == 0) & (at[:-1] + length[:-1] == at[1:]) & (start[:-1] + length[:-1] == start[1:])
-    )
-    heads = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(at) else np.zeros(0, np.int64)
-    table = table.take(heads)._replace(length=np.add.reduceat(length, heads) if len(at) else length)
+    table = table.take(np.lexsort((table.local, table.block)))
+    block, local, start, length = table
+    goes_on = np.diff(block) == 0
+    for first in (local, start):
+        goes_on &= first[:-1] + length[:-1] == first[1:]
+    heads = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(local) else np.zeros(0, np.int64)
+    table = table.take(heads)._replace(length=np.add.reduceat(length, heads) if len(local) else length)
     return np.stack(table, axis=1).tolist()  # type: ignore[no-any-return]
 
 
@@ -151,8 +152,8 @@ def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
 
 def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Numbers]:
     """The pieces of runs inside windows, and how often each window counts."""
-    block, at, start, length, repeats, stride = table.T
-    window, run, lo, hi = met(windows, Pieces(block, at, start, _ends(table) - start))
+    block, local, start, length, repeats, stride = table.T
+    window, run, lo, hi = met(windows, Pieces(block, local, start, _ends(table) - start))
     step = np.maximum(stride, 1)[run]
     first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
     many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
@@ -161,19 +162,19 @@ def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Nu
     of, begin = run[pair], start[run[pair]] + i * step[pair]
     end = np.minimum(begin + length[of], hi[pair])
     begin = np.maximum(begin, lo[pair])
-    return Pieces(block[of], at[of], begin, end - begin), often[window[pair]]
+    return Pieces(block[of], local[of], begin, end - begin), often[window[pair]]
 
 
 def _ends(table: Numbers) -> Numbers:
     """The row after each run, or after its last period."""
     _, _, start, length, repeats, stride = table.T
-    ends: Numbers = start + np.where(repeats > 1, stride * repeats, length)
-    return ends
+    stops: Numbers = start + np.where(repeats > 1, stride * repeats, length)
+    return stops
 
 
 def _ascending_runs(table: Numbers) -> Numbers:
     """Runs that go down or stay where they are, as runs of one interval."""
     odd = (table[:, 4] > 1) & (table[:, 5] < table[:, 3])
-    found = expanded(table[odd])
-    ones = np.ones_like(found.at)
-    return np.concatenate([table[~odd], np.stack([*found, ones, 0 * ones], axis=1)])
+    intervals = expanded(table[odd])
+    ones = np.ones_like(intervals.local)
+    return np.concatenate([table[~odd], np.stack([*intervals, ones, 0 * ones], axis=1)])

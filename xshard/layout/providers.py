@@ -73,14 +73,14 @@ def shifted(blocks: tuple[Runs, ...], shift: int, length: int) -> tuple[Runs, ..
     """The rows with `shift` added, modulo `length`."""
     if not shift:
         return blocks
-    found = pieces(blocks)
-    start = (found.start + shift) % length
-    over = np.maximum(start + found.length - length, 0)
-    inside, wrapped = found.length - over, found.take(over > 0)
+    intervals = pieces(blocks)
+    start = (intervals.start + shift) % length
+    over = np.maximum(start + intervals.length - length, 0)
+    inside, wrapped = intervals.length - over, intervals.take(over > 0)
     beyond = wrapped._replace(
-        at=(found.at + inside)[over > 0], start=wrapped.start * 0, length=over[over > 0]
+        local=(intervals.local + inside)[over > 0], start=wrapped.start * 0, length=over[over > 0]
     )
-    rows = joined(found._replace(start=start, length=inside), beyond)
+    rows = joined(intervals._replace(start=start, length=inside), beyond)
     return filled(rows, list(map(n_rows, blocks)))
 
 

@@ -59,15 +59,15 @@ def as_index(runs: Runs) -> slice | NDArray[np.int64]:
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:
     """Runs -> array of intervals (start, stop), in local order; without FILL."""
-    found = pieces((runs,))
-    return np.stack([found.start, found.start + found.length], axis=1)
+    intervals = pieces((runs,))
+    return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
 
 
 class Pieces(NamedTuple):
     """Intervals of rows of several blocks: each one's block, local position, first row, number of rows."""
 
     block: Numbers
-    at: Numbers
+    local: Numbers
     start: Numbers
     length: Numbers
 
@@ -85,22 +85,22 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
     """Every run of all blocks as (block, local position, start, length, repeats, stride); without FILL."""
     table: list[tuple[int, ...]] = []
     for block, runs in enumerate(blocks):
-        at = 0
+        local = 0
         for run in runs:
             if run.start != FILL and run.length > 0:
-                table.append((block, at, *run))
-            at += run.length * run.repeats
+                table.append((block, local, *run))
+            local += run.length * run.repeats
     return np.array(table, np.int64).reshape(-1, 6)
 
 
 def expanded(table: Numbers) -> Pieces:
     """The intervals of a `run_table`. Raises ShapeError for too many."""
-    block, at, start, length, repeats, stride = table.T
+    block, local, start, length, repeats, stride = table.T
     check_pieces(int(repeats.sum()), MOST_PIECES)
     which = np.repeat(np.arange(len(table)), repeats)
     i = counted(repeats)
     return Pieces(
-        block[which], (at[which] + length[which] * i), start[which] + stride[which] * i, length[which]
+        block[which], (local[which] + length[which] * i), start[which] + stride[which] * i, length[which]
     )
 
 
@@ -169,7 +169,7 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     a, b = pieces((src,)), pieces((dst,))
     a = a.take(np.argsort(a.start, kind="stable"))
     in_a, in_b, first, last = met(a, b)
-    here, there = ((side.at - side.start)[which] + first for side, which in ((a, in_a), (b, in_b)))
+    here, there = ((side.local - side.start)[which] + first for side, which in ((a, in_a), (b, in_b)))
     return merged_segments(np.stack([here, there, last - first], axis=1))
 
 

@@ -172,16 +172,16 @@ class Sharding(Pictured):
 
     def agrees_with(self, other: Sharding, dim: int) -> bool:
         """True if a dim means the same under both, which have one mesh and one shape."""
-        ends = self.layout.dims[dim], other.layout.dims[dim]
-        if ends[0] == ends[1]:
+        dims = self.layout.dims[dim], other.layout.dims[dim]
+        if dims[0] == dims[1]:
             return True
-        if isinstance(ends[0].overlap, Fold) != isinstance(ends[1].overlap, Fold):
+        if isinstance(dims[0].overlap, Fold) != isinstance(dims[1].overlap, Fold):
             return False
-        axes = tuple(dict.fromkeys((*ends[0].axes, *ends[1].axes)))
+        axes = tuple(dict.fromkeys((*dims[0].axes, *dims[1].axes)))
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
-            at = dict(zip(axes, coords, strict=True))
+            i = dict(zip(axes, coords, strict=True))
             (mine, beyond), (theirs, theirs_beyond) = (
-                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [at[a] for a in d.axes]) for d in ends
+                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [i[a] for a in d.axes]) for d in dims
             )
             if beyond != theirs_beyond or not are_equal(mine, theirs):
                 return False

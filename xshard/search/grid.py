@@ -61,7 +61,7 @@ class Tables:
     regular: dict[Any, bool] = field(default_factory=dict)
     shardings: dict[Any, Sharding] = field(default_factory=dict)
     received: dict[Any, Received] = field(default_factory=dict)
-    ends: dict[Any, DimEnd] = field(default_factory=dict)
+    dim_ends: dict[Any, DimEnd] = field(default_factory=dict)
     roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
     costs: dict[Any, Any] = field(default_factory=dict)
     remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)
@@ -135,11 +135,11 @@ class Grid:
 
 def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:
     """The one grid of a shape on a mesh; a new one once it has numbered too many shards."""
-    found = _grid(mesh, shape, itemsize, profile)
-    if len(found.shards.known) > MAX_SHARDS:
+    cached = _grid(mesh, shape, itemsize, profile)
+    if len(cached.shards.known) > MAX_SHARDS:
         _grid.cache_clear()
-        found = _grid(mesh, shape, itemsize, profile)
-    return found
+        cached = _grid(mesh, shape, itemsize, profile)
+    return cached
 
 
 _grid = lru_cache(maxsize=1024)(Grid)

@@ -242,9 +242,9 @@ class Space:
 
     def _dim_end(self, cut: Cut) -> DimEnd:
         """A dim with this cut, on the mesh that has the spans of links as axes."""
-        if (known := self.tables.ends.get(cut)) is None:
+        if (known := self.tables.dim_ends.get(cut)) is None:
             layout = Layout((Dim("", self.cut_by(cut)),))
-            known = self.tables.ends[cut] = DimEnd(factored(layout, self.grid.span_axes.factors).dims[0])
+            known = self.tables.dim_ends[cut] = DimEnd(factored(layout, self.grid.span_axes.factors).dims[0])
         return known
 
     def _sharding(self, state: State) -> Sharding:

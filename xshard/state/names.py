@@ -161,8 +161,8 @@ class Names:
                 kinds = sorted({dtypes[name] if dtypes else "float32" for name in sources})
                 if len(kinds) > 1:
                     raise ShapeError(f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}")
-                made = make_targets(relation, sources, names, source_shapes, self._joined)
-                for name, shape, pieces in made:
+                new = make_targets(relation, sources, names, source_shapes, self._joined)
+                for name, shape, pieces in new:
                     if name in targets:
                         origins = f"{makers[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)

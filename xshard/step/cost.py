@@ -61,14 +61,14 @@ class Cost:
         objective = np.concatenate([vectors @ self.linear, self.times, [TOO_MUCH * scale]]) / scale
         one = np.concatenate([np.ones(n), np.zeros(t + 1)])[None]
         sides = np.concatenate([np.zeros(rows * t), np.ones(m)])
-        found = optimizer().linprog(objective, table, sides, one, [1.0])
-        duals = -scale * found.ineqlin.marginals
+        solved = optimizer().linprog(objective, table, sides, one, [1.0])
+        duals = -scale * solved.ineqlin.marginals
         weights = (
             self.linear
             + sum(duals[r * t : (r + 1) * t] @ self.maxima[:, r] for r in range(rows))
             + duals[rows * t :] @ self.limited
         )
-        return scale * float(found.fun), weights, float(duals[rows * t :].sum())
+        return scale * float(solved.fun), weights, float(duals[rows * t :].sum())
 
 
 def optimizer() -> Any:

@@ -18,14 +18,14 @@ Term = Floats | float
 class Edge:
     """The moves of an array from the options of one node to the options of another.
 
-    ends: for every option of each node its row, or its column. layouts: for rows and columns. parts: for a
+    indices: for every option of each node its row, or its column. layouts: for rows and columns. parts: for a
     part of the cost, how much of the forward and of the backward seconds it gets, and what besides; numbers,
     or arrays over rows and columns. A linear move has a backward pass. place: the module or array where a
     rule can say the move, as it enters or leaves; "" if it is between equal layouts only.
     """
 
     nodes: tuple[int, int]
-    ends: tuple[Indices, Indices]
+    indices: tuple[Indices, Indices]
     layouts: tuple[Ways, Ways]
     lengths: tuple[int, ...]
     moves: MovePrices
@@ -53,7 +53,7 @@ class Edge:
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""
-        i, j = int(self.ends[0][i]), int(self.ends[1][j])
+        i, j = int(self.indices[0][i]), int(self.indices[1][j])
         known = self.forward[i, j] + self.backward[i, j]
         if self._planned[i, j] or self.banned[i, j]:
             return 0.0
@@ -69,7 +69,7 @@ class Edge:
         total = np.where(self.banned, np.inf, 0.0)
         for part, table in self.tables.items():
             total += weights[part] * table
-        return total[self.ends[0][i]][:, self.ends[1][j]]
+        return total[self.indices[0][i]][:, self.indices[1][j]]
 
     @property
     def tables(self) -> dict[int, Floats]:
@@ -79,7 +79,7 @@ class Edge:
 
     def vectors(self, i: Indices, j: Indices, size: int) -> Floats:
         """The parts of the cost of pairs of options; all infinite where nothing can move."""
-        i, j = self.ends[0][i], self.ends[1][j]
+        i, j = self.indices[0][i], self.indices[1][j]
         total = np.zeros((len(i), size))
         total[self.banned[i, j]] = np.inf
         for part, terms in self.parts.items():

@@ -25,16 +25,16 @@ def bounds_with(
     """
     left = [np.minimum(table, most) for table in unary]
     tables = {edge: np.minimum(table, most) for edge, table in pairs.items()}
-    ends = [[(edge, edge.index(v)) for edge in tables if v in edge] for v in range(len(unary))]
+    edges_of = [[(edge, edge.index(v)) for edge in tables if v in edge] for v in range(len(unary))]
     for sweep in range(2 * sweeps):
         order = range(len(unary)) if sweep % 2 == 0 else reversed(range(len(unary)))
         for v in order:
-            for edge, side in ends[v]:
+            for edge, side in edges_of[v]:
                 least = tables[edge].min(1 - side)
                 tables[edge] -= _along(least, side)
                 left[v] = left[v] + least
-            later = [(e, side) for e, side in ends[v] if (e[1 - side] > v) == (sweep % 2 == 0)]
-            each = left[v] / max(len(later), len(ends[v]) - len(later), 1)
+            later = [(e, side) for e, side in edges_of[v] if (e[1 - side] > v) == (sweep % 2 == 0)]
+            each = left[v] / max(len(later), len(edges_of[v]) - len(later), 1)
             for edge, side in later:
                 tables[edge] += _along(each, side)
                 left[v] = left[v] - each

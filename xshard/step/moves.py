@@ -53,16 +53,16 @@ class MovePrices:
     def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
         """Seconds of a move of an array of global lengths, by the planner."""
         pairs = [tuple(REPLICAS if way == COPY else int(way) for way in ways) for ways in (src, dst)]
-        ends = list(zip(*pairs, strict=True))
+        endpoints = list(zip(*pairs, strict=True))
         if pairs[0] == pairs[1]:
             return 0.0
-        apart = {a for a, (here, there) in enumerate(ends) if here == there == SUM}
+        apart = {a for a, (here, there) in enumerate(endpoints) if here == there == SUM}
         for d in range(len(lengths)):  # nothing moves along the outermost axes that shard a dim at both ends
-            touching = [a for a, pair in enumerate(ends) if d in pair]
-            differ = next((i for i, a in enumerate(touching) if ends[a] != (d, d)), len(touching))
+            touching = [a for a, pair in enumerate(endpoints) if d in pair]
+            differ = next((i for i, a in enumerate(touching) if endpoints[a] != (d, d)), len(touching))
             apart |= set(touching[:differ])
-        elements = math.prod(lengths) / math.prod(self.mesh.sizes[a] for a in apart if ends[a][0] >= 0)
-        left = {a: pair for a, pair in enumerate(ends) if a not in apart}
+        elements = math.prod(lengths) / math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
+        left = {a: pair for a, pair in enumerate(endpoints) if a not in apart}
         if not any(a in self._far for a, pair in left.items() if pair != (REPLICAS, REPLICAS)):
             near = set[int]()  # devices with replicas help where a node has several links to others
         else:

@@ -103,8 +103,8 @@ class Dims(tuple[str, ...]):
     @property
     def members(self) -> tuple[tuple[str, ...], ...]:
         """The dims of every group."""
-        ends = [sum(self.groups[: i + 1]) for i in range(len(self.groups))]
-        return tuple(tuple(self[end - n : end]) for n, end in zip(self.groups, ends, strict=True))
+        stops = [sum(self.groups[: i + 1]) for i in range(len(self.groups))]
+        return tuple(tuple(self[end - n : end]) for n, end in zip(self.groups, stops, strict=True))
 
     def __reduce__(self) -> tuple[object, ...]:
         return Dims.parse, (str(self), str(self))
@@ -176,10 +176,10 @@ class Op:
         """The dims of the operands, then of the result."""
         if self.text.count(ARROW) != 1:
             raise _malformed("one arrow stands before the result", self.text, (0, len(self.text)))
-        arrays, at, split = [], 0, self.text.index(ARROW)
+        arrays, start, split = [], 0, self.text.index(ARROW)
         for part in self.text[:split].split(",") if self.text[:split].strip() else []:
-            arrays.append(Dims.parse(part, self.text, at))
-            at += len(part) + 1
+            arrays.append(Dims.parse(part, self.text, start))
+            start += len(part) + 1
         return (*arrays, Dims.parse(self.text[split + 2 :], self.text, split + 2))
 
     @property
@@ -236,8 +236,8 @@ def _part(side: str, dims: Dims, text: str) -> int:
     if layout.names != tuple(dims) or set(layout.axes) - {"x"}:
         raise _malformed(f"'{side.strip()}' is not '{' '.join(dims)}' over the axis x", text, (0, len(text)))
     tags = {"sum": SUM, "copy": COPY}
-    found = [i for i, dim in enumerate(layout.dims) if dim.shards] + [tags[kind] for kind, _ in layout.tags]
-    return found[0] if found else REPLICAS
+    parts = [i for i, dim in enumerate(layout.dims) if dim.shards] + [tags[kind] for kind, _ in layout.tags]
+    return parts[0] if parts else REPLICAS
 
 
 def _malformed(

@@ -211,8 +211,8 @@ class StepProblem:
         src, dst = (self.nodes[i].options for i in nodes)
         every = np.arange(len(src))
         sides = (src.ways[:, -1], every) if name in self.step.parameters else src.layouts(-1), dst.layouts(k)
-        layouts, ends = zip(*sides, strict=True)
-        return Edge(nodes, ends, layouts, self.shape(name), self.training.moves, parts, **how)
+        layouts, indices = zip(*sides, strict=True)
+        return Edge(nodes, indices, layouts, self.shape(name), self.training.moves, parts, **how)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of an array of one micro-batch."""

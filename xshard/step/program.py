@@ -14,10 +14,10 @@ from xshard.step.options import Flags, Indices
 
 
 class Pairs(NamedTuple):
-    """Parts of what two nodes cost together, in tables; ends: for each option its row, or its column."""
+    """Parts of what two nodes cost together, in tables; indices: for each option its row, or its column."""
 
     nodes: tuple[int, int]
-    ends: tuple[Indices, Indices]
+    indices: tuple[Indices, Indices]
     parts: Mapping[int, Floats]
     banned: Flags
 
@@ -48,7 +48,7 @@ def solve_program(
     n, parts = int(starts[-1]), [sparse.csc_array(np.concatenate(values).T)]
     one = np.repeat(np.arange(len(values)), [len(v) for v in values])
     equal = [sparse.csr_array((np.ones(n), (one, np.arange(n))), shape=(len(values), n))]
-    flows, at = list[Any](), n
+    flows, width = list[Any](), n
     for (a, b), index, seconds, banned in pairs:
         used = [np.isin(np.arange(size), i) for size, i in zip(banned.shape, index, strict=True)]
         row, column = np.nonzero(~banned & used[0][:, None] & used[1])
@@ -56,15 +56,15 @@ def solve_program(
         for part, table in seconds.items():
             terms[part] = np.broadcast_to(table, banned.shape)[row, column]
         parts.append(sparse.csc_array(terms))
-        for node, ends, i in ((a, row, index[0]), (b, column, index[1])):
-            flows.append((ends, at + np.arange(len(ends)), i, starts[node] + np.arange(len(i))))
-        at += len(row)
-    for ends, columns, i, options in flows:
-        ends = np.concatenate([ends, i])
+        for node, lines, i in ((a, row, index[0]), (b, column, index[1])):
+            flows.append((lines, width + np.arange(len(lines)), i, starts[node] + np.arange(len(i))))
+        width += len(row)
+    for lines, columns, i, options in flows:
+        lines = np.concatenate([lines, i])
         signs = np.concatenate([np.ones(len(columns)), -np.ones(len(options))])
         columns = np.concatenate([columns, options])
-        equal.append(sparse.csr_array((signs, (ends, columns)), shape=(int(ends.max()) + 1, at)))
-    equal[0].resize((len(values), at))
+        equal.append(sparse.csr_array((signs, (lines, columns)), shape=(int(lines.max()) + 1, width)))
+    equal[0].resize((len(values), width))
     table, t = sparse.hstack(parts).tocsr(), len(cost.times)
     scale = scale or 1.0  # costs are near 1 then, which the solver's tolerances are made for
     weighed = cost.maxima * cost.times[:, None, None] / scale
@@ -72,25 +72,25 @@ def solve_program(
     least, limited = [sparse.hstack([each, -sparse.eye_array(t)]) for each in above], cost.limited @ table
     objective = np.concatenate([cost.linear @ table / scale, np.ones(t)])
     same = sparse.vstack(equal)
-    same.resize((same.shape[0], at + t))
+    same.resize((same.shape[0], width + t))
     limit = sparse.csr_array(limited)
-    limit.resize((limit.shape[0], at + t))
+    limit.resize((limit.shape[0], width + t))
     right = np.concatenate([np.ones(len(values)), np.zeros(same.shape[0] - len(values))])
     scipy = optimizer()
     rows = [scipy.LinearConstraint(same, right, right)]
     rows += [scipy.LinearConstraint(each, -np.inf, 0) for each in least if t]
     rows += [scipy.LinearConstraint(limit, -np.inf, 1)] if limit.shape[0] else []
-    upper = np.concatenate([np.ones(n), np.full(at - n + t, np.inf)])
-    found = scipy.milp(
+    upper = np.concatenate([np.ones(n), np.full(width - n + t, np.inf)])
+    solved = scipy.milp(
         objective,
-        integrality=np.arange(at + t) < n,
+        integrality=np.arange(width + t) < n,
         bounds=scipy.Bounds(0, upper),
         constraints=rows,
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
-    bound = found.mip_dual_bound
-    bound = np.inf if found.status == 2 else 0.0 if bound is None else bound * scale
-    if found.x is None:
+    bound = solved.mip_dual_bound
+    bound = np.inf if solved.status == 2 else 0.0 if bound is None else bound * scale
+    if solved.x is None:
         return Solution(None, bound)
-    chosen = [int(np.argmax(found.x[a:b])) for a, b in pairwise(starts)]
+    chosen = [int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)]
     return Solution(chosen, bound)

@@ -79,22 +79,22 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
                     source.kept == mode
                 )
                 kept = np.where(edge.layouts[1] == COPY, REPLICAS, edge.layouts[1])
-                allowed[edge.nodes[1]] &= (kept == used).all(-1)[edge.ends[1]]
+                allowed[edge.nodes[1]] &= (kept == used).all(-1)[edge.indices[1]]
             continue
         if source.name in step.inputs and root is not None:
             text = root if isinstance(root, str) else root.get(source.name)
             if text is not None:
                 arrived = _ways(_resolved(text, problem, names).dst, problem.mesh.axes)
                 allowed[edge.nodes[0]] &= (source.options.ways[:, -1] == arrived).all(-1)
-        given = (rules.inputs if edge.enters else rules.outputs).find(edge.place) if edge.place else None
+        stated = (rules.inputs if edge.enters else rules.outputs).find(edge.place) if edge.place else None
         src, dst = edge.layouts
         same = src[:, None] == dst[None]  # axes that a rule does not name
-        if given is not None:
+        if stated is not None:
             with located(f"rule of {edge.place}"):
-                rule = _resolved(given, problem, names)
-                ends = (_ways(side, problem.mesh.axes) for side in (rule.src, rule.dst))
+                rule = _resolved(stated, problem, names)
+                ways = (_ways(side, problem.mesh.axes) for side in (rule.src, rule.dst))
                 named = np.isin(problem.mesh.axes, rule.axes)
-                fits = [side == end for side, end in zip((src, dst), ends, strict=True)]
+                fits = [side == end for side, end in zip((src, dst), ways, strict=True)]
                 same = np.where(named, fits[0][:, None] & fits[1][None], same)
         edge.banned = edge.banned | ~same.all(-1)
     return [np.nonzero(flags)[0] for flags in allowed]
@@ -107,12 +107,12 @@ def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indice
     """
     rules: Any = Rules({**fixed})
     allowed = []
-    found = rules.match([node.name for node in problem.nodes], partial=True, what="array of the step")
+    matched = rules.match([node.name for node in problem.nodes], partial=True, what="array of the step")
     for node in problem.nodes:
         allowed.append(np.ones(len(node.options), bool))
-        if node.name in found:
+        if node.name in matched:
             with located(f"rule of {node.name}"):
-                rule = _resolved(found[node.name], problem, names_of(problem, node.name))
+                rule = _resolved(matched[node.name], problem, names_of(problem, node.name))
                 named = np.isin(problem.mesh.axes, rule.axes)
                 same = node.options.ways[:, -1] == _ways(rule.src, problem.mesh.axes)
                 allowed[-1] = (same | ~named).all(-1)
@@ -139,7 +139,7 @@ def _ends(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[
     names = names_of(problem, problem.nodes[edge.nodes[0]].name)
     chosen = (
         layouts[index[assignment[n]]]
-        for layouts, index, n in zip(edge.layouts, edge.ends, edge.nodes, strict=True)
+        for layouts, index, n in zip(edge.layouts, edge.indices, edge.nodes, strict=True)
     )
     src, dst = (layout_of(ways, names, problem.mesh.axes) for ways in chosen)
     return src, dst

@@ -41,7 +41,7 @@ class StepSearch:
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None
-    found: dict[tuple[int, ...], Floats] = field(default_factory=dict)
+    vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
     _proof: tuple[Floats, float] | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class StepSearch:
         late = self.problem.plan(assignment)
         vector = self.problem.vector(assignment)
         if np.isfinite(vector).all():
-            self.found[tuple(assignment)] = vector
+            self.vectors[tuple(assignment)] = vector
             seconds = float(self.cost.of(vector))
             if seconds < self.seconds and self.cost.used(vector) <= 1:
                 self.seconds, self.best = seconds, list(assignment)
@@ -71,11 +71,11 @@ class StepSearch:
 
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
-        if not self.found:
+        if not self.vectors:
             self.start()
-        expected = dict(self.found)  # at first no move is planned
-        for _ in range(ROUNDS if self.found else 0):
-            value, weights, spared = self.cost.mixture(np.array(list((expected or self.found).values())))
+        expected = dict(self.vectors)  # at first no move is planned
+        for _ in range(ROUNDS if self.vectors else 0):
+            value, weights, spared = self.cost.mixture(np.array(list((expected or self.vectors).values())))
             if sum(map(len, self.left)) > MANY and np.isfinite(cutoff):
                 self._prune(weights, spared, cutoff)
             late = np.inf
@@ -128,22 +128,22 @@ class StepSearch:
             if self.bound >= goal:
                 return
             pairs = [
-                Pairs(e.nodes, (e.ends[0][self.left[a]], e.ends[1][self.left[b]]), e.tables, e.banned)
+                Pairs(e.nodes, (e.indices[0][self.left[a]], e.indices[1][self.left[b]]), e.tables, e.banned)
                 for e in self.problem.edges
                 for a, b in [e.nodes]
             ]
             values = [node.values[left] for node, left in zip(nodes, self.left, strict=True)]
-            found = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
+            solved = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
             late, before = 0.0, self.seconds
-            if found.assignment is not None:
-                late = self.offer([int(k[i]) for k, i in zip(self.left, found.assignment, strict=True)])
-            self.bound = min(self.seconds, max(self.bound, min(found.bound, goal)))
+            if solved.assignment is not None:
+                late = self.offer([int(k[i]) for k, i in zip(self.left, solved.assignment, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, min(solved.bound, goal)))
             if late <= 0 and self.seconds == before:
                 return
 
     def improve(self) -> None:
         """Change the best assignments at one node at a time for the better, as long as that is possible."""
-        ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.found.items()}
+        ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.vectors.items()}
         for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
             here, unchanged, node = list(start), 0, 0
             goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vector(here)))

@@ -98,9 +98,9 @@ class TrainingStep:
 
     def module(self, op: Op, *, left: bool) -> str:
         """The module that an operation enters, or leaves; "" if it is inside one."""
-        given = op.leaves if left else op.enters
+        own = op.leaves if left else op.enters
         default = op.name if any(name in self.parameters for name in op.operands) else ""
-        return default if given is None else given
+        return default if own is None else own
 
     @cached_property
     def with_shares(self) -> TrainingStep:

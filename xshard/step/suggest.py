@@ -88,13 +88,13 @@ def suggest(
             search.close(gap)
         best = min(best, search.seconds)
     if not np.isfinite(best):
-        least = min(float(s.cost.used(v)) * limit for s in searches for v in s.found.values())
+        least = min(float(s.cost.used(v)) * limit for s in searches for v in s.vectors.values())
         hint = (
             f"the least that was found is {format_bytes(int(least / (1 - HEADROOM)))}; more devices hold more"
         )
         raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
-    found = min(searches, key=lambda s: s.seconds)
-    return Suggestion(found, min(best, *(s.bound for s in searches)), hands)
+    fastest = min(searches, key=lambda s: s.seconds)
+    return Suggestion(fastest, min(best, *(s.bound for s in searches)), hands)
 
 
 def trainings(
@@ -122,7 +122,7 @@ def add_by_hand(hands: dict[str, ByHand], name: str, search: StepSearch, flags: 
         return
     by_hand = StepSearch(search.problem, search.limit, left)
     by_hand.start()
-    for assignment, vector in by_hand.found.items():
+    for assignment, vector in by_hand.vectors.items():
         search.offer(assignment)
         rank = float(search.cost.rank(vector))
         if name not in hands or rank < hands[name].rank:

@@ -117,11 +117,11 @@ def audit(question: Question, answer: Answer) -> Verdict:
 
     Gradients are right but for the scales of means; a max has winners, so they are not compared.
     """
-    plan, given, end = question.plan, question.shardings, target_of(question.plan)
-    sources, target = given, end
+    plan, shardings, end = question.plan, question.shardings, target_of(question.plan)
+    sources, target = shardings, end
     if isinstance(plan, ContractionPlan):
         sources, target = tuple(move.source for move in plan.moves), plan.result.target
-    inputs = map(reference.by_name, question.inputs, given, sources)
+    inputs = map(reference.by_name, question.inputs, shardings, sources)
     arrays = [_named(x, source) for x, source in zip(inputs, sources, strict=True)]
     [result] = reference.contract(arrays, target.layout.names)
     forward = _error_in_array(reference.by_name(answer.outputs[OUTPUT], end, target), result, target)
@@ -135,7 +135,7 @@ def audit(question: Question, answer: Answer) -> Verdict:
         if (scale := source.scale / target.scale) != 1:
             [gradient] = Scale(scale).run([gradient], source)
         dual = source.with_layout(source.layout.dual)
-        own = reference.by_name((answer.gradients or {})[i], given[i], source)
+        own = reference.by_name((answer.gradients or {})[i], shardings[i], source)
         errors.append(_error_in_array(own, gradient, dual))
     return Verdict(forward, max(errors))
 

@@ -196,17 +196,17 @@ def received_of_dim(
         dict(zip(d.axes, coords_of(indices, mesh.sizes_of(d.axes)), strict=True))
         for d, indices in ((a.dim, givers), (b.dim, receivers))
     )
-    theirs = {axis: at for axis, at in theirs.items() if axis in fixed}
+    theirs = {axis: cell for axis, cell in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
-    agree = np.all([at == mine.get(axis, at) for axis, at in theirs.items()] or [rows > 0], axis=0)
+    agree = np.all([cell == mine.get(axis, cell) for axis, cell in theirs.items()] or [rows > 0], axis=0)
     along, none = theirs | mine, np.zeros_like(rows)
     shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    at = np.zeros_like(rows[agree])
+    cell = np.zeros_like(rows[agree])
     for axis, n in zip(mesh.axes, shape, strict=True):
-        at = at * n + along.get(axis, none)[agree]
+        cell = cell * n + along.get(axis, none)[agree]
     elements, senders = np.zeros((2, math.prod(shape)), np.int64)
-    np.add.at(elements, at, rows[agree])
-    np.add.at(senders, at, 1)
+    np.add.at(elements, cell, rows[agree])
+    np.add.at(senders, cell, 1)
     return elements.reshape(shape), senders.reshape(shape)
 
 
