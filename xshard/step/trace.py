@@ -1,0 +1,150 @@
+"""A step as a bridge meets it, operation by operation: names of dims reach every result from its operands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xshard.step.op import ARROW, Op
+from xshard.step.step import TrainingStep
+from xshard.step.views import common_factors, grouped, view
+
+Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
+
+
+@dataclass
+class Trace:
+    """Operations in letters of a bridge's own -> a step in which a dim keeps its name wherever it goes.
+
+    batch: length of the first dim of inputs, named `b`; other dims of inputs are named `s512`, by length,
+    all others `n4096`: equal layers have equal texts. dims, shapes: of every array so far.
+
+    >>> trace = Trace(batch=64)
+    >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
+    ('x', 'up')
+    >>> flat = trace.view("flat", "x", (64 * 512, 128))
+    >>> print(trace.step(trace.add("y", "a c, d c -> a d", (flat, "up"), (64 * 512, 256))))
+    flat  linear       b s512 s128 -> (b s512) s128               x
+    y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
+    """
+
+    batch: int
+    dtype: str = "bfloat16"
+    ops: list[Op] = field(default_factory=list)
+    dims: dict[str, Names] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+    def input(self, name: str, shape: Sequence[int]) -> str:
+        """An array of the batch; returns its name."""
+        names = list[str]()
+        for n in shape:
+            names.append(self._fresh("b" if n == self.batch and not names else f"s{n}", n, names))
+        self.inputs[name], self.shapes[name] = " ".join(names), (*shape,)
+        self.dims[name] = [[each] for each in names]
+        return name
+
+    def parameter(self, name: str, shape: Sequence[int]) -> str:
+        """A parameter; its dims have the names of the first operation that uses it. Returns its name."""
+        self.shapes[name] = (*shape,)
+        return name
+
+    def view(self, name: str, operand: str, shape: Sequence[int], **how: Any) -> str:
+        """A reshape to `shape`; returns its name."""
+        text, lengths, whole = view(self.shapes[operand], shape)
+        return self.add(name, text, (operand,), shape, "linear", whole, lengths, **how)
+
+    def add(
+        self,
+        name: str,
+        text: str,
+        operands: Sequence[str],
+        shape: Sequence[int],
+        kind: str = "contraction",
+        whole: Iterable[str] = (),
+        lengths: Mapping[str, int] | None = None,
+        **how: Any,
+    ) -> str:
+        """An operation; returns its name. shape: of the result. lengths: of letters in parentheses.
+
+        text, whole, and `rules` in `how`: as for `Op`, in any letters.
+        """
+        parts = text.replace(ARROW, ",").split(",")[-1 - len(operands) :]
+        arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\w+", part)] for part in parts]
+        shapes = [*(self.shapes[o] for o in operands), shape]
+        known = dict(lengths or {})
+        for dims, each in zip(arrays, shapes, strict=True):
+            known |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
+        factors = {x: [("", n)] for x, n in known.items()}
+        for operand, dims in zip(operands, arrays, strict=False):
+            for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
+                for letter, found in self._factors(letters, names, known).items():
+                    if len(found) > len(factors[letter]) or not factors[letter][0][0]:
+                        factors[letter] = found
+        meaning, taken = dict[str, list[str]](), list[str]()
+        for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
+            meaning[letter] = []
+            for own, n in factors[letter]:
+                taken.append(self._fresh(own or f"n{n}", n, taken))
+                meaning[letter].append(taken[-1])
+        named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
+        sides = [" ".join(map(grouped, names)) for names in named]
+        for operand, its_dims, side in zip(operands, named, sides, strict=False):
+            if operand not in self.dims:
+                self.dims[operand], self.parameters[operand] = its_dims, side
+        if how.get("rules") is not None:
+            how["rules"] = tuple(_in_names(rule, meaning) for rule in how["rules"])
+        whole = tuple(n for letter in whole for n in meaning[letter])
+        text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
+        self.ops.append(Op(name, text, tuple(operands), kind, whole, **how))
+        self.dims[name], self.shapes[name] = named[-1], (*shape,)
+        return name
+
+    def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
+        """The step that ends in some operations, with all that they need."""
+        needed, ops = set(last), list[Op]()
+        for op in reversed(self.ops):
+            if op.name in needed:
+                needed.update(op.operands)
+                ops.insert(0, op)
+        inputs, parameters = (
+            {name: text for name, text in each.items() if name in needed}
+            for each in (self.inputs, self.parameters)
+        )
+        return TrainingStep(
+            ops, self.lengths, inputs, parameters, dtype=self.dtype, moves_anywhere=moves_anywhere
+        )
+
+    def _factors(
+        self, letters: Sequence[str], names: Sequence[str], known: Mapping[str, int]
+    ) -> dict[str, list[tuple[str, int]]]:
+        """The factors of each letter of one dim: names, "" for a part of one, and lengths."""
+        if len(letters) == 1:
+            return {letters[0]: [(name, self.lengths[name]) for name in names]}
+        found = common_factors([self.lengths[name] for name in names], [known[x] for x in letters])
+        entire = {dim[0]: name for name, dim in zip(names, found.before, strict=True) if len(dim) == 1}
+        parts = zip(letters, found.after, strict=True)
+        return {letter: [(entire.get(i, ""), found.lengths[i]) for i in dim] for letter, dim in parts}
+
+    def _fresh(self, wanted: str, n: int, taken: Sequence[str]) -> str:
+        """A name for a dim of length n that nothing in `taken` has."""
+        name, i = wanted, 1
+        while name in taken:
+            i += 1
+            name = f"{wanted.partition('_')[0]}_{i}"
+        self.lengths[name] = n
+        return name
+
+
+def _in_names(rule: str, meaning: Mapping[str, Sequence[str]]) -> str:
+    """A rule in letters -> in names; an axis shards the first of several."""
+
+    def names(match: re.Match[str]) -> str:
+        tag, letter, shard = match.groups()
+        return tag or " ".join([meaning[letter][0] + (shard or ""), *meaning[letter][1:]])
+
+    return re.sub(r"(\|[^,>]*)|(\w+)(/x)?", names, rule)
