@@ -60,7 +60,7 @@ def located(path: str) -> Iterator[None]:
     try:
         yield
     except XshardError as error:
-        if error.reason.startswith(path):
+        if error.reason.startswith(f"{path}:"):
             raise
         raise with_path(error, path) from error.__cause__
 

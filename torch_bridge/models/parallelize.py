@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
@@ -22,19 +21,11 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, Count, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
-from xshard import Profile, Rules, Sharding, XshardError
+from torch_bridge.redistribution.blocks import tensor_device_of
+from xshard import Profile, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
-from xshard.errors import PlanError, ShapeError, with_path
-from xshard.models import (
-    ParameterUse,
-    dims_of_parameter,
-    repeated,
-    rule_of,
-    summed_later,
-    use_of,
-    varying,
-    written,
-)
+from xshard.errors import PlanError, ShapeError, located
+from xshard.models import ParameterUse, rule_of, use_of, written
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
@@ -123,16 +114,16 @@ def parallelize(
 
     compare_ranks(ranks, "parallelize", facts)
     hooks, counted, sharded, uses = prepared[0]
-    names, grads = {module: name for name, module in model.named_modules()}, torch.is_grad_enabled()
+    grads = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
-        shard_all(sharded, context, init, _device(mesh, device))
+        shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, limit)
         gradients.prepare()
     for count in counted:
         setattr(count.owner, count.name, count.own)
-    rest: Any = {"names": names, "counts": counted}
-    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, **rest)
-    for module, name in names.items():
+    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, counts=counted)
+    parallel.names = {module: name for name, module in model.named_modules()}
+    for module, name in parallel.names.items():
         if name in hooks:
             hooks[name].keep = keep or hooks[name].parent is None
             module.register_forward_pre_hook(hooks[name].enter, with_kwargs=True)
@@ -146,13 +137,6 @@ def parallelize(
     return model
 
 
-def _device(mesh: MeshLike, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
 def _hooks(
     model: nn.Module, context: ParallelContext, inputs: RulesLike, outputs: RulesLike, gathers: Pattern | None
 ) -> dict[str, ModuleHooks]:
@@ -162,20 +146,18 @@ def _hooks(
         for name, module in model.named_modules()
         if type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     }
-    rules = [Rules(each).match(list(modules), partial=True, what="module") for each in (inputs, outputs)]
-    gathering = set(rules[0])
-    if gathers is not None:
-        gathering = {"", *Rules({gathers: "..."}).match(list(modules), partial=True, what="module")}
+    every = (inputs, outputs, {} if gathers is None else {gathers: "..."})
+    rules = [Rules(each).match(list(modules), partial=True, what="module") for each in every]
+    gathering = {*rules[0]} if gathers is None else {"", *rules[2]}
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
-        if not any(name in names for names in (*rules, gathering)):
-            continue
-        incoming, outgoing = (_tensor_rules(each.get(name), name, context) for each in rules)
-        parent = _around(name, hooks)
-        axes = varying(parent.varying if parent else (), [each.rule for each in incoming])
-        signature = list(inspect.signature(module.forward).parameters)
-        sides = incoming, outgoing, axes, name in gathering
-        hooks[name] = ModuleHooks(name, signature, context, parent, *sides)
+        if any(name in names for names in (*rules, gathering)):
+            incoming, outgoing = (_tensor_rules(each.get(name), name, context) for each in rules[:2])
+            parent = _around(name, hooks)
+            axes = models.varying(parent.varying if parent else (), [each.rule for each in incoming])
+            signature = list(inspect.signature(module.forward).parameters)
+            sides = incoming, outgoing, axes, name in gathering
+            hooks[name] = ModuleHooks(name, signature, context, parent, *sides)
     return hooks
 
 
@@ -190,48 +172,38 @@ def _counts(model: nn.Module, context: ParallelContext, rules: Rules) -> list[Co
     counts = []
     for where, text in rules.match(list(attributes), partial=True, what="integer attribute").items():
         owner, name, n = attributes[where]
-        try:
+        with located(where):
             sharding = Sharding(rule_of(text, context.axes).src, context.axes, (n,))
             parts = context.axes.size(*sharding.layout.axes)
             if n % parts:
                 hint = f"processes would count unlike parts of {n}; shard it over fewer of them"
                 raise ShapeError(f"{n} is not divisible by {parts}", text=text, hint=hint)
-        except XshardError as error:
-            raise with_path(error, where) from None
         counts.append(Count(owner, name, n, n // parts))
     return counts
 
 
 def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[TensorRule]:
     """The value of a rule for one module -> a rule for each tensor."""
-    if value is None:
-        return []
-    each: Iterable[tuple[Any, Any]] = [(None, value)]
+    texts: dict[Any, Any] = {None: value} if value is not None else {}
     if isinstance(value, Mapping):
-        each = value.items()
+        texts = dict(value)
     elif isinstance(value, tuple | list):
-        each = [(i, text) for i, text in enumerate(value) if text is not None]
-    rules, where = [], name or "the model"
-    for key, text in each:
-        try:
-            rules.append(TensorRule(key, rule_of(text, context.axes)))
-        except XshardError as error:
-            raise with_path(error, where) from None
-    return rules
+        texts = {i: text for i, text in enumerate(value) if text is not None}
+    with located(name or "the model"):
+        return [TensorRule(key, rule_of(text, context.axes)) for key, text in texts.items()]
 
 
 def _path(name: str) -> str:
-    """The name of the module that has a parameter."""
+    """The name of the module around a module or a parameter."""
     return name.rpartition(".")[0]
 
 
-def _around(
-    name: str, hooks: Mapping[str, ModuleHooks], *, itself: bool = False, what: str = "inputs"
-) -> ModuleHooks | None:
-    """The nearest module around a name that has a rule for its inputs, or its outputs, or that gathers."""
-    parts = name.split(".") if name else []
-    around = (hooks.get(".".join(parts[:n])) for n in range(len(parts) - (not itself), -1, -1))
-    return next((each for each in around if each and getattr(each, what)), None)
+def _around(path: str, hooks: Mapping[str, ModuleHooks], what: str = "inputs") -> ModuleHooks | None:
+    """This module, or the nearest around it, that has rules for its inputs or outputs, or that gathers."""
+    each = hooks.get(path)
+    if each is not None and getattr(each, what):
+        return each
+    return _around(_path(path), hooks, what) if path else None
 
 
 def _parameters(
@@ -246,22 +218,19 @@ def _parameters(
     uses: dict[str, ParameterUse] = {}
     for name, x in {**parameters, **buffers}.items():
         path, _, attribute = name.rpartition(".")
-        around = _around(path, hooks, itself=True)
+        around, module = _around(path, hooks), model.get_submodule(path)
         if around is None and name in parameters:
             hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
             raise PlanError(f"{name}: no rule says how activations lie in '{path or 'the model'}'", hint=hint)
-        try:
+        with located(name):
             inside = around.varying if around else frozenset()
             use = use_of(texts.get(name, "..."), x.ndim, context.axes, inside)
             if name in buffers:  # a buffer is never gathered
                 use = use._replace(stored=use.used)
             sharding = Sharding(use.stored, context.axes, tuple(x.shape))
             used = Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
-            sums = _around(path, hooks, itself=True, what="outputs")
-            module, process = model.get_submodule(path), context.processes.device
-            shard_embedding(module, path, used, sums.sums if sums else (), process)
-        except XshardError as error:
-            raise with_path(error, name) from None
+            sums = _around(path, hooks, "outputs")
+            shard_embedding(module, path, used, sums.sums if sums else (), context.processes.device)
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
             ways = written(sharding.layout), written(each.sharding.layout)
@@ -269,32 +238,29 @@ def _parameters(
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
             raise PlanError(what, hint=hint)
         each.names.append(name)
-        each.owners.append((model.get_submodule(path), attribute))
+        each.owners.append((module, attribute))
         if name in parameters:
             uses[name] = use
         if path in hooks:
-            hooks[path].own += dims_of_parameter(used, process)
-    shapes = {name: each.sharding.shape for each in sharded.values() for name in each.names}
-    for path, names in groupby(sorted(uses, key=_path), _path):
-        _check_added(path, [*names], uses, shapes, hooks[path].sums if path in hooks else ())
+            hooks[path].own += models.dims_of_parameter(used, context.processes.device)
+    _check_added(uses, {name: each.sharding.shape for each in sharded.values() for name in each.names}, hooks)
     for each in sharded.values():
         if each.name in uses:
-            _prepare_uses(each, [uses[name] for name in each.names], hooks)
+            _prepare_uses(each, uses, hooks)
     return list(sharded.values()), uses
 
 
-def _prepare_uses(
-    each: ShardedParameter, uses: Sequence[ParameterUse], hooks: Mapping[str, ModuleHooks]
-) -> None:
+def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, ModuleHooks]) -> None:
     """Let the nearest modules that gather gather the parameter for its uses."""
-    each.later = summed_later(uses)
-    for name, use, owner in zip(each.names, uses, each.owners, strict=True):
+    each.later = models.summed_later([uses[name] for name in each.names])
+    for name, owner in zip(each.names, each.owners, strict=True):
+        use = uses[name]
         if use.unsummed:
             owner[0].register_forward_pre_hook(partial(check_apart, name, use), with_kwargs=True)
         move = use.move(each.later)
         if move is None:
             continue
-        gatherer = _around(name.rpartition(".")[0], hooks, itself=True, what="gathers")
+        gatherer = _around(_path(name), hooks, "gathers")
         assert gatherer is not None  # the nearest one with a rule, or the model
         text = f"{move[0]} -> {move[1]}"
         same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
@@ -304,32 +270,27 @@ def _prepare_uses(
             gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
 
 
-def _check_added(path: str, names: Sequence[str], uses: Uses, shapes: Mapping[str, Any], sums: Any) -> None:
-    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
-
-    names: the parameters of module `path`. sums: axes over which its output is a sum, by its rule.
-    """
-    inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
-    summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}
-    for name in names:
-        axes = summed | repeated(shapes[name], [(uses[n], shapes[n]) for n in names])
-        if axes := axes - set(uses[name].used.axes) - uses[name].whole:
-            over, used = ",".join(sorted(axes)), written(uses[name].used)
-            raise PlanError(
-                f"{name} is whole along '{over}', which shards its module: each process would add it",
-                text=used,
-                hint=f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})', "
-                f"which adds it once; or '{used} -> {used} | copy({over})' if it is meant",
-            )
+def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Mapping[str, ModuleHooks]) -> None:
+    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded."""
+    for path, names in groupby(sorted(uses, key=_path), _path):
+        sums = hooks[path].sums if path in hooks else ()
+        inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
+        summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}
+        for name in (own := [*names]):
+            axes = summed | models.repeated(shapes[name], [(uses[n], shapes[n]) for n in own])
+            if axes := axes - set(uses[name].used.axes) - uses[name].whole:
+                over, used = ",".join(sorted(axes)), written(uses[name].used)
+                what = f"{name} is whole along '{over}', which shards its module: each process would add it"
+                hint = f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})'"
+                hint += f", which adds it once; or '{used} -> {used} | copy({over})' if it is meant"
+                raise PlanError(what, text=used, hint=hint)
 
 
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise PlanError if activations need a gradient, which would lack the parts of other processes."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         axes = ",".join(sorted(use.unsummed))
-        raise PlanError(
-            f"{name} is sharded over '{axes}', and its module's input is equal along it",
-            text=written(use.used),
-            hint=f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
-            "of the rule for the input of this module, or of one around it",
-        )
+        what = f"{name} is sharded over '{axes}', and its module's input is equal along it"
+        hint = f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
+        hint += "of the rule for the input of this module, or of one around it"
+        raise PlanError(what, text=written(use.used), hint=hint)
