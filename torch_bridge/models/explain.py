@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_bridge.mesh.machine import machine
-from torch_bridge.models.parallel import ParallelModel, parallel_of
+from torch_bridge.models.parallel import parallel_of
 from xshard import load_profile, planner
 from xshard.dtypes import name_of
 from xshard.formatting import align_columns, format_bytes
@@ -26,10 +26,9 @@ def explain(model: nn.Module) -> str:
     """
     parallel = parallel_of(model)
     axes, profile = parallel.context.axes, machine(parallel.context.profile)
-    by_name = {name: each for each in parallel.parameters for name in each.names}
-    parameters, gathers, sums = [], [], []
+    parameters, moves, sums = list[Any](), list[Any](), []
     for name, use in parallel.uses.items():
-        each = by_name[name]
+        each = parallel.by_name[name]
         x, sharding = each.tensor, each.sharding
         used = "as stored" if use.used == use.stored else written(use.used)
         over = " ".join(axis for axis in axes.axes if axis in use.copied) if x.requires_grad else "frozen"
@@ -39,12 +38,19 @@ def explain(model: nn.Module) -> str:
             text = f"n | sum({','.join(axis for axis in axes.axes if axis in each.later)}) -> n"
             back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]
             sums.append(("gradients, in buckets", text, 0, back))
-    for hooks in parallel.hooks:
+    for hooks in parallel.hooks.values():
         for part in hooks.gathered:
             x, rule = part.tensor, rule_of(part.move, axes)
             forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            gathers.append((part.name, written(part.move), forward, back + (0 if hooks.keep else forward)))
-    moves = [*gathers, *_activations(parallel), *sums]
+            moves.append((part.name, written(part.move), forward, back + (0 if hooks.keep else forward)))
+    for name, hooks in parallel.hooks.items():
+        for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+            for each in (each for each in rules if each.rule.moves):
+                received = (
+                    (None, None) if each.last is None else _received(each.rule, axes, profile, *each.last)
+                )
+                moves.append((f"{name or 'the model'}, {side}", each.rule.text, *(received or (None, None))))
+    moves += sums
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
     lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
@@ -61,17 +67,6 @@ def explain(model: nn.Module) -> str:
 
 def _bytes(n: int | None) -> str:
     return "not called yet" if n is None else format_bytes(n)
-
-
-def _activations(parallel: ParallelModel) -> Iterable[tuple[Any, ...]]:
-    context = parallel.context
-    for hooks in parallel.hooks:
-        for direction, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
-            for each in (each for each in rules if each.rule.moves):
-                received: tuple[Any, Any] = (None, None)
-                if each.last is not None:
-                    received = _received(each.rule, context.axes, machine(context.profile), *each.last)
-                yield (f"{hooks.name or 'the model'}, {direction}", each.rule.text, *received)
 
 
 def _received(

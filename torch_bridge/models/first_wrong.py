@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.blocks import array_of
-from torch_bridge.models.hooks import ModuleHooks, TensorRule, first_tensor, parts_of
-from torch_bridge.models.notes import described
-from torch_bridge.models.parallel import ParallelModel
+from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.parallel import ParallelModel, described
 from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.models.verify import Wanted, differing
 from torch_bridge.redistribution import redistribute
@@ -41,43 +40,37 @@ class Place(NamedTuple):
         return is_within and (other.module != self.module or other.side != self.side)
 
 
-class SeenTensor(NamedTuple):
-    """An input of a module before its rule, or an output after it."""
-
-    hooks: ModuleHooks
-    rule: TensorRule | None
-    block: Tensor
-
-
-Seen = dict[Place, SeenTensor]
+# An input of a module before its rule, or an output after it; its layout, along the axes that the rule names.
+Seen = dict[Place, tuple[Tensor, Layout, Collection[str]]]
 
 
 @contextmanager
-def watching(model: nn.Module, hooks: Sequence[ModuleHooks], runs: list[Seen]) -> Iterator[None]:
+def watching(model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]) -> Iterator[None]:
     """Add a run: the tensors that go in and out of modules with rules, in the order of the forward pass."""
     seen, calls = Seen(), Counter[Any]()
     runs.append(seen)
 
-    def see(own: ModuleHooks, side: str, rules: Sequence[Any], find: Callable[[Any], Any]) -> None:
-        for number, rule in enumerate(rules):
-            if isinstance(x := find(rule), Tensor):
+    def see(own: ModuleHooks, side: str, tensors: Sequence[Any]) -> None:
+        # An output without a rule lies as the first input with as many dims.
+        default = [(unsharded(each.rule.dst), ()) for each in own.inputs[:1]] or [(Layout("..."), ())]
+        rules = [each.rule for each in (own.inputs if side == "input" else own.outputs)]
+        ways = [(each.src if side == "input" else each.dst, each.axes) for each in rules] or default
+        for number, (x, way) in enumerate(zip(tensors, ways, strict=True)):
+            if isinstance(x, Tensor):
                 key = own.name, side, number
-                seen[Place(*key, calls[key])] = SeenTensor(own, rule, x.detach().clone())
+                seen[Place(*key, calls[key])] = x.detach().clone(), *way
                 calls[key] += 1
 
     def enter(own: ModuleHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        see(own, "input", own.inputs, lambda rule: values.get(own.argument(rule.key, args, kwargs)))
+        see(own, "input", [values.get(own.argument(each.key, values)) for each in own.inputs])
 
     def leave(own: ModuleHooks, module: nn.Module, args: Any, result: Any) -> None:
-        parts = parts_of(result) if isinstance(result, Tensor | dict | tuple | list) else {}
-        first = first_tensor(parts)
-        keys = {rule: rule.key for rule in own.outputs if rule.key is not None and None not in parts}
-        see(own, "output", own.outputs or [None], lambda rule: parts.get(keys.get(rule, first)))
+        see(own, "output", own.results(result))
 
     with ExitStack() as handles:
-        for own in hooks:
-            module = getattr(model, "_orig_mod", model).get_submodule(own.name)
+        for name, own in hooks.items():
+            module = getattr(model, "_orig_mod", model).get_submodule(name)
             before, after = partial(enter, own), partial(leave, own)
             handles.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.enter_context(module.register_forward_hook(after))
@@ -91,23 +84,21 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
     """
     context, called = parallel.context, _answers(set(many), parallel.context)
     pairs: dict[Place, tuple[Wanted, Tensor]] = {}
-    for place, seen in many.items():
-        layout = _layout(place, seen)
-        if layout is None or place not in one or not all(place in each for each in called):
+    for place, (x, layout, named) in many.items():
+        has_dims = len(layout.dims) == x.ndim or ELLIPSIS in layout.names
+        if not has_dims or place not in one or not all(place in each for each in called):
             continue
-        whole = one[place].block
+        own, whole = parallel.hooks[place.module], one[place][0]
+        layout = placed(layout.resolved(x.ndim), named, _inside(own.parent if place.side == "input" else own))
         try:
             block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
         except XshardError:  # the layout does not fit
             continue
         largest = whole.abs().max().item() if whole.numel() else 0.0
         name, sharding = f"{place} as '{written(layout)}'", Sharding(layout, context.axes, tuple(whole.shape))
-        pairs[place] = Wanted("output", name, sharding, block, largest), _reduced(seen.block, layout, context)
-    if not pairs:
-        return "", ""
-    wanted, blocks = zip(*pairs.values(), strict=True)
-    flags = zip(pairs, differing(wanted, blocks, tol, context), strict=True)
-    right = {place: not n for place, n in flags if n < 2}
+        pairs[place] = Wanted("output", name, sharding, block, largest), _reduced(x, layout, context)
+    flags = differing(*zip(*pairs.values(), strict=True), tol, context) if pairs else []
+    right = {place: not n for place, n in zip(pairs, flags, strict=True) if n < 2}
     leaving = [place for place in right if place.side == "output" and right[place]]
     wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]
     if not wrong:
@@ -116,7 +107,7 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
     before = [each for each in [*right][: [*right].index(place)] if right[each]]
     w = w._replace(name=f"{w.name}, after " + (f"{before[-1]}, which is right" if before else "none"))
     text = mismatch_text(mismatch_of(w, block, w.largest, tol, context)).replace("\n", "\n  ")
-    return str(place), described(text, many[place].hooks, parallel, place.module)
+    return str(place), described(text, parallel, place.module)
 
 
 def mismatch_of(w: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext) -> Mismatch:
@@ -136,22 +127,11 @@ def _answers(own: Any, context: ParallelContext) -> list[Any]:
 
 
 def _inside(hooks: ModuleHooks | None) -> Layout:
+    """The dims and tags of activations inside a module."""
     layout = Layout("()") if hooks is None else _inside(hooks.parent)
     for each in hooks.inputs if hooks else ():
         layout = inside(each.rule, layout)
     return layout
-
-
-def _layout(place: Place, seen: SeenTensor) -> Layout | None:
-    """By the rule, or, for an output without one, as the first input with the same dims."""
-    own, ndim, rule = seen.hooks, seen.block.ndim, seen.rule and seen.rule.rule
-    is_input = place.side == "input"
-    layout, named = (rule.src if is_input else rule.dst, rule.axes) if rule else (Layout("..."), ())
-    if not rule and own.inputs:
-        layout = unsharded(own.inputs[0].rule.dst)
-    if len(layout.dims) != ndim and ELLIPSIS not in layout.names:
-        return None
-    return placed(layout.resolved(ndim), named, _inside(own.parent if is_input else own))
 
 
 def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:

@@ -25,9 +25,7 @@ from xshard.trees import groups
 
 @dataclass(eq=False)
 class Gradient:
-    """The gradient of one parameter: `.grad` is a sum over processes along `axes`, or it is this process's
-    `share`, and `earlier` is the sum that it was before.
-    """
+    """A parameter's gradient: `.grad` is a sum along `axes`, or a process's `share`, after a sum `earlier`."""
 
     parameter: Tensor
     axes: tuple[str, ...]
@@ -65,33 +63,26 @@ class Gradient:
         self.share = self.earlier = None
 
 
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that are summed together over the same axes."""
+@torch.no_grad()
+def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
+    """Begin to sum shares over the same axes, with a flag each -> a function that adds the sums to `.grad`."""
+    shares = [gradient.take_share() for gradient in bucket]
+    used = [float(share is not None) for share in shares]
+    pairs = zip(bucket, shares, strict=True)
+    parts = [(torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs]
+    flat = torch.cat([*parts, parts[0].new_tensor(used)])
+    expression = f"n | sum({','.join(bucket[0].axes)}) -> n"
+    travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
+    options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
+    pending: Any = redistribute(flat, expression, context.mesh, **options)
 
-    gradients: list[Gradient]
+    def end() -> None:
+        *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
+        for gradient, total, n, is_used in zip(bucket, sums, n_used, used, strict=True):
+            if is_used or n > 0:
+                gradient.add(total)
 
-    @torch.no_grad()
-    def begin(self, context: ParallelContext) -> Callable[[], None]:
-        """Begin to sum the shares, and a flag per parameter -> a function that adds the sums to `.grad`."""
-        parts, used = [], []
-        for gradient in self.gradients:
-            x, share = gradient.parameter, gradient.take_share()
-            used.append(share is not None)
-            parts.append(torch.zeros_like(x).reshape(-1) if share is None else share.reshape(-1))
-        flat = torch.cat([*parts, parts[0].new_tensor([float(is_used) for is_used in used])])
-        expression = f"n | sum({','.join(self.gradients[0].axes)}) -> n"
-        travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
-        options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
-        pending: Any = redistribute(flat, expression, context.mesh, **options)
-
-        def end() -> None:
-            *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
-            for gradient, total, n, is_used in zip(self.gradients, sums, n_used, used, strict=True):
-                if is_used or n > 0:
-                    gradient.add(total)
-
-        return end
+    return end
 
 
 @dataclass(eq=False)
@@ -100,7 +91,7 @@ class BackwardPass:
     autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far.
     """
 
-    waiting: dict[Bucket, int]
+    waiting: list[int]
     coming: set[Gradient] = field(default_factory=set)
     ready: set[Gradient] = field(default_factory=set)
     sent: list[Callable[[], None]] = field(default_factory=list)
@@ -117,8 +108,7 @@ class Gradients:
         self.after_first: Callable[[], None] | None = None
         self._all: list[Gradient] = []
         self._handles: list[Any] = []
-        self._bucket_of: dict[Gradient, Bucket] = {}
-        self._buckets: list[Bucket] = []
+        self._buckets: list[list[Gradient]] = []  # in the order in which a backward pass fills them
         self._pass: BackwardPass | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -151,29 +141,24 @@ class Gradients:
         """Follow the gradients of these tensors, one for each of `sharded`."""
         for handle in self._handles:
             handle.remove()
+        rows = zip(parameters, self.sharded, strict=True)
+        trained = [(x, each.later) for x, each in rows if x.requires_grad]
         order = self.context.axes.axes
-        self._all = [
-            Gradient(x, tuple(axis for axis in order if axis in each.later))
-            for x, each in zip(parameters, self.sharded, strict=True)
-            if x.requires_grad
-        ]
+        self._all = [Gradient(x, tuple(axis for axis in order if axis in later)) for x, later in trained]
         self._handles = []
         for gradient in self._all:
             x = gradient.parameter
             self._handles.append(x.register_hook(partial(self._arrives, gradient)))
             self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, gradient)))
-        self._buckets, self._pass = self._grouped(), None
-        self._bucket_of = {gradient: b for b in self._buckets for gradient in b.gradients}
-
-    def _grouped(self) -> list[Bucket]:
-        """Buckets in the order in which a backward pass fills them: the last parameters come first."""
         last_first = self._all[::-1]
         keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
         members = groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
-        return [Bucket([last_first[i] for i in group]) for group in sorted(members, key=itemgetter(-1))]
+        self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
+        self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
+        self._pass = None
 
     def _begin(self) -> BackwardPass:
-        return BackwardPass({bucket: len(bucket.gradients) for bucket in self._buckets})
+        return BackwardPass([*map(len, self._buckets)])
 
     def _arrives(self, gradient: Gradient, _: Tensor) -> None:
         """Before a share is added to `.grad`."""
@@ -195,8 +180,8 @@ class Gradients:
             return
         now.ready.add(gradient)
         now.waiting[self._bucket_of[gradient]] -= 1
-        while len(now.sent) < len(self._buckets) and not now.waiting[self._buckets[len(now.sent)]]:
-            now.sent.append(self._buckets[len(now.sent)].begin(self.context))
+        while len(now.sent) < len(self._buckets) and not now.waiting[len(now.sent)]:
+            now.sent.append(_begin_sums(self._buckets[len(now.sent)], self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -209,8 +194,7 @@ class Gradients:
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         while self.syncs:
-            for bucket in self._buckets[len(now.sent) :]:
-                now.sent.append(bucket.begin(self.context))
+            now.sent += [_begin_sums(bucket, self.context) for bucket in self._buckets[len(now.sent) :]]
             for end in now.sent:
                 end()
             now = self._pass = self._begin()

@@ -38,13 +38,14 @@ class GatheredParameter(NamedTuple):
             owner._parameters[attribute] = x
 
 
+@dataclass(eq=False, repr=False)
 class TensorRule:
-    """A rule for one tensor, and the shape, dtype and gradient that it last had, for `explain`."""
+    """A rule for one tensor. last: the shape, dtype and gradient that it last had, for `explain`."""
 
-    def __init__(self, key: Key, rule: ActivationRule) -> None:
-        self.key, self.rule = key, rule
-        self.last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
-        self.seen: dict[Any, tuple[tuple[int, ...], tuple[KnownDim, ...]]] = {}
+    key: Key
+    rule: ActivationRule
+    last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
+    seen: dict[Any, tuple[tuple[int, ...], tuple[KnownDim, ...]]] = field(default_factory=dict)
 
     def move(
         self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
@@ -106,15 +107,14 @@ class ModuleHooks:
         known = self._outside
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
-            key = self.argument(rule.key, args, kwargs)
+            key = self.argument(rule.key, values)
             if key is not None:
                 values[key], known = self._moved(rule, values[key], known, "input")
-        args, kwargs = tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
         self.known = known
         self._depth += 1
         if self.gathered and self._depth == 1:
             self._gather()
-        return args, kwargs
+        return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         if self._depth == 1 and self._stored:
@@ -137,8 +137,7 @@ class ModuleHooks:
         used = gather(stored)
         is_saved = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
         if is_saved and not self.keep and not torch.compiler.is_compiling():
-            again = RegatherOnBackward(stored, used, gather)
-            self._saving = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
+            self._saving = _regathered(stored, used, gather)
             self._saving.__enter__()
         self._stored = stored
         for part, x in zip(self.gathered, used, strict=True):
@@ -154,45 +153,51 @@ class ModuleHooks:
         except XshardError as error:
             raise with_path(error, where) from error.__cause__
 
-    def argument(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
         """The position or the name of the argument that a rule is for; None if it is not a tensor."""
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if key is None:
-            first = first_tensor(values)
+            first = _first_tensor(values)
             if first is None:
                 what = f"input of {self.name or 'the model'}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
                 raise ShapeError(what, hint=hint)
             return first
         name = dict(enumerate(self.arguments)).get(key, "") if isinstance(key, int) else key
-        i = name if name in kwargs else key if isinstance(key, int) else self.arguments.index(key)
+        i = name if name in values else key if isinstance(key, int) else self.arguments.index(key)
         return i if isinstance(values.get(i), Tensor) else None
 
+    def results(self, result: Any) -> list[Any]:
+        """The parts of a result that rules are for; without rules the first tensor."""
+        parts = _parts_of(result) if isinstance(result, Tensor | Mapping | tuple | list) else {}
+        return [parts.get(_part(key, parts)) for key in [each.key for each in self.outputs] or [None]]
+
     def _with_output(self, rule: TensorRule, result: Any) -> Any:
-        known = self.known if self.inputs else self._outside
-        if isinstance(result, Tensor):
-            return self._moved(rule, result, known, "output")[0]
-        parts = parts_of(result)
-        key = first_tensor(parts) if rule.key is None else rule.key
+        known, parts, kind = self.known if self.inputs else self._outside, _parts_of(result), type(result)
+        key = _part(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
         parts[key] = self._moved(rule, parts[key], known, "output")[0]
-        is_named = isinstance(result, Mapping)
-        if is_named:
-            result[key] = parts[key]
+        if isinstance(result, Tensor):
+            return parts[key]
+        if isinstance(result, Mapping):
+            result[key] = parts[key]  # type: ignore[index]
             return result
-        kind = type(result)
         return kind(*parts.values()) if hasattr(result, "_fields") else kind(parts.values())
 
 
-def parts_of(result: Any) -> dict[Any, Any]:
+def _parts_of(result: Any) -> dict[Any, Any]:
     """The parts of a module's result, by position or name; None is the key of a tensor by itself."""
     if isinstance(result, Tensor):
         return {None: result}
     return dict(result) if isinstance(result, Mapping) else dict(enumerate(result))
 
 
-def first_tensor(parts: Mapping[Any, Any]) -> Any:
+def _part(key: Key, parts: Mapping[Any, Any]) -> Any:
+    """The key of the part of a result that a rule is for."""
+    return None if None in parts else _first_tensor(parts) if key is None else key
+
+
+def _first_tensor(parts: Mapping[Any, Any]) -> Any:
     """The position or name of the first tensor, or None."""
     return next((key for key, x in parts.items() if isinstance(x, Tensor)), None)
 
@@ -209,28 +214,26 @@ def _gather_all(
     return redistribute(list(stored), moves, shape=shapes, **options)
 
 
-class RegatherOnBackward:
+def _regathered(stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather) -> Any:
     """Gathered parameters that the backward pass gathers again: autograd saves only which one it was."""
+    versions, dtypes = [x._version for x in stored], [x.dtype for x in used]
+    storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
+    again: list[Tensor] = []
 
-    def __init__(self, stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather) -> None:
-        self.stored, self.gather = stored, gather
-        self.versions = [x._version for x in stored]
-        self.storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
-        self.dtypes = [x.dtype for x in used]
-        self.used: list[Tensor] | None = None
-
-    def pack(self, x: Tensor) -> Any:
-        i = self.storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        is_ours = i is not None and x.dtype == self.dtypes[i]
+    def pack(x: Tensor) -> Any:
+        i = storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
+        is_ours = i is not None and x.dtype == dtypes[i]
         return (i, x.shape, x.stride(), x.storage_offset()) if is_ours else x
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if self.used is None:
-            if self.versions != [x._version for x in self.stored]:
+        if not again:
+            if versions != [x._version for x in stored]:
                 raise XshardError("a parameter was written to between its forward and its backward pass")
             with torch.no_grad():
-                self.used = self.gather(self.stored)
+                again.extend(gather(stored))
         i, *view = packed
-        return self.used[i].as_strided(*view)
+        return again[i].as_strided(*view)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

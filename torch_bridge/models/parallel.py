@@ -1,13 +1,15 @@
-"""A parallel model: its parameters, hooks and gradients, and their norm."""
+"""A parallel model: its parameters, hooks and gradients, their norm, and notes on errors inside it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,43 +18,37 @@ from torch.nn.utils import clip_grad
 
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
-from torch_bridge.models.notes import NOTE, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
-from xshard.models import ParameterUse, use_of
+from xshard.models import ParameterUse, use_of, written
 
 ATTRIBUTE = "_xshard_parallel"
 GUARDED: WeakSet[ParallelModel] = WeakSet()  # models with blocks, which torch would take for whole tensors
+NOTE = "in the parallel module "
+LISTED = 8  # most parameters, and most attributes, in a note
 
-Arrives = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
-
-
-class Count(NamedTuple):
-    """An integer attribute of a module: its value on one device, and its own on each of several."""
-
-    owner: nn.Module
-    name: str
-    whole: int
-    own: int
+Arrives = Callable[[Mapping[Any, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
 
 
 @dataclass(eq=False, repr=False)
 class ParallelModel:
-    """The state of a parallel model. uses: every parameter's use, by name. arrives: as the method `arrivals`,
-    which goes by rules without it. original: the model on one device, if that is another module.
-    names: the name of each module.
+    """The state of a parallel model. uses: every parameter's use, by name. hooks: by names of modules.
+
+    arrives: as the method `arrivals`, which goes by rules without it. original: the model on one device, if
+    that is another module. names: the name of each module. counts: modules, attributes that count a process's
+    part, and their values on one device.
     """
 
     context: ParallelContext
     parameters: Sequence[ShardedParameter]
     uses: dict[str, ParameterUse]
-    hooks: Sequence[ModuleHooks]
+    hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
     arrives: Arrives | None = None
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
-    counts: Sequence[Count] = ()
+    counts: Sequence[tuple[nn.Module, str, int]] = ()
 
     def __post_init__(self) -> None:
         self.gradients.after_first = self.compare
@@ -74,15 +70,16 @@ class ParallelModel:
             parameters.append(ShardedParameter([name], owners, sharding, varying))
             if isinstance(x, nn.Parameter):
                 uses[name] = use
-        return cls(context, parameters, uses, (), Gradients(context, (), None), arrives, original)
+        return cls(context, parameters, uses, {}, Gradients(context, (), None), arrives, original)
 
-    def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    def arrivals(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """The layouts and global shapes of the sharded inputs of the model, by position or name."""
         if self.arrives is not None:
-            return self.arrives(args, kwargs)
-        root = next((hooks for hooks in self.hooks if not hooks.name), None)
-        rules = () if root is None else root.inputs
-        return {root.argument(each.key, args, kwargs): (each.rule.src, None) for each in rules if root}
+            return self.arrives(values)
+        roots = [self.hooks[""]] if "" in self.hooks else []
+        return {
+            root.argument(each.key, values): (each.rule.src, None) for root in roots for each in root.inputs
+        }
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A hook of the model, before its forward pass."""
@@ -94,9 +91,9 @@ class ParallelModel:
         """A hook of modules, always called: an error that leaves one gets a note, once."""
         error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
         noted = any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
-        if error is None or noted or getattr(error.__traceback__, "tb_frame", None) is not sys._getframe(1):
-            return  # no error, or one that is handled outside of the model
-        error.add_note(note_on(error, self))
+        # An error of another frame is handled outside of the model.
+        if error and not noted and getattr(error.__traceback__, "tb_frame", None) is sys._getframe(1):
+            error.add_note(_note_on(error, self))
 
     def refuse(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """A hook of modules with blocks, before `state_dict()`; keep_vars asks for the tensors themselves."""
@@ -113,11 +110,17 @@ class ParallelModel:
         return [each for each in self.parameters if each.sharding.layout.axes]
 
     @property
-    def used(self) -> dict[str, Sharding]:
-        """Parameters by name, as modules use them."""
-        shapes = {name: each.sharding.shape for each in self.parameters for name in each.names}
-        layouts = {name: use.used.in_order(use.stored.names) for name, use in self.uses.items()}
-        return {name: Sharding(each, self.context.axes, shapes[name]) for name, each in layouts.items()}
+    def by_name(self) -> dict[str, ShardedParameter]:
+        """Parameters and buffers under each of their names."""
+        return {name: each for each in self.parameters for name in each.names}
+
+    def used_inside(self, path: str) -> dict[str, Sharding]:
+        """The parameters inside a module by name, as modules use them."""
+        return {
+            name: each.sharding.with_layout(self.uses[name].used.in_order(self.uses[name].stored.names))
+            for name, each in self.by_name.items()
+            if name in self.uses and name.startswith(path and f"{path}.")
+        }
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""
@@ -137,6 +140,49 @@ def parallel_of(model: nn.Module) -> ParallelModel:
         hint = "parallelize(model, ...)" if isinstance(model, nn.Module) else "pass the model itself"
         raise XshardError(f"a {type(model).__name__} that is not parallel", hint=hint)
     return state
+
+
+def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
+    """A title, the rules of a module, and layouts, blocks and whole shapes of parameters inside a path.
+
+    ruled: the name of the module with the rules, if that is another.
+    """
+    hooks, lines = parallel.hooks.get(path if ruled is None else ruled), [title]
+    for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)) if hooks else ():
+        of = f"{side} of {(hooks and hooks.name) or 'the model'}"
+        lines += [f"{of}: {text}" for text in [each.rule.text for each in rules] or ["no rule"]]
+    for name, each in [*parallel.used_inside(path).items()][:LISTED]:
+        block = each.local_shape(parallel.context.processes.device)
+        lines.append(f"{name}: {written(each.layout)}, block {block} of {each.shape}")
+    return "\n  ".join(lines)
+
+
+def _note_on(error: BaseException, parallel: ParallelModel) -> str:
+    """A note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
+    called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    known = dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in parallel.names)
+    modules = [*known][::-1]
+    paths = [parallel.names[module] for module in modules]
+    title = f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"
+    ruled = next((path for path in paths if path in parallel.hooks), paths[0])
+    path = next((path for path in paths if parallel.used_inside(path)), "")
+    lines = [described(title, parallel, path, ruled)]
+    every = parallel.used_inside(paths[-1]).values()
+    sharded = {n for each in every for n, dim in zip(each.shape, each.layout.dims, strict=True) if dim.axes}
+    for path, module in zip(paths, modules, strict=True):
+        if counted := ", ".join(_counted(module, sharded)[:LISTED]):
+            hint = "whole lengths of sharded dims: counts= makes them local"
+            lines.append(f"{path or 'the model'} has {counted}, {hint}")
+    return "\n  ".join(lines)
+
+
+def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:
+    """The attributes of a module, and products of two, that are equal to one of the lengths."""
+    if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
+        return []
+    numbers = [(f"{name}={n}", n) for name, n in vars(module).items() if type(n) is int and n > 1]
+    products = [(f"{a} * {b}", m * n) for (a, m), (b, n) in itertools.combinations(numbers, 2)]
+    return [text for text, n in (*numbers, *products) if n in lengths]
 
 
 def check_replicas(model: nn.Module) -> None:

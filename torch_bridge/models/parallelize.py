@@ -19,10 +19,10 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
-from torch_bridge.models.parallel import ATTRIBUTE, Count, ParallelModel
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from torch_bridge.redistribution.blocks import tensor_device_of
-from xshard import Profile, Rules, Sharding, XshardError, models
+from xshard import Mesh, Profile, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, rule_of, use_of, written
@@ -99,11 +99,11 @@ def parallelize(
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     context, outputs, counts = ParallelContext(mesh, profile, comm_dtype), outputs or {}, counts or {}
     ranks, limit = context.processes.ranks, limit_of(bucket_bytes, "bucket_bytes")
-    prepared: list[tuple[dict[str, ModuleHooks], list[Count], list[ShardedParameter], Any]] = []
+    prepared: list[tuple[dict[str, ModuleHooks], Any, list[ShardedParameter], Any]] = []
 
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)
-        own = _counts(model, context, Rules(counts))
+        own = _counts(model, context.axes, Rules(counts))
         prepared.append((hooks, own, *_parameters(model, context, Rules(parameters), hooks)))
         shapes = [each.sharding.shape for each in prepared[0][2]]
         rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs, "counts": counts}
@@ -119,9 +119,10 @@ def parallelize(
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, limit)
         gradients.prepare()
-    for count in counted:
-        setattr(count.owner, count.name, count.own)
-    parallel = ParallelModel(context, sharded, uses, list(hooks.values()), gradients, counts=counted)
+    for owner, attribute, _, n in counted:
+        setattr(owner, attribute, n)
+    wholes = [count[:3] for count in counted]
+    parallel = ParallelModel(context, sharded, uses, hooks, gradients, counts=wholes)
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
         if name in hooks:
@@ -161,8 +162,8 @@ def _hooks(
     return hooks
 
 
-def _counts(model: nn.Module, context: ParallelContext, rules: Rules) -> list[Count]:
-    """The integer attributes that have a rule, as one process counts. Raises ShapeError."""
+def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[tuple[nn.Module, str, int, int]]:
+    """Modules, their integer attributes that have a rule, the whole and this one's. Raises ShapeError."""
     attributes = {
         f"{path}.{name}".lstrip("."): (module, name, n)
         for path, module in model.named_modules()
@@ -173,12 +174,11 @@ def _counts(model: nn.Module, context: ParallelContext, rules: Rules) -> list[Co
     for where, text in rules.match(list(attributes), partial=True, what="integer attribute").items():
         owner, name, n = attributes[where]
         with located(where):
-            sharding = Sharding(rule_of(text, context.axes).src, context.axes, (n,))
-            parts = context.axes.size(*sharding.layout.axes)
+            parts = axes.size(*Sharding(rule_of(text, axes).src, axes, (n,)).layout.axes)
             if n % parts:
                 hint = f"processes would count unlike parts of {n}; shard it over fewer of them"
                 raise ShapeError(f"{n} is not divisible by {parts}", text=text, hint=hint)
-        counts.append(Count(owner, name, n, n // parts))
+        counts.append((owner, name, n, n // parts))
     return counts
 
 

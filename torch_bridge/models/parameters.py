@@ -42,9 +42,9 @@ class ParallelContext:
     def processes(self) -> ProcessMesh:
         return process_mesh(self.mesh)
 
-    def moved(self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int]) -> Tensor:
+    def moved(self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None) -> Tensor:
         """A block without its history under another layout."""
-        return redistribute(x.detach(), (src, dst), self.mesh, shape=tuple(shape), profile=self.profile)
+        return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
     def compare(self, block: Tensor, sharding: Sharding, name: str) -> None:
         """Raise ReplicaError, on all processes, if blocks that should be equal are not."""

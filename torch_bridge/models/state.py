@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import from_placements, to_placements
-from torch_bridge.models.parallel import ParallelModel, parallel_of
-from torch_bridge.models.parameters import ShardedParameter
-from xshard import Mesh, XshardError
-from xshard.errors import PlanError, ShapeError, with_path
+from torch_bridge.models.parallel import parallel_of
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from xshard import Mesh
+from xshard.errors import PlanError, ShapeError, located
 from xshard.state.files.loading import in_both
 
 
@@ -32,10 +32,9 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     state = {
         n: x.detach() if isinstance(x, Tensor) else x for n, x in model.state_dict(keep_vars=True).items()
     }
-    for each in parallel.parameters:
-        if each.sharding.layout.axes:
-            x = _stored(parallel, each)
-            state.update((name, x) for name in each.names if name in state)
+    for each in parallel.sharded:
+        x = _stored(each, parallel.context)
+        state.update((name, x) for name in each.names if name in state)
     return state
 
 
@@ -46,23 +45,20 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
     """
     parallel, own = parallel_of(model), model.state_dict(keep_vars=True)
-    by_name = {name: each for each in parallel.parameters for name in each.names}
+    by_name = parallel.by_name
     for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
         if name is not None:
             each = by_name.get(name)
             block = own[name] if each is None else each.tensor
-            try:
-                value = state[name] if each is None else _block(parallel, each, state[name])
+            with located(name):
+                value = state[name] if each is None else _block(each, parallel.context, state[name])
                 if value.shape != block.shape:
                     raise ShapeError(f"a value of shape {tuple(value.shape)} for {tuple(block.shape)}")
-            except XshardError as error:
-                raise with_path(error, name) from None
             block.copy_(value)
 
 
-def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
-    sharding, context, block = each.sharding, parallel.context, each.tensor.detach()
-    mesh: Any = context.mesh
+def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
+    sharding, block, mesh = each.sharding, each.tensor.detach(), context.mesh
     mesh = mesh if isinstance(mesh, DeviceMesh) else _device_mesh(mesh, block.device.type)
     try:
         to_placements(sharding.layout, mesh, sharding.shape)
@@ -71,8 +67,8 @@ def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
     return as_dtensor(block, sharding.layout, mesh, sharding.shape)
 
 
-def _block(parallel: ParallelModel, each: ShardedParameter, value: Tensor) -> Tensor:
-    layout, shape, context = each.sharding.layout, each.sharding.shape, parallel.context
+def _block(each: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
+    layout, shape = each.sharding.layout, each.sharding.shape
     if tuple(value.shape) != shape:
         raise ShapeError(f"a value of shape {tuple(value.shape)}, not {shape}")
     value = value.to(each.tensor.device)

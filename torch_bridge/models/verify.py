@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import alone
-from torch_bridge.models.notes import described
-from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, described, parallel_of
 from torch_bridge.models.parallelize import check_apart
 from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.dtypes import name_of
-from xshard.errors import ShapeError, with_path
+from xshard.errors import ShapeError, located
 from xshard.tolerances import rounding
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
 Watch = Callable[[nn.Module], AbstractContextManager[Any]]
 Run = Callable[[Watch], Any]
@@ -84,54 +83,47 @@ def verify(
     parallel = parallel_of(model)
     if parallel.gradients.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
-    call: Call = ((batch,), {})
-    if isinstance(batch, Mapping | tuple | list):
-        call = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    whole = _whole(call, parallel)
+    call = dict(batch) if isinstance(batch, Mapping) else {0: batch}
+    if isinstance(batch, tuple | list):
+        call = dict(enumerate(batch))
+    whole, sources = _whole(call, parallel), (original, parallel.original, getattr(model, "_orig_mod", model))
+    source = next(module for module in sources if module is not None)
 
     def run(watch: Watch) -> tuple[list[Wanted], list[Tensor]]:
-        wanted = _on_one_device(model, parallel, whole, loss, original, watch)
+        wanted = _on_one_device(source, parallel, whole, loss, watch)
         with _unchanged(model, parallel), _same_random_numbers(parallel):
             with watch(model):
-                blocks = [_run(model, call, loss, parallel).detach()]
-            for each in _with_gradients(parallel):
-                x = each.tensor
-                blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
-        return wanted, blocks
+                value = _run(model, call, loss, parallel).detach()
+            return wanted, [value, *(_gradient(each.tensor) for each in _with_gradients(parallel))]
 
     _compare(*run(nullcontext), parallel, tol, run)
 
 
 def _whole(call: Call, parallel: ParallelModel) -> Call:
     """The arguments of the call on one device."""
-    (args, kwargs), context = call, parallel.context
-    arrivals = parallel.arrivals(args, kwargs)
-    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    for key, x in values.items():
+    whole, context, arrivals = dict(call), parallel.context, parallel.arrivals(call)
+    for key, x in call.items():
         if isinstance(x, Tensor):
             layout, shape = arrivals.get(key, (Layout("..."), None))
             layout, name = layout.resolved(x.ndim), f"argument {key!r} of the batch"
-            dst, options = unsharded(layout), {"shape": shape, "profile": context.profile}
-            try:
-                x = redistribute(x.detach(), (layout, dst), context.mesh, **options)
-            except XshardError as error:
-                raise with_path(error, name) from error.__cause__
-            context.compare(x, Sharding(dst, context.axes, tuple(x.shape)), name)
-            values[key] = x
-    return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
+            with located(name):
+                whole[key] = x = context.moved(x, layout, unsharded(layout), shape)
+            context.compare(x, Sharding(unsharded(layout), context.axes, tuple(x.shape)), name)
+    return whole
 
 
 def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
     """The loss, after its backward pass."""
     with torch.enable_grad():
-        result: Any = model(*call[0], **call[1])
+        named = {key: x for key, x in call.items() if isinstance(key, str)}
+        result: Any = model(*(x for key, x in call.items() if key not in named), **named)
         own = result if isinstance(result, Tensor) else getattr(result, "loss", None)
         try:
             value: Any = own if loss is None else loss(result)
         except Exception as error:
             if parallel and parallel.hooks:
-                title, last = "in loss=, after the last parallel module", parallel.hooks[-1]
-                error.add_note(described(title, last, parallel, last.name))
+                title = "in loss=, after the last parallel module"
+                error.add_note(described(title, parallel, [*parallel.hooks][-1]))
             raise
     if not isinstance(value, Tensor) or value.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -141,16 +133,11 @@ def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | Non
 
 
 def _on_one_device(
-    model: nn.Module,
-    parallel: ParallelModel,
-    call: Call,
-    loss: Loss,
-    original: nn.Module | None,
-    watch: Watch,
+    source: nn.Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
 ) -> list[Wanted]:
     """The loss of a copy on one device, and this process's block of each of its gradients."""
     context = parallel.context
-    copied, wholes = _copied(model, parallel, original)
+    copied, wholes = _copied(source, parallel)
     with alone(), _eager(), watch(copied), _same_random_numbers(parallel) as drawn:
         try:
             value = _run(copied, call, loss).detach()
@@ -164,7 +151,7 @@ def _on_one_device(
     wanted = [Wanted("output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item())]
     for each in _with_gradients(parallel):
         whole = wholes.pop(each.name)
-        gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        gradient = _gradient(whole)
         largest = gradient.abs().max().item() if gradient.numel() else 0.0
         wanted.append(Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest))
         whole.grad = None
@@ -179,15 +166,17 @@ def _with_gradients(parallel: ParallelModel) -> list[Any]:
     return [each for each in parallel.parameters if each.tensor.requires_grad]
 
 
-def _copied(
-    model: nn.Module, parallel: ParallelModel, original: nn.Module | None
-) -> tuple[nn.Module, dict[str, Tensor]]:
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy without rules, and its tensors by name; replicated parameters share the model's memory."""
-    context, sources = parallel.context, (original, parallel.original, getattr(model, "_orig_mod", model))
-    source = next(module for module in sources if module is not None)
+    context = parallel.context
     own = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
     wholes: dict[str, Tensor] = {}
-    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks)}
+    ours = (parallel, *parallel.hooks.values())
+    memo: dict[int, Any] = {id(x): x for x in ours}
     for each in parallel.parameters:
         block = each.tensor
         whole = each.gathered(context) if each.sharding.layout.axes else block.detach()
@@ -199,14 +188,14 @@ def _copied(
         memo |= {id(own[name]): whole for name in each.names}
     copied: nn.Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
-    for count in parallel.counts:
-        if id(count.owner) in memo:  # not in original=
-            setattr(memo[id(count.owner)], count.name, count.whole)
+    for owner, attribute, count in parallel.counts:
+        if id(owner) in memo:  # not in original=
+            setattr(memo[id(owner)], attribute, count)
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
                 owner, function = getattr(hook, "__self__", None), getattr(hook, "func", None)
-                if function is check_apart or any(owner is x for x in (parallel, *parallel.hooks)):
+                if function is check_apart or any(owner is x for x in ours):
                     del hooks[key]
     return copied, wholes
 
@@ -282,14 +271,13 @@ def _compare(
         runs: list[Any] = []
         with _eager(), torch.enable_grad():
             run(partial(watching, hooks=parallel.hooks, runs=runs))
-        place, text = first_wrong(runs[0], runs[1], parallel, tol)
-    if parallel.hooks and not place:
-        name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
-        inner = [each for each in parallel.hooks if name.startswith(each.name and f"{each.name}.")]
-        of = "gradient of " if numbers[0] else ""
-        place = text = f"the {of}{name}, while outputs of modules with rules are right"
-        if inner:
-            text = described(place, inner[-1], parallel, inner[-1].name)
+        place, text = first_wrong(*runs, parallel, tol)
+        if not place:
+            name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
+            of = "gradient of " if numbers[0] else ""
+            place = text = f"the {of}{name}, while outputs of modules with rules are right"
+            if inner := [path for path in parallel.hooks if name.startswith(path and f"{path}.")]:
+                text = described(place, parallel, inner[-1])
     cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
     for i in numbers:
         each = mismatch_of(wanted[i], blocks[i], most[wanted[i].kind], tol, context)

@@ -132,9 +132,8 @@ class _Entrance:
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
-    def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        inputs: Any = [*enumerate(args), *kwargs.items()]
-        sharded = ((key, x) for key, x in inputs if isinstance(x, Tensor) and self._is_sharded(x))
+    def arrivals(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        sharded = ((key, x) for key, x in values.items() if isinstance(x, Tensor) and self._is_sharded(x))
         placements = {key: self._placed(x, True) for key, x in sharded}
         return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
 
