@@ -76,10 +76,7 @@ def inside(rule: ActivationRule, outside: Layout) -> Layout:
 
 
 class KnownDim(NamedTuple):
-    """A dim inside a module: the axes that shard it, its global length, and the length of this block.
-
-    source: the rule that says so, for errors.
-    """
+    """A dim inside a module: its axes, its global length and this block's, and the rule that says so."""
 
     name: str
     axes: frozenset[str]
@@ -91,10 +88,8 @@ class KnownDim(NamedTuple):
 def arriving_shape(
     rule: ActivationRule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[KnownDim]
 ) -> tuple[int, ...]:
-    """The global shape of an array along the axes of its rule, from the block that arrives.
-
-    Blocks are equally long along dims that are not in `known`. Raises ShapeError if this block cannot be one.
-    """
+    """A block that arrives -> the global shape along the axes of its rule; blocks of dims that are not in
+    `known` are equally long. Raises ShapeError if this block cannot be one."""
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
     lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
@@ -115,23 +110,19 @@ def arriving_shape(
 def known_inside(
     rule: ActivationRule,
     shape: Sequence[int],
-    local_shape: Sequence[int],
+    rows: Sequence[int],
     outside: Iterable[KnownDim],
     where: str = "",
 ) -> tuple[KnownDim, ...]:
-    """The dims with a name inside a module. shape: global shape on arrival; local_shape: shape of the block
-    after it; where: the tensor that the rule is for. Dims of `...` have no name that rules could share.
-    """
+    """The dims with a name inside a module, where `...` has none that rules could share. shape: global shape
+    on arrival; rows: shape of the block after the rule; where: the tensor that the rule is for."""
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
-    for dim, rows in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
-        if dim.name not in rule.dst.names:
-            continue
-        before = dims.get(dim.name)
-        axes, length = frozenset(dim.axes), lengths[dim.name]
-        if before is not None:
-            axes, length = axes | before.axes - set(rule.axes), before.length
-        dims[dim.name] = KnownDim(dim.name, axes, length, rows, f"'{rule.text}' of the {where}")
+    for dim, n in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
+        if dim.name in rule.dst.names:
+            before = dims.get(dim.name, KnownDim(dim.name, frozenset(), lengths[dim.name], n))
+            axes, source = frozenset(dim.axes) | before.axes - set(rule.axes), f"'{rule.text}' of the {where}"
+            dims[dim.name] = KnownDim(dim.name, axes, before.length, n, source)
     return tuple(dims.values())
 
 
@@ -142,10 +133,8 @@ def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
 
 
 class ParameterUse(NamedTuple):
-    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary.
-
-    whole: axes along which each process uses all of it, by its rule.
-    """
+    """A parameter in one module: its layouts in storage and in use, the axes along which inputs vary, and
+    those along which each process uses all of it, by its rule."""
 
     stored: Layout
     used: Layout
@@ -170,25 +159,18 @@ class ParameterUse(NamedTuple):
 
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
-    """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
-
-    Raises NotationError for a layout that does not keep values, ShapeError for another number of dims.
-    """
+    """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError."""
     rule = rule_of(text, mesh)
     for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
-            raise NotationError(
-                f"a parameter is stored and used as values, not as '{layout}'",
-                text=text,
-                hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
-                "gradient is summed are derived",
-            )
+            what = f"a parameter is stored and used as values, not as '{layout}'"
+            hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
+            raise NotationError(what, text=text, hint=f"{hint}gradient is summed are derived")
     whole = frozenset(rule.dst.tagged("copy"))
     if equal := whole - varying:
         what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
-        raise NotationError(
-            what, text=text, hint="leave copy out: it says that a parameter is meant to be whole"
-        )
+        hint = "leave copy out: it says that a parameter is meant to be whole"
+        raise NotationError(what, text=text, hint=hint)
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         hint = "'...' is any number of dims"
         raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
@@ -198,13 +180,9 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
 
 def repeated(shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]) -> set[str]:
     """Axes that shard a parameter with more dims, some of them of `shape`: a weight beside a bias."""
-    return {
-        axis
-        for use, lengths in beside
-        if len(lengths) > len(shape) and (left := iter(lengths)) and all(n in left for n in shape)
-        for dim in use.used.dims
-        for axis in dim.axes
-    }
+    larger = [(use, iter(lengths)) for use, lengths in beside if len(lengths) > len(shape)]
+    around = [use for use, left in larger if all(n in left for n in shape)]  # in this order
+    return {axis for use in around for dim in use.used.dims for axis in dim.axes}
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xshard.arguments import did_you_mean, shown
 from xshard.compat import plan_of_transformers
-from xshard.errors import NotationError, Span, XshardError, with_path
+from xshard.errors import NotationError, Span, XshardError, located
 from xshard.layout import Layout
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import ARROW
@@ -46,10 +46,8 @@ class Rules(Mapping[Pattern, Any]):
         self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
         for pattern, value in self._rules.items():
             if isinstance(value, str):
-                try:
+                with located(f"rule '{text_of(pattern)}'"):
                     parse_expression(value) if ARROW in value else Layout.parse(value)
-                except XshardError as error:
-                    raise with_path(error, f"rule '{text_of(pattern)}'") from None
 
     @classmethod
     def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
@@ -109,26 +107,24 @@ class Rules(Mapping[Pattern, Any]):
         missing = [name for name, pattern in decided.items() if pattern is None and not partial]
         used = set(decided.values()) if names else set(self._rules)
         idle = {p: _idle(p, names) for p in self._rules if p not in used or set("{|") & set(text_of(p))}
-        unused = [p for p in self._rules if idle.get(p) or (p not in used and p != ALL)]
-        if not (missing or unused):
-            return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
         reasons, hints = [], []
         if missing:
             reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {listed(missing)}")
             rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
             hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
-        for pattern in unused:
-            if not idle[pattern]:  # all of it fits
+        for pattern, alternatives in idle.items():
+            for each in alternatives:
+                of = f"'{text_of(each)}' in " if each != pattern else ""
+                reasons.append(f"{of}rule '{text_of(pattern)}' fits no {what}")
+                hints += filter(None, (nearest(each, names), f"the {what}s are: {listed(names)}"))
+            if not alternatives and pattern not in used and pattern != ALL:  # all of it fits
                 fitted = next(name for name in names if self._fits[pattern].fullmatch(name))
                 earlier = text_of(decided[fitted] or pattern)
                 reasons.append(f"rule '{text_of(pattern)}' comes too late: '{earlier}' decides {fitted}")
                 hints.append("the first pattern that fits decides: write the narrow one before the wide one")
-                continue
-            for each in idle[pattern]:
-                of = f"'{text_of(each)}' in " if each != pattern else ""
-                reasons.append(f"{of}rule '{text_of(pattern)}' fits no {what}")
-                hints += filter(None, (nearest(each, names), f"the {what}s are: {listed(names)}"))
-        raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
+        if reasons:
+            raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
+        return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
 
 
 def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
@@ -188,41 +184,37 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
-        raise NotationError(
-            f"{shown(pattern)} is not a pattern", hint="text such as '**.weight', or re.compile(...)"
-        )
+        hint = "text such as '**.weight', or re.compile(...)"
+        raise NotationError(f"{shown(pattern)} is not a pattern", hint=hint)
     return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
 
 
 def spellings(pattern: str) -> list[str]:
     """A pattern with its braces and bars written out. Raises NotationError."""
-    tokens = iter(re.finditer(r"[{}|,]|[^{}|,]+", pattern))
-    return _spellings(tokens, pattern, None)
-
-
-def _spellings(tokens: Iterator[re.Match[str]], text: str, opened: Span | None, depth: int = 0) -> list[str]:
-    """Read alternatives up to the brace that closes the one at `opened` -> each of them written out."""
-    done, now = list[str](), [""]
-    _check_number(1, text)
-    for token in tokens:
-        if token[0] == "}":
-            if opened is None:
-                raise _malformed("'}' closes nothing", text, token.span())
-            return done + now
+    # For each open brace, and for the pattern: its place, the alternatives before a bar, and after it.
+    levels: list[tuple[Span, list[str], list[str]]] = [((0, 0), [], [""])]
+    _check_number(1, pattern)
+    for token in re.finditer(r"[{}|,]|[^{}|,]+", pattern):
+        (opened, done, now), inside = levels.pop(), [token[0]]
         if token[0] == "{":
-            if depth == DEEPEST:
-                raise _malformed(f"braces inside more than {DEEPEST} others", text, token.span())
-            inside = _spellings(tokens, text, token.span(), depth + 1)
-            _check_number(len(now) * len(inside), text)
-            now = [a + b for a in now for b in inside]
-        elif token[0] == "|" or (token[0] == "," and opened):
+            if len(levels) == DEEPEST:
+                raise _malformed(f"braces inside more than {DEEPEST} others", pattern, token.span())
+            levels += [(opened, done, now), (token.span(), [], [""])]
+            continue
+        if token[0] == "}":
+            if not levels:
+                raise _malformed("'}' closes nothing", pattern, token.span())
+            inside, (opened, done, now) = done + now, levels.pop()
+        if token[0] == "|" or (token[0] == "," and levels):
             done, now = done + now, [""]
         else:
-            now = [start + token[0] for start in now]
-        _check_number(len(done) + len(now), text)
-    if opened is not None:
-        raise _malformed("'{' is not closed", text, opened)
-    return done + now
+            _check_number(len(now) * len(inside), pattern)
+            now = [start + end for start in now for end in inside]
+        _check_number(len(done) + len(now), pattern)
+        levels.append((opened, done, now))
+    if len(levels) > 1:
+        raise _malformed("'{' is not closed", pattern, levels[-1][0])
+    return levels[0][1] + levels[0][2]
 
 
 def _check_number(spellings: int, pattern: str) -> None:

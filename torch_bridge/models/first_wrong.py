@@ -55,7 +55,7 @@ def watching(model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen
         default = [(unsharded(each.rule.dst), ()) for each in own.inputs[:1]] or [(Layout("..."), ())]
         rules = [each.rule for each in (own.inputs if side == "input" else own.outputs)]
         ways = [(each.src if side == "input" else each.dst, each.axes) for each in rules] or default
-        for number, (x, way) in enumerate(zip(tensors, ways, strict=True)):
+        for number, (x, way) in enumerate(zip(tensors, ways, strict=False)):
             if isinstance(x, Tensor):
                 key = own.name, side, number
                 seen[Place(*key, calls[key])] = x.detach().clone(), *way

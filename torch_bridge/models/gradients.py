@@ -25,7 +25,7 @@ from xshard.trees import groups
 
 @dataclass(eq=False)
 class Gradient:
-    """A parameter's gradient: `.grad` is a sum along `axes`, or a process's `share`, after a sum `earlier`."""
+    """The gradient of one parameter: `.grad` is a sum along `axes`, or `share`, and `earlier` was the sum."""
 
     parameter: Tensor
     axes: tuple[str, ...]
@@ -65,7 +65,7 @@ class Gradient:
 
 @torch.no_grad()
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Begin to sum shares over the same axes, with a flag each -> a function that adds the sums to `.grad`."""
+    """Begin to sum shares over their axes, with a flag each -> a function that adds the sums to `.grad`."""
     shares = [gradient.take_share() for gradient in bucket]
     used = [float(share is not None) for share in shares]
     pairs = zip(bucket, shares, strict=True)
