@@ -133,7 +133,6 @@ def load(
     """
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
-    rules = Rules({"**": "..."} if rules is None else rules)
     profile = load_profile(machine(profile, mesh))
     leaves = [] if like is None else array_leaves("...", like)
     loads: dict[str, Load] = {}

@@ -10,19 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import (
-    tree_flatten_with_path,
-    tree_structure,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils import _pytree as pytree
 
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.state.leaves import local_array, rank, tensors_and_constants
-from xshard import Mesh, Profile, Rules, dtypes
+from xshard import Mesh, Profile, Rules
+from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import sides_or_one
@@ -56,7 +51,7 @@ def described(
     src_rules, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
     rule_of = {} if src_rules is None else Rules(src_rules).match(list(tensors))
     blocks: dict[str, Tensor] = {}
-    structure = json.dumps([treespec_dumps(tree_structure(tree)), constants])
+    structure = json.dumps([pytree.treespec_dumps(pytree.tree_structure(tree)), constants])
     facts = {"mesh": json.dumps([str(axes), ranks]), "tree": structure}
     for name, x in tensors.items():
         with located(place_of(name)):
@@ -72,19 +67,15 @@ def described(
                     text = f"{sharding.layout.named(dst.names)} -> {dst}"
                 else:
                     check_placed(x, rule.src, text)
-            leaf = LeafFacts(sharding.shape, dtypes.name_of(x.dtype), text, local.block.device.type)
+            leaf = LeafFacts(sharding.shape, name_of(x.dtype), text, local.block.device.type)
         blocks[name], facts[LEAF + name] = local.block, json.dumps(leaf)
     return blocks, facts
 
 
 def leaf_facts(facts: Facts) -> dict[str, LeafFacts]:
     """The tensors of a described tree."""
-    leaves = {}
-    for key, text in facts.items():
-        if key.startswith(LEAF):
-            shape, *rest = json.loads(text)
-            leaves[key.removeprefix(LEAF)] = LeafFacts(tuple(shape), *rest)
-    return leaves
+    leaves = {key.removeprefix(LEAF): json.loads(facts[key]) for key in facts if key.startswith(LEAF)}
+    return {name: LeafFacts(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
 
 
 def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
@@ -104,20 +95,14 @@ def plan_described(
     bucket_bytes: int | str | None,
 ) -> TreePlan:
     """The plan for a described tree; dst_rules: see `target_rules`. Cached, as trainers send again."""
-    leaves = leaf_facts(dict(facts))
+    leaves, src_mesh = leaf_facts(dict(facts)), mesh_in(dict(facts))[0]
     src_rules = {re.compile(re.escape(name)): leaf.rule for name, leaf in leaves.items()}
-    return plan_transfer(
-        {name: leaf.shape for name, leaf in leaves.items()},
-        src_rules if dst_rules is None else (src_rules, dict(dst_rules)),
-        src_mesh=mesh_in(dict(facts))[0],
-        dst_mesh=mesh,
-        src_devices=devices[0],
-        dst_devices=devices[1],
-        names=names,
-        dtypes={name: leaf.dtype for name, leaf in leaves.items()},
-        profile=profile,
-        bucket_bytes=bucket_bytes,
-    )
+    rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
+    there: Any = {"dst_mesh": mesh, "src_devices": devices[0], "dst_devices": devices[1], "names": names}
+    options: Any = {"dtypes": dtypes, "profile": profile, "bucket_bytes": bucket_bytes}
+    return plan_transfer(shapes, rules, src_mesh=src_mesh, **there, **options)
 
 
 def target_rules(rules: Any) -> tuple[tuple[Any, Any], ...] | None:
@@ -151,7 +136,7 @@ def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Na
     if names:
         return received
     spec, values = json.loads(facts["tree"])
-    template = treespec_loads(spec)
-    empty = tree_unflatten(range(template.num_leaves), template)
-    leaves = {leaf_name(path): None for path, _ in tree_flatten_with_path(empty)[0]} | values | received
-    return tree_unflatten(leaves.values(), template)
+    template = pytree.treespec_loads(spec)
+    empty = pytree.tree_unflatten(range(template.num_leaves), template)
+    names_only = {leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]}
+    return pytree.tree_unflatten((names_only | values | received).values(), template)

@@ -17,15 +17,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from torch_bridge.state.leaves import (
-    WHOLE,
-    LocalArray,
-    all_or_none,
-    axes_of,
-    local_arrays,
-    processes_of,
-    rank,
-)
+from torch_bridge.state import leaves
+from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.cost.machine import node_processes
 from xshard.errors import located
@@ -77,7 +70,7 @@ def save(
     saving: list[Saving] = []
 
     def planned() -> dict[str, Any]:
-        local, constants = local_arrays(tree, rules, mesh, shapes)
+        local, constants = leaves.local_arrays(tree, rules, mesh, shapes)
         arrays.update(local)
         sources = {}
         for name, array in arrays.items():
@@ -95,9 +88,10 @@ def save(
         assert block is not None
         return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
-    on_all_ranks = partial(all_or_none, ranks, f"save to {path}")
-    on_all_ranks(planned, agree=True)
-    save_blocks(saving[0], path, block_of, on_all_ranks, rank(), leads=rank() == ranks[0])
+    call = ranks, f"save to {path}"
+    leaves.agreed(*call, planned)
+    all_or_none = partial(leaves.all_or_none, *call)
+    save_blocks(saving[0], path, block_of, all_or_none, rank(), leads=rank() == ranks[0])
 
 
 def load(
@@ -135,15 +129,14 @@ def load(
     def planned() -> dict[str, Any]:
         opened.append(path if isinstance(path, Checkpoint) else open_checkpoint(path))
         if like is None:
-            args = opened[0], rules or WHOLE, axes_of(mesh), names
+            args = opened[0], rules or None, axes_of(mesh), names
             for name, load in plan_load(*args, dtype=dtype, profile=plan_for).items():
                 kind = getattr(torch, load.array.dtype)
-                array = LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks)
-                loads[name] = load, array
+                loads[name] = load, LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks)
         else:
             stored = stored_as(opened[0], names)
             shapes = {name: each.shape for name, each in stored.items()}
-            arrays = list(local_arrays(like, rules, mesh, shapes)[0].values())
+            arrays = list(leaves.local_arrays(like, rules, mesh, shapes)[0].values())
             firsts = in_both(stored, [array.names for array in arrays], strict)
             for array, stored_name in zip(arrays, firsts, strict=True):
                 if array.is_meta and array.put is None:
@@ -151,27 +144,24 @@ def load(
                     raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
                 if stored_name is not None:
                     with located(stored_name):
-                        as_filled = cast(stored[stored_name], dtypes.name_of(array.dtype))
-                        filled = load_of(opened[0], as_filled, array.sharding, plan_for)
-                    loads[stored_name] = filled, array
+                        filled = cast(stored[stored_name], dtypes.name_of(array.dtype))
+                        loads[stored_name] = load_of(opened[0], filled, array.sharding, plan_for), array
             if not isinstance(like, nn.Module):
-                leaves = ((leaf_name(keys), x) for keys, x in tree_flatten_with_path(like)[0])
-                saved = opened[0].constant
-                constants.update({name: saved(name, x) for name, x in leaves if not isinstance(x, Tensor)})
+                named, saved = tree_flatten_with_path(like)[0], opened[0].constant
+                others = ((leaf_name(keys), x) for keys, x in named if not isinstance(x, Tensor))
+                constants.update({name: saved(name, x) for name, x in others})
         if verify:
             compare_checksums(opened[0], ranks.index(rank()), len(ranks))
         return {name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()}
 
-    all_or_none(ranks, f"load {path}", planned, agree=True)
+    leaves.agreed(ranks, f"load {path}", planned)
     result: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor | None:
         return _read(opened[0], *loads[name], result[name])
 
-    shared_bytes = [
-        load.is_shared * dtypes.n_bytes(load.source.max_local_shape, load.stored)
-        for load, _ in loads.values()
-    ]
+    plans = [load for load, _ in loads.values()]
+    shared_bytes = [p.is_shared * dtypes.n_bytes(p.source.max_local_shape, p.stored) for p in plans]
     node_ranks = node_processes(len(ranks)) or len(ranks)
     # Disks, and copies in numpy, release the interpreter; more threads than cores only cost memory.
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // node_ranks)) as threads:
@@ -208,11 +198,8 @@ def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) ->
 
 def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile) -> None:
     """Send blocks to the other processes that need them."""
-    by_mesh: dict[MeshLike, dict[str, Load]] = {}
-    for name in blocks:
-        load, array = loads[name]
-        by_mesh.setdefault(array.mesh, {})[name] = load
-    for mesh, on_mesh in by_mesh.items():
+    for mesh in dict.fromkeys(loads[name][1].mesh for name in blocks):
+        on_mesh = {name: loads[name][0] for name in blocks if loads[name][1].mesh == mesh}
         moves = {name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()}
         shapes = {name: load.array.shape for name, load in on_mesh.items()}
         some = {name: blocks[name] for name in on_mesh}

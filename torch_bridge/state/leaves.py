@@ -56,42 +56,32 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 
 
 def all_or_none(
-    ranks: Sequence[int],
-    call: str,
-    work: Callable[[], Any],
-    *,
-    agree: bool = False,
-    timeout: timedelta | None = None,
+    ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Do the work on all of these ranks -> the result of each, as JSON has it.
-
-    agree: the results are facts by name, equal on all ranks. Raises DesyncError on all ranks if one fails or,
-    with `agree`, differs; if all fail, each raises its error.
-    """
+    """Do the work on all of these ranks -> the result of each, as JSON has it. Raises as `agreed` does."""
     if len(ranks) == 1:
         return [work()]
+    reports = compare_ranks(ranks, call, lambda: CallFacts({}, {}, (), {"": json.dumps(work())}), timeout)
+    return [json.loads(reports[r]["own"][""]) for r in ranks]
+
+
+def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
+    """Do the work on all of these ranks: facts by name. Raises DesyncError on all ranks if one fails, or if
+    they differ; if all fail, each raises its error."""
 
     def facts() -> CallFacts:
-        result = work()
-        if agree:
-            return CallFacts({name: str(fact) for name, fact in result.items()}, {}, (), {})
-        return CallFacts({}, {}, (), {"result": json.dumps(result)})
+        return CallFacts({name: str(fact) for name, fact in work().items()}, {}, (), {})
 
-    reports = compare_ranks(ranks, call, facts, timeout)
-    return [reports[r]["everywhere"] or json.loads(reports[r]["own"]["result"]) for r in ranks]
+    facts() if len(ranks) == 1 else compare_ranks(ranks, call, facts)
 
 
-WHOLE: Any = {"**": "..."}
 Constant = int | float | str | None  # bools are ints
 _LARGE_BYTES = 2**20  # smaller blocks share their pages
 
 
 @dataclass(eq=False)
 class LocalArray:
-    """An array of a tree, under one name or several; on a process outside of its mesh it has no block.
-
-    put: replaces the block in the tree, if that is possible.
-    """
+    """An array under one name or several. block: None outside of its mesh. put: replaces it in the tree."""
 
     names: Sequence[str]
     block: Tensor | None
@@ -121,41 +111,38 @@ class LocalArray:
 def local_arrays(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
-    """The arrays of a model or any tree, and its other leaves, by name.
-
-    Parallel models and DTensors bring their layouts; other tensors are local blocks with layouts by `rules`.
-    """
+    """The arrays of a model or any tree, with their own layouts or with layouts by rules; other leaves."""
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         parallel, saved = parallel_of(tree), set(tree.state_dict(keep_vars=True))
-        saved_parameters = [each for each in parallel.parameters if saved.intersection(each.names)]
-        mesh, ranks = parallel.context.mesh, parallel.context.processes.ranks
+        here = parallel.context.mesh, parallel.context.processes.ranks
+        kept = [
+            (each, each.tensor.detach()) for each in parallel.parameters if saved.intersection(each.names)
+        ]
         return {
-            each.name: LocalArray(each.names, x, x.dtype, each.sharding, mesh, ranks, each.put)
-            for each, x in ((each, each.tensor.detach()) for each in saved_parameters)
+            each.name: LocalArray(each.names, x, x.dtype, each.sharding, *here, each.put) for each, x in kept
         }, {}
     tensors, constants = tensors_and_constants(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
-    layouts = Rules(WHOLE if rules is None else rules).match(blocks, what="tensor")
+    layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")
     ranks, arrays = processes_of(mesh), {}
     for name, x in tensors.items():
         with located(place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            shape = (shapes or {}).get(name)
-            arrays[name] = local_array(name, x, rule, mesh or axes_of(None), ranks, shape)
+            here = mesh or axes_of(None), ranks
+            arrays[name] = local_array(name, x, rule, *here, (shapes or {}).get(name))
     return arrays, constants
 
 
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     """The leaves of a tree by name."""
     leaves = named_once((leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
-    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
-    constants = {name: x for name, x in leaves.items() if name not in tensors}
-    for name, x in constants.items():
-        if not isinstance(x, Constant):
+    for name, x in leaves.items():
+        if not isinstance(x, Tensor | Constant):
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
             hint = "model.state_dict() is a tree" if isinstance(x, nn.Module) else hint
             raise XshardError(f"{place_of(name) or 'the tree'} is {shown(x)}", hint=hint)
-    return tensors, constants
+    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
+    return tensors, {name: x for name, x in leaves.items() if name not in tensors}
 
 
 def local_array(

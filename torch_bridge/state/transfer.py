@@ -19,15 +19,7 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
-from torch_bridge.state.facts import (
-    described,
-    first_on_device,
-    mesh_in,
-    plan_described,
-    rules_text,
-    target_rules,
-    tree_of,
-)
+from torch_bridge.state import facts as tree_facts
 from xshard import Profile
 from xshard.errors import MeshError
 from xshard.state import Names
@@ -82,41 +74,32 @@ def transfer(
     blocks: dict[str, torch.Tensor] = {}
 
     def prepared() -> CallFacts:
-        everywhere = {
-            "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
-            **rules_text(rules, names),
-            "bucket_bytes": str(bucket_bytes),
-        }
+        destination = f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}"
+        everywhere = {"destination": destination, **tree_facts.rules_text(rules, names)}
+        everywhere["bucket_bytes"] = str(bucket_bytes)
         if tree is None:
             return CallFacts(everywhere, {}, (), {})
-        local, facts = described(tree, rules, src_mesh, shapes)
+        local, facts = tree_facts.described(tree, rules, src_mesh, shapes)
         blocks.update(local)
-        return CallFacts(everywhere, facts, mesh_in(facts)[1], {})
+        return CallFacts(everywhere, facts, tree_facts.mesh_in(facts)[1], {})
 
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
     facts = next((report["within"] for report in reports.values() if report["within"]), None)
     if facts is None:
         raise MeshError("no rank brings a tree", hint="ranks of src_mesh pass theirs, all others None")
-    senders = mesh_in(facts)[1]
+    senders = tree_facts.mesh_in(facts)[1]
     if missing := [r for r in senders if not reports[r]["within"]]:
         hint = f"all of {senders} pass their blocks"
         raise MeshError(f"ranks {missing} of the source bring no tree", hint=hint)
-    plan = plan_described(
-        tuple(facts.items()),
-        target_rules(rules),
-        names,
-        mesh_of(dst_mesh),
-        (senders, ranks_of(dst_mesh)),
-        machine(profile),
-        bucket_bytes,
-    )
+    where = mesh_of(dst_mesh), (senders, ranks_of(dst_mesh)), machine(profile), bucket_bytes
+    plan = tree_facts.plan_described(tuple(facts.items()), tree_facts.target_rules(rules), names, *where)
     if dry_run:
         return plan
-    tensor_device = tensor_device_of(first_on_device(blocks), device, dst_mesh)
+    tensor_device = tensor_device_of(tree_facts.first_on_device(blocks), device, dst_mesh)
     group = dist.group.WORLD
     assert group is not None
     received = execute(plan, blocks, tensor_device, group, donate=donate, progress=progress)
-    return None if received is None else tree_of(received, plan, facts, names)
+    return None if received is None else tree_facts.tree_of(received, plan, facts, names)
 
 
 @torch.no_grad()
@@ -130,26 +113,18 @@ def execute(
     progress: Progress = None,
 ) -> dict[str, Tensor] | None:
     """Source blocks of this process by name -> its destination blocks; None outside of the destination mesh.
-
-    All of `group` call it; its ranks are the devices of the plan.
-    """
-    rank = rank_in(group)
-    src, dst = (
-        devices.index(rank) if rank in devices else None for devices in (plan.src_devices, plan.dst_devices)
-    )
+    All of `group` call it; its ranks are the devices of the plan."""
+    rank, both = rank_in(group), (plan.src_devices, plan.dst_devices)
+    src, dst = (devices.index(rank) if rank in devices else None for devices in both)
     last = {move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves}
     received: dict[str, Tensor] = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for bucket in plan.buckets:
             moves = [move for array in bucket for move in array.moves]
-            parts = []
+            nothing, parts = torch.empty(0, device=tensor_device), list[Tensor]()
             for move in moves:
-                dtype = getattr(torch, move.plan.dtype)
-                if src is None:
-                    parts.append(torch.empty(0, dtype=dtype, device=tensor_device))
-                else:
-                    part = _part(blocks[move.name], move.src.numpy_index(src))
-                    parts.append(part.to(tensor_device, dtype))
+                part = nothing if src is None else _part(blocks[move.name], move.src.numpy_index(src))
+                parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
             crossings = [cross(move.plan, tensor_device, group) for move in moves]
             results = iter(run_together(crossings, parts))
             for array in bucket:

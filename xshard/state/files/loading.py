@@ -43,7 +43,7 @@ class Load(NamedTuple):
 
 def plan_load(
     checkpoint: Checkpoint,
-    rules: Rules | Mapping[Any, Any],
+    rules: Rules | Mapping[Any, Any] | None,
     mesh: Mesh,
     names: Names | None = None,
     *,
@@ -54,14 +54,15 @@ def plan_load(
 ) -> dict[str, Load]:
     """Plan the load of every array of a checkpoint.
 
-    rules: layouts by the names in this program, to which `names` maps stored names. dtype: the dtype of all
-    floats. like: the arrays to fill. strict: every array of `like` has to be stored, and no other.
+    rules: layouts by the names in this program, to which `names` maps stored names; None: replicated. dtype:
+    of all floats. like: the arrays to fill. strict: every array of `like` has to be stored, and no other.
     """
+    rules = Rules({"**": "..."} if rules is None else rules)
     machine, loads = load_profile(profile), {}
     floats = None if dtype is None else dtypes.name_of(dtype)
     arrays = stored_as(checkpoint, names)
     loaded = arrays if like is None else in_both(arrays, [(name,) for name in like], strict)
-    for name, text in Rules(rules).match([name for name in loaded if name is not None], what="array").items():
+    for name, text in rules.match([name for name in loaded if name is not None], what="array").items():
         array = arrays[name]
         shape = array.shape if like is None else tuple(like[name].shape)
         with located(name):
