@@ -3,7 +3,7 @@
     python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
 google/iopddl has them: options with costs and bytes for every node, costs for pairs of options on edges, a
-limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.program`.
+limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.cost`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xshard.step.cost import Cost
+from xshard.step.cost import Cost, Pairs, Solution, solve_program
 from xshard.step.messages import bounds_with
-from xshard.step.program import Pairs, Solution, solve_program
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 
@@ -187,7 +186,7 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> Solution:
     for edge, table in graph.tables.items():
         rows, i = np.unique(table, axis=0, return_inverse=True)
         rows, j = np.unique(rows, axis=1, return_inverse=True)
-        pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), {0: rows}, rows > NEVER / 2))
+        pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
     unit = np.eye(1 + len(times))
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     bound, _ = bounds_with([c.copy() for c in graph.costs], graph.tables, 10 * NEVER)

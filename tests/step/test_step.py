@@ -23,7 +23,7 @@ def a_step(**changes):
 @pytest.mark.parametrize("rule", UP.axis_rules[:-1], ids=UP.text_of)
 def test_rules_of_a_contraction_are_types_of_local_contractions(rule):
     operands, result = UP.text_of(rule).split("->")
-    plain = f"{operands}-> {' '.join(UP.result)}"
+    plain = f"{operands}-> {' '.join(UP.dims[-1])}"
     assert str(einsum_type(plain, Mesh(x=2))) == result.strip()
 
 
@@ -67,15 +67,17 @@ def test_an_activation_of_several_operations_is_shared():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Op("a", "b c", ("x",)), NotationError, "one arrow"),
-        (lambda: Op("a", "b (c -> b", ("x",)), NotationError, "not closed"),
+        (lambda: Op("a", "b c", ("x",)), NotationError, "expected '->'"),
+        (lambda: Op("a", "b (c -> b", ("x",)), NotationError, r"expected '\)'"),
+        (lambda: Op("a", "b b -> b", ("x",)), NotationError, "'b b'1' in an operation"),
+        (lambda: Op("a", "b/x -> b", ("x",)), NotationError, "'b/x' in an operation"),
         (lambda: Op("a", "b c -> b", ("x", "y")), NotationError, "1 operands and 2 names: x, y"),
         (lambda: Op("a", "b c -> b", ("x",), kind="contracton"), PlanError, "did you mean 'contraction'"),
         (lambda: Op("a", "b c -> b", ("x",), whole="d"), NotationError, "no dim 'd'"),
-        (lambda: Op("a", "b c -> b", ("x",), rules=("c/x b -> b",)), NotationError, "is not 'b c'"),
+        (lambda: Op("a", "b c -> b", ("x",), rules=("c/x b -> b",)), NotationError, "is not 'b c -> b'"),
         (lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}), ShapeError, "dim 'd' lacks a length"),
         (lambda: a_step(inputs={"y": "b s c"}), PlanError, "no array 'x'"),
-        (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \[8, 32\], used as 'b s c'"),
+        (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \(8, 32\), used as 'b s c'"),
         (lambda: a_step(ops=[UP, UP]), PlanError, "another array of this name"),
         (lambda: a_step(parameters={"up.weight": "(g d) c", "w": "c"}), PlanError, "no operation uses w"),
     ],

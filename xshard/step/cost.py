@@ -1,14 +1,16 @@
-"""A cost as a function of parts: a sum, maxima of sums, and limited sums; and weights that bound it."""
+"""A cost as a function of parts: a sum, maxima of sums, limited sums; linear and integer programs of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.step.moves import Floats
+from xshard.step.options import Flags, Floats, Indices
 
 TOO_MUCH = 1e3  # times the cost, for a limit that is exceeded once over
 
@@ -27,8 +29,7 @@ class Cost:
 
     def of(self, vectors: Floats) -> Floats:
         """The cost of each vector."""
-        most = np.moveaxis(np.dot(vectors, np.swapaxes(self.maxima, 1, 2)), -1, 0).max(0)
-        total: Floats = vectors @ self.linear + most @ self.times
+        total: Floats = vectors @ self.linear + (vectors @ self.maxima.swapaxes(1, 2)).max(-1).T @ self.times
         return total
 
     def used(self, vectors: Floats) -> Floats:
@@ -47,28 +48,102 @@ class Cost:
 
         Whatever `weights @ v - constant` is at least is a lower bound of the cost within the limits.
         """
-        n, t, m = len(vectors), len(self.times), len(self.limited)
-        rows = self.maxima.shape[1]
         scale = float(self.of(vectors).min()) or 1.0
-        above = np.concatenate([self.maxima[:, r] @ vectors.T for r in range(rows)])
-        most = np.tile(-np.eye(t), (rows, 1))
-        table = np.block(
-            [
-                [above, most, np.zeros((rows * t, 1))],
-                [self.limited @ vectors.T, np.zeros((m, t)), -np.ones((m, 1))],
-            ]
-        )
-        objective = np.concatenate([vectors @ self.linear, self.times, [TOO_MUCH * scale]]) / scale
-        one = np.concatenate([np.ones(n), np.zeros(t + 1)])[None]
-        sides = np.concatenate([np.zeros(rows * t), np.ones(m)])
-        solved = optimizer().linprog(objective, table, sides, one, [1.0])
-        duals = -scale * solved.ineqlin.marginals
-        weights = (
-            self.linear
-            + sum(duals[r * t : (r + 1) * t] @ self.maxima[:, r] for r in range(rows))
-            + duals[rows * t :] @ self.limited
-        )
-        return scale * float(solved.fun), weights, float(duals[rows * t :].sum())
+        solved = optimizer().linprog(**program([vectors], (), self, scale))
+        above, exceeded = np.split(-solved.ineqlin.marginals, [-len(self.limited)])
+        weights = np.einsum("rt, t, trp -> p", above.reshape(-1, len(self.times)), self.times, self.maxima)
+        weights += self.linear + scale * exceeded @ self.limited
+        return scale * float(solved.fun), weights, scale * float(exceeded.sum())
+
+
+class Pairs(NamedTuple):
+    """Parts of what two nodes cost together, in tables [parts, rows, columns].
+
+    indices: for each option of the nodes its row, or its column. banned: no such pair.
+    """
+
+    nodes: tuple[int, int]
+    indices: tuple[Indices, Indices]
+    parts: Sequence[int] | Indices
+    tables: Floats
+    banned: Flags
+
+
+class Solution(NamedTuple):
+    """An assignment, None if none is found, and a lower bound of the cost of all."""
+
+    assignment: list[int] | None
+    bound: float
+
+
+def solve_program(
+    values: Sequence[Floats],
+    pairs: Iterable[Pairs],
+    cost: Cost,
+    scale: float,
+    most_nodes: int,
+    gap: float = 0.0,
+) -> Solution:
+    """The cheapest assignment within all limits. values: for each node the parts of every option. scale: about what it costs.
+
+    most_nodes: nodes of the search tree after which it ends with what it has; gap: the share of the cost it
+    may leave.
+    """
+    linear, scipy = program(values, pairs, cost, scale), optimizer()
+    starts = np.cumsum([0, *map(len, values)])
+    solved = scipy.milp(
+        linear["c"],
+        integrality=np.arange(len(linear["c"])) < starts[-1],  # flows are whole where options are
+        bounds=scipy.Bounds(0, np.append(np.full(len(linear["c"]) - 1, np.inf), 0)),  # no limit is exceeded
+        constraints=[
+            scipy.LinearConstraint(linear["A_eq"], linear["b_eq"], linear["b_eq"]),
+            scipy.LinearConstraint(linear["A_ub"], -np.inf, linear["b_ub"]),
+        ],
+        options={"node_limit": most_nodes, "mip_rel_gap": gap},
+    )
+    bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
+    if solved.x is None:
+        return Solution(None, bound)
+    return Solution([int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)], bound)
+
+
+def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float) -> dict[str, Any]:
+    """A linear program, as scipy's `linprog` takes it, of costs over the scale: tolerances are for about 1.
+
+    Variables: a share of each option, flows between the rows and the columns of pairs, maxima, and by how
+    much a limit is exceeded.
+    """
+    from scipy import sparse
+
+    starts, n_nodes = np.cumsum([0, *map(len, values)]), len(values)
+    n, rows = int(starts[-1]), n_nodes
+    parts = [sparse.csc_array(np.concatenate(values).T)]
+    same = [(np.repeat(np.arange(n_nodes), np.diff(starts)), np.arange(n), np.ones(n))]  # shares: 1 in all
+    for nodes, indices, which, tables, banned in pairs:
+        used = [np.isin(np.arange(size), i) for size, i in zip(banned.shape, indices, strict=True)]
+        flows = np.nonzero(~banned & used[0][:, None] & used[1])
+        terms = np.zeros((len(cost.linear), len(flows[0])))
+        terms[which] = tables[:, *flows]
+        parts.append(sparse.csc_array(terms))
+        for node, size, flow, i in zip(nodes, banned.shape, flows, indices, strict=True):
+            same.append((rows + flow, n + np.arange(len(flow)), np.ones(len(flow))))
+            same.append((rows + i, starts[node] + np.arange(len(i)), -np.ones(len(i))))
+            rows += size
+        n += len(flows[0])
+    row, column, sign = map(np.concatenate, zip(*same, strict=True))
+    table, t, limits = sparse.hstack(parts).tocsr(), len(cost.times), len(cost.limited)
+    weighed = (cost.maxima * cost.times[:, None, None] / scale).swapaxes(0, 1)
+    most = sparse.hstack([-sparse.eye_array(t), sparse.csr_array((t, 1))])
+    above = [sparse.hstack([sparse.csr_array(each) @ table, most]) for each in weighed]
+    exceeded = sparse.hstack([sparse.csr_array((limits, t)), sparse.csr_array(-np.ones((limits, 1)))])
+    limited = sparse.hstack([sparse.csr_array(cost.limited) @ table, exceeded])
+    return {
+        "c": np.concatenate([cost.linear @ table / scale, np.ones(t), [TOO_MUCH]]),
+        "A_ub": sparse.vstack([*above, limited]),
+        "b_ub": np.repeat([0.0, 1.0], [len(above) * t, limits]),
+        "A_eq": sparse.csr_array((sign, (row, column)), shape=(rows, n + t + 1)),
+        "b_eq": np.repeat([1.0, 0.0], [n_nodes, rows - n_nodes]),
+    }
 
 
 def optimizer() -> Any:

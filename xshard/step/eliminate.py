@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from xshard.step.moves import Floats
-from xshard.step.options import Indices
+from xshard.step.options import Floats, Indices
 
 MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from xshard.step.moves import Floats
+from xshard.step.options import Floats
 
 SWEEPS = 10
 

@@ -1,8 +1,4 @@
-"""Prices of moves by the thousand: a bound for all pairs of layouts at once, the planner's price for a few.
-
-A layout here is a row of numbers, one per mesh axis: the dim that the axis shards, or a tag (`op`).
-Several axes shard a dim in the order of the mesh.
-"""
+"""Prices of moves by the thousand: a bound for all pairs of layouts at once, the planner's price for few."""
 
 from __future__ import annotations
 
@@ -12,18 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.cost.model import LOCAL, Link, Profile
 from xshard.dtypes import itemsize
-from xshard.layout import Layout, Mesh
-from xshard.notation.parser import Dim, Shard
+from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.op import COPY, REPLICAS, SUM
+from xshard.step.op import COPY, REPLICAS, SUM, layout_of
+from xshard.step.options import Floats, Ways, product
 
-Ways = NDArray[np.int64]  # [layouts, axes]
-Floats = NDArray[np.float64]
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
 
@@ -31,14 +24,6 @@ OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 
 def dual(ways: Ways) -> Ways:
     """The layouts of cotangents."""
     return np.where(ways == SUM, COPY, np.where(ways == COPY, SUM, ways))
-
-
-def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
-    """One row as a layout of dims with these names."""
-    pairs = list(zip(axes, ways, strict=True))
-    dims = (Dim(n, tuple(Shard((a,)) for a, way in pairs if way == d)) for d, n in enumerate(names))
-    tags = ((kind, (a,)) for a, way in pairs for tag, kind in ((SUM, "sum"), (COPY, "copy")) if way == tag)
-    return Layout(tuple(dims), tuple(tags))
 
 
 @dataclass(eq=False)
@@ -142,26 +127,20 @@ class MovePrices:
 
 def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
     """The share of an array that the busiest device receives at least."""
-    axes = range(src.shape[1])
     overlap = np.ones((len(src), len(dst)))
     for d in range(max(src.max(initial=0), dst.max(initial=0)) + 1):
         here, there = (src == d)[:, None], (dst == d)[None]
-        longer = np.maximum(np.prod(np.where(here, sizes, 1), -1), np.prod(np.where(there, sizes, 1), -1))
-        only_here, only_there, diverge = (np.zeros(overlap.shape, bool) for _ in range(3))
-        for a in axes:
-            one, other = here[..., a], there[..., a]
-            diverge |= one & other & (only_here | only_there)
-            only_here |= one & ~other
-            only_there |= other & ~one
-        overlap *= np.where(diverge | (only_here & only_there), 0, 1 / longer)
-    block = np.prod(np.where(dst >= 0, 1 / sizes, 1), -1)[None]
-    reduced = (src == SUM)[:, None] & (dst != SUM)[None]
-    addends = np.prod(np.where(reduced, sizes, 1), -1)
-    groups = np.prod(np.where((src == SUM)[:, None] & ~reduced, sizes, 1), -1)
-    copies = np.prod(np.where(dst == REPLICAS, sizes, 1), -1)[None]
-    summed = groups * (addends - 1 + copies - 1) / sizes.prod()
-    begun = np.prod(np.where((dst == SUM)[None] & (src != SUM)[:, None], sizes, 1), -1)
-    held = np.prod(np.where(src >= 0, 1 / sizes, 1), -1)[:, None]
+        longer = np.maximum(product(here, sizes), product(there, sizes))
+        only_here, only_there = here & ~there, there & ~here
+        one_alone = np.logical_or.accumulate(only_here | only_there, -1)  # at this axis or before
+        apart = (here & there & one_alone).any(-1) | (only_here.any(-1) & only_there.any(-1))
+        overlap *= np.where(apart, 0, 1 / longer)
+    before, after = (src == SUM)[:, None], (dst == SUM)[None]
+    addends = product(before & ~after, sizes)
+    copies = product(dst == REPLICAS, sizes)[None]
+    summed = product(before & after, sizes) * (addends - 1 + copies - 1) / sizes.prod()
+    begun = product(after & ~before, sizes)
+    block, held = 1 / product(dst >= 0, sizes)[None], 1 / product(src >= 0, sizes)[:, None]
     moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
     share: Floats = np.where(addends > 1, summed, moved)
     return share

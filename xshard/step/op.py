@@ -7,19 +7,17 @@ rules of its own replace them.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from xshard.arguments import did_you_mean
-from xshard.errors import NotationError, PlanError, ShapeError, Span, located
+from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout
+from xshard.notation.parser import ARROW, Dim, Shard, parse_operands, parts_of
 
 REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
-ARROW = "->"
+TAGS = {"sum": SUM, "copy": COPY}
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Kind:
 
     sums: an axis may shard a dim that the result lacks, and leaves partial sums. passes: tags that all
     operands may have, and the result then has. flops: floating point operations per element of the space of
-    all dims; rate: share of the rate of matrix products. passes_read: how often operands and result are read
+    all dims; rate: share of the rate of matrix products. accesses: how often operands and result are read
     or written. backward: work of the backward pass for each forward one. saved: copies of each operand of
     activations that are kept for the backward pass.
     """
@@ -65,54 +63,6 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Rule(NamedTuple):
-    """The use of one axis in each operand and the result: the number of the dim that it shards, or a tag."""
-
-    operands: tuple[int, ...]
-    result: int
-
-
-class Dims(tuple[str, ...]):
-    """Names of dims, outermost first, and which of them make up each dim of the array that holds them."""
-
-    groups: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str, whole: str, start: int = 0) -> Dims:
-        """`"(g r d) c"` -> dims g, r, d, c in groups of 3 and 1. whole: the text that errors mark."""
-        names, groups, depth = list[str](), list[int](), 0
-        for token in re.finditer(r"\w+|\S", text):
-            span = start + token.start(), start + token.end()
-            if token[0] in "()":
-                if (depth := depth + (1 if token[0] == "(" else -1)) not in (0, 1):
-                    raise _malformed("this parenthesis lacks its partner", whole, span)
-                groups += [0] * depth
-            elif not token[0].isidentifier():
-                raise _malformed(f"{token[0]!r} is not a name of a dim", whole, span)
-            elif token[0] in names:
-                raise _malformed(f"dim {token[0]!r} is there twice", whole, span)
-            else:
-                names.append(token[0])
-                groups = [*groups[:-1], groups[-1] + 1] if depth else [*groups, 1]
-        if depth:
-            raise _malformed("a parenthesis is not closed", whole, (start, start + len(text)))
-        dims = cls(names)
-        dims.groups = tuple(groups)
-        return dims
-
-    @property
-    def members(self) -> tuple[tuple[str, ...], ...]:
-        """The dims of every group."""
-        stops = [sum(self.groups[: i + 1]) for i in range(len(self.groups))]
-        return tuple(tuple(self[end - n : end]) for n, end in zip(self.groups, stops, strict=True))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Dims.parse, (str(self), str(self))
-
-    def __str__(self) -> str:
-        return " ".join(m[0] if len(m) == 1 else f"({' '.join(m)})" for m in self.members)
-
-
 @dataclass(frozen=True)
 class Op:
     """An operation of the forward pass.
@@ -130,7 +80,7 @@ class Op:
     Raises NotationError, PlanError.
 
     >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
-    >>> [str(op.text_of(rule)) for rule in op.axis_rules][2:]
+    >>> [op.text_of(rule) for rule in op.axis_rules][2:]
     ['b s c | copy(x), f/x c -> b s f/x', 'b s c/x, f c/x -> b s f | sum(x)', 'b s c, f c -> b s f']
     """
 
@@ -156,36 +106,29 @@ class Op:
             if self.kind not in KINDS:
                 hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
                 raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
-            n = len(self.arrays) - 1
-            if n != len(self.operands):
-                hint = "one name for each operand before the arrow"
-                raise NotationError(
-                    f"{n} operands and {len(self.operands)} names: {', '.join(self.operands)}",
-                    text=self.text,
-                    span=(0, len(self.text)),
-                    hint=hint,
-                )
-            known = {name for dims in self.arrays for name in dims}
-            for dim in self.whole:
-                if dim not in known:
-                    raise NotationError(f"no dim {dim!r}", text=self.text, hint=f"dims: {' '.join(known)}")
+            if (n := len(self.arrays) - 1) != len(self.operands):
+                reason = f"{n} operands and {len(self.operands)} names: {', '.join(self.operands)}"
+                raise NotationError(reason, text=self.text, hint="one name for each operand before the arrow")
+            known = dict.fromkeys(dim for dims in self.dims for dim in dims)
+            if unknown := [dim for dim in self.whole if dim not in known]:
+                reason = f"no dim {unknown[0]!r}"
+                raise NotationError(reason, text=self.text, hint=f"dims: {' '.join(known)}")
             _ = self.axis_rules
 
     @cached_property
-    def arrays(self) -> tuple[Dims, ...]:
-        """The dims of the operands, then of the result."""
-        if self.text.count(ARROW) != 1:
-            raise _malformed("one arrow stands before the result", self.text, (0, len(self.text)))
-        arrays, start, split = [], 0, self.text.index(ARROW)
-        for part in self.text[:split].split(",") if self.text[:split].strip() else []:
-            arrays.append(Dims.parse(part, self.text, start))
-            start += len(part) + 1
-        return (*arrays, Dims.parse(self.text[split + 2 :], self.text, split + 2))
+    def arrays(self) -> tuple[Layout, ...]:
+        """The arrays of the operands, then of the result; dims that are one have a name such as `(g d)`."""
+        return parse_arrays(self.text)
 
     @property
-    def result(self) -> Dims:
-        """The dims of the result."""
+    def result(self) -> Layout:
+        """The array of the result."""
         return self.arrays[-1]
+
+    @cached_property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """The dims of each array, one by one."""
+        return tuple(map(dims_of, self.arrays))
 
     @property
     def work(self) -> Kind:
@@ -194,61 +137,64 @@ class Op:
         return replace(KINDS[self.kind], **own)
 
     @cached_property
-    def axis_rules(self) -> tuple[Rule, ...]:
-        """The rules for one axis; by the last it does nothing."""
-        *operands, result = self.arrays
-        idle = Rule((REPLICAS,) * len(operands), REPLICAS)
-        if self.kind == "opaque":
-            return (idle,)
-        if self.rules is not None:
-            return (*map(self._parsed, self.rules), idle)
-        rules, kind = [], KINDS[self.kind]
+    def axis_rules(self) -> tuple[tuple[int, ...], ...]:
+        """The rules for one axis: in each array the number of the dim that it shards, or a tag. The last is idle."""
+        *operands, result = self.dims
+        idle, kind = (REPLICAS,) * len(self.dims), KINDS[self.kind]
+        if self.rules is not None or self.kind == "opaque":
+            return (*map(self._parsed, self.rules or ()), idle)
+        rules = []
         for dim in dict.fromkeys((*result, *(d for dims in operands for d in dims))):
             if dim not in self.whole and (dim in result or kind.sums):
-                parts = (dims.index(dim) if dim in dims else COPY for dims in operands)
-                rules.append(Rule(tuple(parts), result.index(dim) if dim in result else SUM))
-        rules += [Rule((tag,) * len(operands), tag) for tag in kind.passes]
-        return (*rules, idle)
+                ways = (dims.index(dim) if dim in dims else COPY for dims in operands)
+                rules.append((*ways, result.index(dim) if dim in result else SUM))
+        return (*rules, *((tag,) * len(self.dims) for tag in kind.passes), idle)
 
-    def text_of(self, rule: Rule) -> str:
+    def text_of(self, rule: Sequence[int]) -> str:
         """A rule as a contraction over the axis `x`."""
-        *sides, result = map(_layout, self.arrays, (*rule.operands, rule.result))
-        return f"{', '.join(sides)} {ARROW} {result}"
+        *sides, result = (str(layout_of([way], dims, "x")) for way, dims in zip(rule, self.dims, strict=True))
+        return f"{', '.join(sides)} {ARROW} {result}".strip()
 
-    def _parsed(self, text: str) -> Rule:
+    def _parsed(self, text: str) -> tuple[int, ...]:
         """The inverse of `text_of`."""
-        arguments, arrow, result = text.partition(ARROW)
-        sides = [side for side in arguments.split(",") if side.strip()] + [result]
-        if not arrow or len(sides) != len(self.arrays):
-            hint = f"as in '{self.text_of(Rule((REPLICAS,) * len(self.operands), REPLICAS))}', with axis x"
-            raise _malformed("a rule has the arrays of its operation", text, (0, len(text)), hint)
-        *parts, end = map(_part, sides, self.arrays, [text] * len(sides))
-        return Rule(tuple(parts), end)
+        operands, result = parse_operands(text)
+        sides = [Layout(*side) for side in (*operands, result)]
+        if tuple(side.names for side in sides) != self.dims:
+            plain = self.text_of((REPLICAS,) * len(self.dims))
+            raise NotationError(f"it is not '{plain}' over an axis x", text=text)
+        return tuple(ways_of(side, "x")[0] for side in sides)
 
 
-def _layout(dims: Sequence[str], part: int) -> str:
-    text = " ".join(f"{dim}/x" if i == part else dim for i, dim in enumerate(dims))
-    return text + {SUM: " | sum(x)", COPY: " | copy(x)"}.get(part, "")
+def parse_arrays(text: str) -> tuple[Layout, ...]:
+    """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""
+    operands, result = parse_operands(text if text.partition(ARROW)[0].strip() else f"() {text}")
+    arrays = tuple(Layout(*side) for side in (*operands, result))[not text.partition(ARROW)[0].strip() :]
+    for array in arrays:
+        if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
+            hint = "an operation has the dims of arrays, each once, and no axes"
+            raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
+    return arrays
 
 
-def _part(side: str, dims: Dims, text: str) -> int:
-    layout = Layout.parse(side) if side.strip() else Layout(())
-    if layout.names != tuple(dims) or set(layout.axes) - {"x"}:
-        raise _malformed(f"'{side.strip()}' is not '{' '.join(dims)}' over the axis x", text, (0, len(text)))
-    tags = {"sum": SUM, "copy": COPY}
-    parts = [i for i, dim in enumerate(layout.dims) if dim.shards] + [tags[kind] for kind, _ in layout.tags]
-    return parts[0] if parts else REPLICAS
+def dims_of(array: Layout) -> tuple[str, ...]:
+    """The names of all dims, also of those in parentheses."""
+    return tuple(name for dim in array.dims for name in parts_of(dim))
 
 
-def _malformed(
-    reason: str, text: str, span: Span, hint: str = "as in 'b s c, (g d) c -> b s (g d)'"
-) -> NotationError:
-    return NotationError(reason, text=text, span=span, hint=hint)
+def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
+    """What each axis does, as a layout of dims with these names."""
+    pairs = list(zip(axes, ways, strict=True))
+    dims = (Dim(n, tuple(Shard((a,)) for a, way in pairs if way == d)) for d, n in enumerate(names))
+    tags = ((kind, (a,)) for kind, tag in TAGS.items() for a, way in pairs if way == tag)
+    return Layout(tuple(dims), tuple(tags))
 
 
-def elements(dims: Sequence[str], lengths: Mapping[str, int]) -> int:
-    """Elements of an array with these dims. Raises ShapeError for a dim without a length."""
-    for dim in dims:
-        if dim not in lengths:
-            raise ShapeError(f"dim {dim!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}")
-    return math.prod(lengths[dim] for dim in dims)
+def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
+    """The inverse of `layout_of`. Raises NotationError for what the search does not know."""
+    ways = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
+    ways |= {axis: TAGS.get(kind, REPLICAS) for kind, tagged in layout.tags for axis in tagged}
+    row = [ways.get(axis, REPLICAS) for axis in axes]
+    if str(layout_of(row, layout.names, axes)) != str(layout):
+        hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
+        raise NotationError(f"'{layout}' is not searched", hint=hint)
+    return row

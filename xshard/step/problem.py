@@ -10,19 +10,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
+from xshard.notation.parser import ARROW, parts_of
 from xshard.step.cost import Cost
 from xshard.step.edge import Edge, Term
-from xshard.step.moves import Floats, MovePrices
+from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, Op
-from xshard.step.options import Indices, NodeOptions, array_shape, options_of, shares, storage
-from xshard.step.step import TrainingStep
+from xshard.step.options import Floats, Indices, distinct, options_of, product
+from xshard.step.step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, OPTIMIZER = range(-5, 0)  # of the whole step
@@ -46,15 +48,14 @@ class Training(NamedTuple):
     state_bytes: int = 12
 
 
-@dataclass(frozen=True, eq=False)
-class Node:
+class Node(NamedTuple):
     """An operation, a parameter or an input with its options, and the parts of the cost of each.
 
-    kept: for a parameter, whether an option is gathered once per step (`KEPT`).
+    ways: [options, arrays, axes], the result last. kept: for a parameter, `EACH` or `KEPT`.
     """
 
     name: str
-    options: NodeOptions
+    ways: NDArray[np.int64]
     values: Floats
     kept: Indices | None = None
 
@@ -85,69 +86,85 @@ class StepProblem:
         """How often each block runs, operations that run equally often as one."""
         return sorted({op.times for op in self.step.ops})
 
-    @property
-    def size(self) -> int:
-        """Number of parts."""
-        return len(self.blocks) * len(PARTS) + 5
-
     def part(self, op: Op, which: int) -> int:
         """The place of a part of the block of an operation."""
         return self.blocks.index(op.times) * len(PARTS) + which
 
     @cached_property
+    def unit(self) -> Floats:
+        """A row for each part."""
+        return np.eye(len(self.blocks) * len(PARTS) + 5)
+
+    def names(self, name: str) -> list[str]:
+        """A name for each dim of an array: several that are one dim have one name together.
+
+        Dims of parameters are called alike in all, so that one rule is for many.
+        """
+        dims = self.step.arrays[name].dims
+        if name in self.step.parameters:
+            return {1: ["n"], 2: ["o", "i"], 3: ["e", "o", "i"]}.get(
+                len(dims), [f"d{i}" for i in range(len(dims))]
+            )
+        return ["".join(parts_of(dim)) for dim in dims]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of an array of one micro-batch."""
+        return shape_of(self.step.arrays[name], self.lengths)
+
+    @cached_property
     def nodes(self) -> list[Node]:
         """Inputs and parameters, then operations."""
-        inputs = [self._given(name, 1) for name in self.step.inputs]
-        parameters = [self._given(name, 2) for name in self.step.parameters]
-        return [*inputs, *parameters, *map(self._node, self.step.ops)]
+        return [
+            *map(self._given, (*self.step.inputs, *self.step.parameters)),
+            *map(self._node, self.step.ops),
+        ]
 
     @cached_property
     def number(self) -> Mapping[str, int]:
         """The number of every node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
-    def _given(self, name: str, modes: int) -> Node:
-        shape = array_shape(self.step.dims[name], self.lengths)
-        options = storage(shape, self.mesh)
-        kept = np.repeat(np.arange(modes), len(options))
-        options = options.only(np.tile(np.arange(len(options)), modes))
-        values = np.zeros((len(kept), self.size))
-        if name in self.step.parameters:
-            local = math.prod(shape) * shares(options.ways[:, -1], self.mesh)
-            times, training = self.step.consumers(name)[0].times, self.training
-            for part, n_bytes in ((WEIGHTS, itemsize(self.step.dtype)), (GRADIENTS, training.gradient_bytes)):
-                values[:, part] = np.where(kept == EACH, times * n_bytes * local, 0)
-            values[:, STATE] = times * training.state_bytes * local
-            touched = 2 * training.state_bytes + training.gradient_bytes
-            values[:, OPTIMIZER] = times * touched * local / (2 * self.profile.copy_bytes_per_s)
-        return Node(name, options, values, kept if modes == 2 else None)
+    def _bytes(self, ways: NDArray[np.int64], shape: Sequence[int], each: int) -> Floats:
+        """Bytes that a device holds of an array, with so many for each element."""
+        local: Floats = each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
+        return local
+
+    def _given(self, name: str) -> Node:
+        shape, names = self.shape(name), self.names(name)
+        storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
+        ways = options_of(storing, dict(zip(names, shape, strict=True)), self.mesh)
+        if name in self.step.inputs:
+            return Node(name, ways, np.zeros((len(ways), len(self.unit))))
+        kept, ways, training = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1)), self.training
+        values = np.zeros((len(ways), len(self.unit)))
+        local = self._bytes(ways[:, -1], shape, self.step.consumers(name)[0].times)
+        values[:, WEIGHTS] = np.where(kept == EACH, itemsize(self.step.dtype) * local, 0)
+        values[:, GRADIENTS] = np.where(kept == EACH, training.gradient_bytes * local, 0)
+        values[:, STATE] = training.state_bytes * local
+        touched = 2 * training.state_bytes + training.gradient_bytes
+        values[:, OPTIMIZER] = touched * local / (2 * self.profile.copy_bytes_per_s)
+        return Node(name, ways, values, kept)
 
     def _node(self, op: Op) -> Node:
-        options, work, n = options_of(op, self.lengths, self.mesh), op.work, itemsize(self.step.dtype)
-        values, recomputed = np.zeros((len(options), self.size)), self._recomputed(op)
-        busy = np.array([max((*rule.operands, rule.result)) >= 0 for rule in op.axis_rules])
-        split = np.prod(np.where(busy[options.rules], self.mesh.sizes, 1), -1)
-        touched, saved = np.zeros((2, len(values)))
-        for j, dims in enumerate(op.arrays):
-            n_bytes = n * shares(options.ways[:, j], self.mesh) * math.prod(self.lengths[d] for d in dims)
-            touched += n_bytes
-            name = op.operands[j] if j < len(op.operands) else ""
-            producer = self.step.by_name.get(name)
-            if producer is not None and producer.kind != "share":
-                saved += work.saved * n_bytes
-            elif not name and op.kind == "carry" and recomputed:
-                values[:, ACTIVATIONS] += op.times * n_bytes
-        space = math.prod(self.lengths[d] for d in dict.fromkeys(d for dims in op.arrays for d in dims))
-        rate = self.profile.flops(self.step.dtype) * self.training.efficiency * work.rate
-        seconds = np.maximum(
-            work.flops * space / split / rate, work.accesses * touched / (2 * self.profile.copy_bytes_per_s)
-        )
+        ways, work, step = options_of(op, self.lengths, self.mesh), op.work, self.step
+        values, recomputed = np.zeros((len(ways), len(self.unit))), self._recomputed(op)
+        shapes = [shape_of(array, self.lengths) for array in op.arrays]
+        local = [self._bytes(ways[:, j], s, itemsize(step.dtype)) for j, s in enumerate(shapes)]
+        kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
+        saved = work.saved * sum(each for each, is_kept in zip(local, kept, strict=False) if is_kept)
+        space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
+        split = product((ways >= 0).any(1), self.mesh.sizes)
+        rate = self.profile.flops(step.dtype) * self.training.efficiency * work.rate
+        reading = work.accesses * sum(local) / (2 * self.profile.copy_bytes_per_s)
+        seconds = np.maximum(work.flops * space / split / rate, reading)
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
-        values[:, self.part(op, HELD) if recomputed else ACTIVATIONS] += saved * (
-            1 if recomputed else op.times
-        )
-        return Node(op.name, options, values)
+        if recomputed:
+            values[:, ACTIVATIONS] = op.times * local[-1] * (op.kind == "carry")
+            values[:, self.part(op, HELD)] = saved
+        else:
+            values[:, ACTIVATIONS] = op.times * saved
+        return Node(op.name, ways, values)
 
     def _recomputed(self, op: Op) -> bool:
         return self.training.recompute and op.times > 1
@@ -173,83 +190,77 @@ class StepProblem:
             left = step.module(producer, left=True)
         if op.again and name != op.again:  # the first of repeated blocks
             entered = entered.replace("*", "0")
-        place = entered or left or (name if step.moves_anywhere else "")
         parts: dict[int, tuple[Term, Term, Term]] = {
             self.part(op, MOVED): (often, 0.0, 0.0),
             self.part(op, MOVED_BACK): (often * self._recomputed(op), often, 0.0),
         }
-        return self._edge(
-            name, op, k, parts, is_linear=producer is not None, place=place, enters=bool(entered)
-        )
+        place = entered or left or (name if step.moves_anywhere else "")
+        return self._edge(name, op, k, parts, place, is_linear=producer is not None, enters=bool(entered))
 
     def _parameter(self, op: Op, k: int) -> Edge:
         name, often, n = op.operands[k], 1 / self.training.micro_batches, itemsize(self.step.dtype)
-        kept, used = (
-            self.nodes[self.number[name]].kept,
-            self.nodes[self.number[op.name]].options.layouts(k)[0],
-        )
-        assert kept is not None
-        each = (kept == EACH)[:, None]
-        stored = self.nodes[self.number[name]].options.ways[:, -1]
-        gathered = each & (stored[:, None] != np.where(used == COPY, REPLICAS, used)[None]).any(-1)
-        first = op.times * (self.step.consumers(name)[0] is op)
-        used_elements = math.prod(self.lengths[d] for d in op.arrays[k]) * shares(used, self.mesh)[None]
+        node, (used, _) = self.nodes[self.number[name]], distinct(self.nodes[self.number[op.name]].ways[:, k])
+        each = (node.kept == EACH)[:, None]
+        gathered = each & (node.ways != np.where(used == COPY, REPLICAS, used)).any(-1)
+        elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
+        first = np.where(each, 0, op.times * (self.step.consumers(name)[0] is op) * elements)
         copies = 3 if op.times > 1 else 2  # the next layer's is gathered meanwhile; one is for the gradient
         parts: dict[int, tuple[Term, Term, Term]] = {
             self.part(op, MOVED): (np.where(each, 1.0, often), 0.0, 0.0),
             self.part(op, MOVED_BACK): (np.where(each, 1.0, 0.0), np.where(each, 1.0, often), 0.0),
-            self.part(op, HELD): (0.0, 0.0, np.where(gathered, copies * n * used_elements, 0)),
-            WEIGHTS: (0.0, 0.0, np.where(each, 0, first * n * used_elements)),
-            GRADIENTS: (0.0, 0.0, np.where(each, 0, first * self.training.gradient_bytes * used_elements)),
+            self.part(op, HELD): (0.0, 0.0, np.where(gathered, copies * n * elements, 0)),
+            WEIGHTS: (0.0, 0.0, n * first),
+            GRADIENTS: (0.0, 0.0, self.training.gradient_bytes * first),
         }
-        return self._edge(name, op, k, parts, place=name)
+        return self._edge(name, op, k, parts, name)
 
     def _edge(
-        self, name: str, op: Op, k: int, parts: Mapping[int, tuple[Term, Term, Term]], **how: Any
+        self,
+        name: str,
+        op: Op,
+        k: int,
+        parts: Mapping[int, tuple[Term, Term, Term]],
+        place: str,
+        *,
+        is_linear: bool = True,
+        enters: bool = False,
     ) -> Edge:
-        nodes = self.number[name], self.number[op.name]
-        src, dst = (self.nodes[i].options for i in nodes)
-        every = np.arange(len(src))
-        sides = (src.ways[:, -1], every) if name in self.step.parameters else src.layouts(-1), dst.layouts(k)
-        layouts, indices = zip(*sides, strict=True)
-        return Edge(nodes, indices, layouts, self.shape(name), self.training.moves, parts, **how)
+        numbers = self.number[name], self.number[op.name]
+        src, dst = (self.nodes[i] for i in numbers)
+        stored = (
+            distinct(src.ways[:, -1]) if src.kept is None else (src.ways[:, -1], np.arange(len(src.ways)))
+        )
+        layouts, indices = zip(stored, distinct(dst.ways[:, k]), strict=True)
+        moves = self.training.moves
+        return Edge(numbers, indices, layouts, self.shape(name), moves, parts, is_linear, place, enters)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of an array of one micro-batch."""
-        return array_shape(self.step.dims[name], self.lengths)
+    def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
+        """The parts of the cost of an assignment; of a node, with each of its options in its place.
 
-    def vector(self, assignment: Sequence[int]) -> Floats:
-        """The parts of the cost of an assignment, with moves as far as they are known."""
-        total: Floats = np.sum([n.values[i] for n, i in zip(self.nodes, assignment, strict=True)], 0)
+        MovePrices are as far as they are known; parts are infinite where nothing can move.
+        """
+        chosen = [np.array([i]) for i in assignment]
+        if node >= 0:
+            chosen[node] = np.arange(len(self.nodes[node].ways))
+        total: Floats = sum(n.values[i] for n, i in zip(self.nodes, chosen, strict=True))
+        banned = np.zeros(len(total), bool)
         for edge in self.edges:
-            i, j = (np.array([assignment[node]]) for node in edge.nodes)
-            total = total + edge.vectors(i, j, self.size)[0]
+            i, j = (edge.indices[side][chosen[n]] for side, n in enumerate(edge.nodes))
+            total[:, edge.parts] += edge.tables[:, i, j].T
+            banned |= edge.banned[i, j]
+        total[banned] = np.inf
         return total
-
-    def alternatives(self, assignment: Sequence[int], node: int) -> Floats:
-        """The vectors of an assignment with every option of one node in its place."""
-        here, every = self.nodes[node], np.arange(len(self.nodes[node].values))
-        change = here.values - here.values[assignment[node]]
-        for edge in self.edges:
-            if node in edge.nodes:
-                i, j = (every if n == node else np.repeat(assignment[n], len(every)) for n in edge.nodes)
-                moved = edge.vectors(i, j, self.size)
-                change = change + moved - moved[assignment[node]]
-        vectors: Floats = self.vector(assignment) + change
-        return vectors
 
     def plan(self, assignment: Sequence[int]) -> float:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
-        """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
-        unit, size = np.eye(self.size), len(PARTS)
-        maxima, limited = [], []
+        """Seconds of a step as a function of parts, where no device holds more bytes than the limit."""
         hidden = self.training.overlap if overlap is None else overlap
-        for block in (unit[i * size : (i + 1) * size] for i in range(len(self.blocks))):
-            for work, moved in ((COMPUTED, MOVED), (COMPUTED_BACK, MOVED_BACK)):
-                maxima.append([block[work] + (1 - hidden) * block[moved], block[moved]])
-            limited.append((block[HELD] + unit[list(MEMORY.values())].sum(0)) / limit)
+        of_blocks = self.unit[: len(self.blocks) * len(PARTS)].reshape(len(self.blocks), len(PARTS), -1)
+        work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
+        maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
         times = self.training.micro_batches * np.repeat(self.blocks, 2).astype(float)
-        return Cost(unit[OPTIMIZER], times, np.array(maxima), np.array(limited))
+        held = of_blocks[:, HELD] + self.unit[list(MEMORY.values())].sum(0)
+        return Cost(self.unit[OPTIMIZER], times, maxima, held / limit)

@@ -2,7 +2,7 @@
 
 Weights turn all parts of the cost into one number for every option and move. The least sum under any weights
 is a bound (Lagrange), and a linear program over the assignments found so far has the weights to try next
-(Dantzig and Wolfe 1960). Moves begin with bounds, and are planned where an assignment has them.
+(Dantzig and Wolfe 1960). MovePrices begin with bounds, and are planned where an assignment has them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from xshard.step.cost import Cost
+from xshard.step.cost import Cost, Pairs, solve_program
 from xshard.step.eliminate import minimum
 from xshard.step.messages import bounds_with
-from xshard.step.moves import Floats
-from xshard.step.options import Indices
+from xshard.step.options import Floats, Indices
 from xshard.step.problem import StepProblem
-from xshard.step.program import Pairs, solve_program
 
 ROUNDS = 100  # of weights
 CLOSE = 1e-4  # of the seconds: a bound so near is reached
@@ -45,7 +43,7 @@ class StepSearch:
     _proof: tuple[Floats, float] | None = None
 
     def __post_init__(self) -> None:
-        self.left = self.left or [np.arange(len(node.options)) for node in self.problem.nodes]
+        self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
         self.given = list(self.left)
 
     @cached_property
@@ -56,7 +54,7 @@ class StepSearch:
     def offer(self, assignment: Sequence[int]) -> float:
         """Plan the moves of an assignment, keep it if it is the best; the seconds that planning added."""
         late = self.problem.plan(assignment)
-        vector = self.problem.vector(assignment)
+        vector = self.problem.vectors(assignment)[0]
         if np.isfinite(vector).all():
             self.vectors[tuple(assignment)] = vector
             seconds = float(self.cost.of(vector))
@@ -73,27 +71,20 @@ class StepSearch:
         """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
         if not self.vectors:
             self.start()
-        expected = dict(self.vectors)  # at first no move is planned
         for _ in range(ROUNDS if self.vectors else 0):
-            value, weights, spared = self.cost.mixture(np.array(list((expected or self.vectors).values())))
+            value, weights, spared = self.cost.mixture(np.array(list(self.vectors.values())))
             if sum(map(len, self.left)) > MANY and np.isfinite(cutoff):
                 self._prune(weights, spared, cutoff)
             late = np.inf
-            while late > CLOSE * value and self.bound < cutoff:
+            while late > CLOSE * value:
                 least, assignment = self.least(weights)
                 if least - spared > self.bound:
                     self.bound, self._proof = least - spared, (weights, spared)
-                if expected:
-                    late, expected[tuple(assignment)] = 0.0, self.problem.vector(assignment)
-                else:
-                    late = self.offer(assignment)
-            if self.bound >= cutoff:
-                return
-            if self.bound >= (1 - CLOSE) * value:
-                if not expected:
+                if self.bound >= cutoff:
                     return
-                expected = {}
-                self.offer(assignment)
+                late = self.offer(assignment)
+            if self.bound >= (1 - CLOSE) * value:
+                return
 
     def least(self, weights: Floats) -> tuple[float, list[int]]:
         """The least weighted sum, and an assignment that has it."""
@@ -128,9 +119,11 @@ class StepSearch:
             if self.bound >= goal:
                 return
             pairs = [
-                Pairs(e.nodes, (e.indices[0][self.left[a]], e.indices[1][self.left[b]]), e.tables, e.banned)
+                Pairs(
+                    e.nodes, (i[self.left[e.nodes[0]]], j[self.left[e.nodes[1]]]), e.parts, e.tables, e.banned
+                )
                 for e in self.problem.edges
-                for a, b in [e.nodes]
+                for i, j in [e.indices]
             ]
             values = [node.values[left] for node, left in zip(nodes, self.left, strict=True)]
             solved = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
@@ -143,16 +136,15 @@ class StepSearch:
 
     def improve(self) -> None:
         """Change the best assignments at one node at a time for the better, as long as that is possible."""
-        ranks = {assignment: float(self.cost.rank(v)) for assignment, v in self.vectors.items()}
-        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+        for start in sorted(self.vectors, key=lambda a: float(self.cost.rank(self.vectors[a])))[:STARTS]:
             here, unchanged, node = list(start), 0, 0
-            goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vector(here)))
+            goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vectors(here)[0]))
             while unchanged < len(here):
-                options = self.cost.rank(self.problem.alternatives(here, node)[self.left[node]])
-                there = [*here[:node], int(self.left[node][options.argmin()]), *here[node + 1 :]]
+                ranks = self.cost.rank(self.problem.vectors(here, node))[self.left[node]]
+                there = [*here[:node], int(self.left[node][ranks.argmin()]), *here[node + 1 :]]
                 unchanged, node = unchanged + 1, (node + 1) % len(here)
-                if options.min() < goal:
+                if ranks.min() < goal:
                     self.offer(there)
-                    rank = float(self.cost.rank(self.problem.vector(there)))
+                    rank = float(self.cost.rank(self.problem.vectors(there)[0]))
                     if rank < goal:
                         here, goal, unchanged = there, rank * (1 - CLOSE / 10), 0

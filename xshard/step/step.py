@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,8 +11,10 @@ from xshard.arguments import did_you_mean, whole_number
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, located
 from xshard.formatting import align_columns
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import listed
-from xshard.step.op import KINDS, Dims, Op, elements
+from xshard.step.op import KINDS, Op, parse_arrays
 
 
 @dataclass(frozen=True)
@@ -52,35 +55,34 @@ class TrainingStep:
         for dim, n in self.lengths.items():
             if (whole_number(n) or 0) < 1:
                 raise ShapeError(f"dim {dim!r} has length {n!r}", hint="a length is a whole number >= 1")
-        known: dict[str, Dims] = {**self._given}
+        known, every = dict(self._given), {op.name: op.result for op in self.ops}
         for op in self.ops:
             with located(f"operation {op.name}"):
-                for name, dims in zip(op.operands, op.arrays, strict=False):
-                    self._check_operand(name, dims, known)
+                for name, array in zip(op.operands, op.arrays, strict=False):
+                    self._check_operand(name, array, known)
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
-                elements(op.result, self.lengths)
+                shape_of(op.result, self.lengths)
                 known[op.name] = op.result
-        for op in self.ops:
-            if op.again:
-                with located(f"operation {op.name}"):
-                    self._check_operand(op.again, op.arrays[0], known)
+                if op.again:
+                    self._check_operand(op.again, op.arrays[0], every)
         used = {name for op in self.ops for name in op.operands}
         if idle := [name for name in self.parameters if name not in used]:
             raise PlanError(f"no operation uses {listed(idle)}", hint="leave it out")
 
-    def _check_operand(self, name: str, dims: Dims, known: Mapping[str, Dims]) -> None:
+    def _check_operand(self, name: str, array: Layout, known: Mapping[str, Layout]) -> None:
         if name not in known:
             hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
             raise PlanError(f"no array {name!r}", hint=hint)
-        here, there = ([elements((d,), self.lengths) for d in each] for each in (dims, known[name]))
+        here, there = (shape_of(each, self.lengths) for each in (array, known[name]))
         if here != there:
-            hint = "an array has the same dims, by position, where it is made and where it is used"
-            raise ShapeError(f"{name} is '{known[name]}' {there}, used as '{dims}' {here}", hint=hint)
+            hint = "an array has the same lengths, by position, where it is made and where it is used"
+            raise ShapeError(f"{name} is '{known[name]}' {there}, used as '{array}' {here}", hint=hint)
 
     @cached_property
-    def _given(self) -> dict[str, Dims]:
-        return {name: Dims.parse(t, t) for name, t in (*self.inputs.items(), *self.parameters.items())}
+    def _given(self) -> dict[str, Layout]:
+        texts = {**self.inputs, **self.parameters}
+        return {name: parse_arrays(f"{ARROW} {text}")[-1] for name, text in texts.items()}
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
@@ -88,7 +90,7 @@ class TrainingStep:
         return {op.name: op for op in self.ops}
 
     @cached_property
-    def dims(self) -> Mapping[str, Dims]:
+    def arrays(self) -> Mapping[str, Layout]:
         """The dims of every array by its name."""
         return {**self._given, **{op.name: op.result for op in self.ops}}
 
@@ -105,21 +107,29 @@ class TrainingStep:
     @cached_property
     def with_shares(self) -> TrainingStep:
         """The step with a `share` after each activation that several operations keep: it is moved once."""
-        ops, renamed = list[Op](), dict[str, str]()
+        ops, renamed = list[Op](), dict[tuple[str, str], str]()
         for op in self.ops:
-            keep = [c for c in self.consumers(op.name) if KINDS[c.kind].saved and c.kind != "share"]
-            shared = {c.name for c in keep} if len(keep) > 1 else set()
-            operands = (renamed.get(f"{o} {op.name}", o) for o in op.operands)
-            ops.append(replace(op, operands=tuple(operands)))
-            if shared:
-                text, name = f"{op.result} -> {op.result}", f"{op.name} (shared)"
+            ops.append(replace(op, operands=tuple(renamed.get((o, op.name), o) for o in op.operands)))
+            keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saved and c.kind != "share"}
+            if len(keep) > 1:
+                text, name = f"{op.result} {ARROW} {op.result}", f"{op.name} (shared)"
                 ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters=""))
-                renamed |= {f"{op.name} {consumer}": name for consumer in shared}
+                renamed |= {(op.name, consumer): name for consumer in keep}
         return replace(self, ops=ops) if renamed else self
 
     def __str__(self) -> str:
-        rows = []
-        for op in self.ops:
-            times = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
-            rows.append((op.name, times, op.text, ", ".join(op.operands)))
-        return align_columns(rows)
+        kinds = [f"{op.kind} x {op.times}" if op.times > 1 else op.kind for op in self.ops]
+        return align_columns(
+            [
+                (op.name, kind, op.text, ", ".join(op.operands))
+                for op, kind in zip(self.ops, kinds, strict=True)
+            ]
+        )
+
+
+def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
+    """The lengths of the dims of an array. Raises ShapeError for a dim without a length."""
+    for name in (name for dim in array.dims for name in parts_of(dim)):
+        if name not in lengths:
+            raise ShapeError(f"dim {name!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}")
+    return tuple(math.prod(lengths[name] for name in parts_of(dim)) for dim in array.dims)

@@ -13,7 +13,8 @@ from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.rules import Rules, listed
-from xshard.step.moves import Floats, layout_of
+from xshard.step.op import layout_of
+from xshard.step.options import Floats
 from xshard.step.problem import (
     COMPUTED,
     COMPUTED_BACK,
@@ -25,7 +26,7 @@ from xshard.step.problem import (
     PARTS,
     StepProblem,
 )
-from xshard.step.rules import StepRules, limited, names_of, written
+from xshard.step.rules import StepRules, limited, written
 from xshard.step.search import StepSearch
 
 SAME = 0.01  # of the seconds: plans this near are as good
@@ -111,7 +112,7 @@ class Suggestion:
     @cached_property
     def memory(self) -> Mapping[str, int]:
         """Bytes that a device holds at most, by kind."""
-        vector = self.problem.vector(self.assignment)
+        vector = self.problem.vectors(self.assignment)[0]
         kinds = {kind: int(vector[part]) for kind, part in MEMORY.items()}
         held = vector[HELD : len(self.problem.blocks) * len(PARTS) : len(PARTS)].max()
         return {**kinds, "while a block runs": int(held)}
@@ -119,7 +120,7 @@ class Suggestion:
     @cached_property
     def parts(self) -> Mapping[str, float]:
         """Seconds of a step by what they are for; moves run beside computing as far as they overlap."""
-        vector, training = self.problem.vector(self.assignment), self.problem.training
+        vector, training = self.problem.vectors(self.assignment)[0], self.problem.training
         blocks = vector[: len(self.problem.blocks) * len(PARTS)].reshape(-1, len(PARTS))
         sums = training.micro_batches * np.array(self.problem.blocks) @ blocks
         named = {"computing": (COMPUTED, COMPUTED_BACK), "moving": (MOVED, MOVED_BACK)}
@@ -136,7 +137,7 @@ class Suggestion:
             hint = f"{did_you_mean(name, number)}names are: {listed(list(number))}"
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         node = problem.nodes[number[name]]
-        ways, chosen = node.options.ways[:, -1], self.assignment[number[name]]
+        ways, chosen = node.ways[:, -1], self.assignment[number[name]]
         others = (ways != ways[chosen]).any(-1)
         if node.kept is not None:
             others |= node.kept != node.kept[chosen]
@@ -159,8 +160,8 @@ class Suggestion:
 
     def _stated(self, name: str, assignment: Sequence[int]) -> str:
         i, node = assignment[self.problem.number[name]], self.problem.nodes[self.problem.number[name]]
-        names = names_of(self.problem, name)
-        text = str(layout_of(node.options.ways[i, -1], names, self.problem.mesh.axes))
+        names = self.problem.names(name)
+        text = str(layout_of(node.ways[i, -1], names, self.problem.mesh.axes))
         return (
             text
             if node.kept is None
@@ -216,7 +217,7 @@ class Suggestion:
         """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
         shares = sorted({0.0, self.problem.training.overlap, 1.0})
         rows = [("overlap", *(f"{share:g}" for share in shares), "bytes", "")]
-        mine = self.problem.vector(self.assignment)
+        mine = self.problem.vectors(self.assignment)[0]
         plans = [("suggested", self.search, mine, sum(self.memory.values()))]
         by_rank = sorted(self.by_hand.items(), key=lambda pair: pair[1].rank)
         plans += [(name, hand.search, hand.vector, hand.bytes) for name, hand in by_rank]
