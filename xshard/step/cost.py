@@ -84,10 +84,10 @@ def solve_program(
     most_nodes: int,
     gap: float = 0.0,
 ) -> Solution:
-    """The cheapest assignment within all limits. values: for each node the parts of every option. scale: about what it costs.
+    """The cheapest assignment within all limits.
 
-    most_nodes: nodes of the search tree after which it ends with what it has; gap: the share of the cost it
-    may leave.
+    values: for each node the parts of every option. scale: about the cost. most_nodes: nodes of the search
+    tree after which it ends; gap: the share of the cost that it may leave.
     """
     linear, scipy = program(values, pairs, cost, scale), optimizer()
     starts = np.cumsum([0, *map(len, values)])
@@ -121,15 +121,15 @@ def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale:
     same = [(np.repeat(np.arange(n_nodes), np.diff(starts)), np.arange(n), np.ones(n))]  # shares: 1 in all
     for nodes, indices, which, tables, banned in pairs:
         used = [np.isin(np.arange(size), i) for size, i in zip(banned.shape, indices, strict=True)]
-        flows = np.nonzero(~banned & used[0][:, None] & used[1])
-        terms = np.zeros((len(cost.linear), len(flows[0])))
-        terms[which] = tables[:, *flows]
+        row, column = np.nonzero(~banned & used[0][:, None] & used[1])
+        terms = np.zeros((len(cost.linear), len(row)))
+        terms[which] = tables[:, row, column]
         parts.append(sparse.csc_array(terms))
-        for node, size, flow, i in zip(nodes, banned.shape, flows, indices, strict=True):
+        for node, size, flow, i in zip(nodes, banned.shape, (row, column), indices, strict=True):
             same.append((rows + flow, n + np.arange(len(flow)), np.ones(len(flow))))
             same.append((rows + i, starts[node] + np.arange(len(i)), -np.ones(len(i))))
             rows += size
-        n += len(flows[0])
+        n += len(row)
     row, column, sign = map(np.concatenate, zip(*same, strict=True))
     table, t, limits = sparse.hstack(parts).tocsr(), len(cost.times), len(cost.limited)
     weighed = (cost.maxima * cost.times[:, None, None] / scale).swapaxes(0, 1)

@@ -138,7 +138,7 @@ class Op:
 
     @cached_property
     def axis_rules(self) -> tuple[tuple[int, ...], ...]:
-        """The rules for one axis: in each array the number of the dim that it shards, or a tag. The last is idle."""
+        """For each rule of one axis the dim that it shards in every array, or a tag; the last is idle."""
         *operands, result = self.dims
         idle, kind = (REPLICAS,) * len(self.dims), KINDS[self.kind]
         if self.rules is not None or self.kind == "opaque":

@@ -6,7 +6,7 @@ own: names in parentheses are one. Several axes shard a dim in the order of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh)
     return grouped, fits
 
 
-def product(which: Flags, sizes: object) -> Floats:
+def product(which: Flags, sizes: Sequence[int] | Floats) -> Floats:
     """The product of the sizes of some axes, which come last."""
     factor: Floats = np.prod(np.where(which, sizes, 1), -1)
     return factor

@@ -153,7 +153,7 @@ class StepProblem:
         kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
         saved = work.saved * sum(each for each, is_kept in zip(local, kept, strict=False) if is_kept)
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
-        split = product((ways >= 0).any(1), self.mesh.sizes)
+        split = product(np.any(ways >= 0, 1), self.mesh.sizes)
         rate = self.profile.flops(step.dtype) * self.training.efficiency * work.rate
         reading = work.accesses * sum(local) / (2 * self.profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
@@ -200,6 +200,7 @@ class StepProblem:
     def _parameter(self, op: Op, k: int) -> Edge:
         name, often, n = op.operands[k], 1 / self.training.micro_batches, itemsize(self.step.dtype)
         node, (used, _) = self.nodes[self.number[name]], distinct(self.nodes[self.number[op.name]].ways[:, k])
+        assert node.kept is not None
         each = (node.kept == EACH)[:, None]
         gathered = each & (node.ways != np.where(used == COPY, REPLICAS, used)).any(-1)
         elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)

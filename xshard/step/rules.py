@@ -38,8 +38,8 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     for edge in problem.edges:
         source, names = nodes[edge.nodes[0]], problem.names(nodes[edge.nodes[0]].name)
         chosen = (assignment[node] for node in edge.nodes)
-        chosen = (rows[index[i]] for rows, index, i in zip(edge.layouts, edge.indices, chosen, strict=True))
-        src, dst = (layout_of(ways, names, axes) for ways in chosen)
+        sides = zip(edge.layouts, edge.indices, chosen, strict=True)
+        src, dst = (layout_of(layouts[index[i]], names, axes) for layouts, index, i in sides)
         if source.kept is not None:
             used = Layout(dst.dims)
             parameters.setdefault(source.name, _text(src, used))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from xshard.step.op import ARROW, Op
+from xshard.notation.parser import ARROW
+from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 from xshard.step.views import common_factors, grouped, view
 
