@@ -6,13 +6,14 @@ Knows no mesh and no price.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from xshard.step.op import ARROW, COPY, REPLICAS, SUM, Op, elements
+from xshard.notation.parser import ARROW, parts_of
+from xshard.step.op import COPY, REPLICAS, Op
 from xshard.step.step import TrainingStep
 from xshard.step.views import common_factors, grouped
 
@@ -84,7 +85,7 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
     if _is_free(first):
         return not is_place and (only or anywhere or not step.module(first, left=False))
     if _is_free(second):
-        before, after = (elements(_flat(_arrays(op)[-1]), step.lengths) for op in (first, second))
+        before, after = (_elements(_arrays(op)[-1:], step.lengths) for op in (first, second))
         return only and not is_place and after <= before
     light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
     return only and first.kind in LIGHT and light
@@ -100,40 +101,47 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str
     starts = [*enumerate(_rows(first, arrays[: m + 1])), (-1, (COPY,) * (m + 1))]
     ends = enumerate(_rows(second, arrays[m + 1 :]))
     rows: Rows = [((*a, *b), (i, j)) for (i, a), (j, b) in product(starts, ends)]
-    arrays, rows = _same(arrays, rows, m, m + 1 + k, known, cut=m + 1)
+    arrays, rows = _same(arrays, rows, m + 1 + k, m, known, cut=m + 1)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
     rest = [m + 1 + i for i in range(len(second.operands)) if i != k]
     at = 0 if entered[0] and not entered[1] else k
     order = [*rest[:at], *range(m), *rest[at:]]
-    name = dict(
-        zip([*range(m), *range(m + 1, len(arrays) - 1)], (*first.operands, *second.operands), strict=True)
-    )
+    name = (*first.operands, "", *second.operands)
     for i, j in combinations(order, 2):
         if i in order and j in order and name[i] == name[j]:  # one array, used twice
             one = _same(arrays, rows, i, j, known)
             flat = [_flat(names) for names in one[0]]
-            if all(len(set(each)) == len(each) for each in flat) and not _misses(first, second, one[1], step):
-                (arrays, rows), _ = one, order.remove(j)
+            distinct = one[1] and all(len(set(each)) == len(each) for each in flat)
+            if distinct and not _misses(first, second, one[1], step):
+                arrays, rows = one
+                order.remove(j)
     if _misses(first, second, rows, step):
         return None
     ways = dict.fromkeys(tuple(row[i] for i in (*order, -1)) for row, _ in rows)
     arrays = [arrays[i] for i in (*order, -1)]
     plain = _plain(arrays, known, lengths)
     arrays = [[[plain.get(n, n) for n in dim] for dim in names] for names in arrays]
-    rules = (_text(arrays, [plain.get(part, part) for part in way]) for way in ways if set(way) != {REPLICAS})
+    sides = [" ".join(map(grouped, names)) for names in arrays]
+    text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}"
+    operands, flat = tuple(name[i] for i in order), list(map(_flat, arrays))
+    draft = Op(second.name, text, operands, "opaque")
+    parts = (
+        [flat[i].index(plain.get(p, p)) if isinstance(p, str) else p for i, p in enumerate(way)]
+        for way in ways
+    )
+    rules = (draft.text_of(part) for part in parts if set(part) != {REPLICAS})
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
     how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses, "saved": base.saved}
     if not _is_free(first) and not _is_free(second) and base.kind in LIGHT:
         how = {"kind": base.kind}
     elif base.kind in LIGHT and not order:
         how = {"kind": "source", "accesses": 0.0}
-    if flops := sum(op.work.flops * elements(_space(_arrays(op)), lengths) for op in (first, second)):
-        how["flops"] = flops / elements(_space(arrays), lengths)
-    operands = tuple(name[i] for i in order)
+    if flops := sum(op.work.flops * _elements(_arrays(op), lengths) for op in (first, second)):
+        how["flops"] = flops / _elements(arrays, lengths)
     how |= {"rules": tuple(rules), "times": second.times, "leaves": step.module(second, left=True)}
     how["enters"] = entered[0] if at == 0 and entered[0] else "" if k == 0 else entered[1]
-    return Op(second.name, _text(arrays), operands, **how)
+    return Op(second.name, text, operands, **how)
 
 
 def _misses(first: Op, second: Op, rows: Rows, step: TrainingStep) -> bool:
@@ -185,8 +193,9 @@ def _refined(one: Row, other: Row, meaning: Mapping[str, list[str]]) -> Iterable
 
 def _plain(arrays: Sequence[Names], known: Mapping[str, int], lengths: dict[str, int]) -> dict[Any, str]:
     """Names without marks for those that have one."""
-    plain, taken = dict[Any, str](), {name for name in _space(arrays) if FIRST not in name}
-    for name in _space(arrays):
+    plain, names = dict[Any, str](), list(dict.fromkeys(n for each in arrays for n in _flat(each)))
+    taken = {name for name in names if FIRST not in name}
+    for name in names:
         if FIRST in name:
             new, i, n = (wanted := name.partition(FIRST)[0]), 1, known[name]
             while new in taken or lengths.get(new, n) != n:
@@ -199,36 +208,18 @@ def _plain(arrays: Sequence[Names], known: Mapping[str, int], lengths: dict[str,
 
 def _rows(op: Op, arrays: Sequence[Names]) -> list[Row]:
     flat = list(map(_flat, arrays))
-    rules = [(*rule.operands, rule.result) if hasattr(rule, "operands") else rule for rule in op.axis_rules]
-    return [tuple(dims[p] if p >= 0 else p for p, dims in zip(rule, flat, strict=True)) for rule in rules]
+    return [tuple(d[p] if p >= 0 else p for p, d in zip(rule, flat, strict=True)) for rule in op.axis_rules]
 
 
 def _arrays(op: Op, mark: str = "") -> list[Names]:
     """The dims of operands and result, with a mark after their names."""
-    parts = op.text.replace(ARROW, ",").split(",")[-1 - len(op.operands) :]
-    return [
-        [[n + mark for n in dim.strip("()").split()] for dim in re.findall(r"\([^)]+\)|\w+", part)]
-        for part in parts
-    ]
+    return [[[name + mark for name in parts_of(dim)] for dim in array.dims] for array in op.arrays]
 
 
 def _flat(names: Names) -> list[str]:
     return [name for dim in names for name in dim]
 
 
-def _space(arrays: Sequence[Names]) -> list[str]:
-    """All dims, each once."""
-    return list(dict.fromkeys(name for names in arrays for name in _flat(names)))
-
-
-def _text(arrays: Sequence[Names], parts: Sequence[Any] = ()) -> str:
-    """The text of an operation, or of a rule."""
-    if parts:
-        tags = {SUM: " | sum(x)", COPY: " | copy(x)"}
-        *sides, result = (
-            (" ".join(f"{n}/x" if n == part else n for n in _flat(names)) or "()") + tags.get(part, "")
-            for names, part in zip(arrays, parts, strict=True)
-        )
-    else:
-        *sides, result = (" ".join(map(grouped, names)) or "()" for names in arrays)
-    return f"{', '.join(sides)} {ARROW} {result.removeprefix('()')}".strip()
+def _elements(arrays: Sequence[Names], lengths: Mapping[str, int]) -> int:
+    """Elements of the space of all dims."""
+    return math.prod(lengths[name] for name in {name for names in arrays for name in _flat(names)})

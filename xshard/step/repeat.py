@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xshard.step.op import ARROW, Op
+from xshard.notation.parser import ARROW
+from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
