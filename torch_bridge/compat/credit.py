@@ -33,6 +33,7 @@ from xshard.errors import MeshError
 from xshard.ops import HaloWidth
 
 AXIS = "domain"
+Shape = Sequence[int] | None
 
 
 class DomainParallelManager:
@@ -71,7 +72,8 @@ class DomainParallelManager:
         return before, None if self.is_last_domain_rank else rank + 1
 
 
-_manager: DomainParallelManager | None = None
+Manager = DomainParallelManager | None
+_manager: Manager = None
 
 
 def initialize_domain_parallel(
@@ -83,7 +85,7 @@ def initialize_domain_parallel(
     return _manager
 
 
-def get_domain_parallel_manager() -> DomainParallelManager | None:
+def get_domain_parallel_manager() -> Manager:
     """The manager set by `initialize_domain_parallel`, or None."""
     return _manager
 
@@ -104,22 +106,16 @@ class HaloExchange(nn.Module):
     """
 
     def __init__(
-        self,
-        halo_width: HaloWidth,
-        dim: int = -2,
-        *,
-        boundary: str = "zero",
-        shape: Sequence[int] | None = None,
+        self, halo_width: HaloWidth, dim: int = -2, *, boundary: str = "zero", shape: Shape = None
     ) -> None:
         super().__init__()
-        self.halo_width, self.dim = halo_width, dim
-        self.options: Any = {"boundary": boundary, "shape": shape}
+        self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
 
     def forward(self, x: Tensor) -> Tensor:
-        manager = _sharding_manager(None)
-        if manager is None or self.halo_width == 0:
+        if not (manager := _sharding_manager(None)) or self.halo_width == 0:
             return x
-        return halo_exchange(x, self.halo_width, self.dim, AXIS, _domain_of(manager), **self.options)
+        where: Any = self.halo_width, self.dim, AXIS, _domain_of(manager)
+        return halo_exchange(x, *where, boundary=self.boundary, shape=self.shape)
 
     @staticmethod
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
@@ -127,16 +123,13 @@ class HaloExchange(nn.Module):
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
-def shard_tensor(
-    x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None, *, uneven: bool = False
-) -> Tensor:
+def shard_tensor(x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False) -> Tensor:
     """This process's part of a tensor replicated in its domain: [H, ...] -> [H/D, ...] along `dim`.
 
     uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
     Raises ShapeError, a ValueError, for a length that D does not divide, unless `uneven`.
     """
-    manager = _sharding_manager(manager)
-    if manager is None:
+    if (manager := _sharding_manager(manager)) is None:
         return x
     n, length = manager.domain_parallel_size, x.shape[dim]
     compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
@@ -145,12 +138,7 @@ def shard_tensor(
 
 
 def gather_tensor(
-    x: Tensor,
-    dim: int = -2,
-    manager: DomainParallelManager | None = None,
-    *,
-    shape: Sequence[int] | None = None,
-    grad: Grad = "sum",
+    x: Tensor, dim: int = -2, manager: Manager = None, *, shape: Shape = None, grad: Grad = "sum"
 ) -> Tensor:
     """All parts of a domain, on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
 
@@ -162,10 +150,7 @@ def gather_tensor(
 
 
 def shard_batch(
-    batch: Mapping[str, Any],
-    spatial_dims_5d: int = -2,
-    spatial_dims_4d: int = -2,
-    manager: DomainParallelManager | None = None,
+    batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, manager: Manager = None
 ) -> Mapping[str, Any]:
     """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
@@ -175,7 +160,7 @@ def shard_batch(
 
 def convert_to_domain_parallel(
     model: nn.Module,
-    manager: DomainParallelManager | None = None,
+    manager: Manager = None,
     shard_dim: int = -2,
     custom_converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
     *,
@@ -210,17 +195,16 @@ def convert_to_domain_parallel(
 
 
 @torch.no_grad()
-def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
+def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
     """Average the gradients over the domain: the loss is the mean of its processes' losses."""
-    manager = _sharding_manager(manager)
-    if manager is not None:
+    if manager := _sharding_manager(manager):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         means = redistribute(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean)
 
 
-def _sharding_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
+def _sharding_manager(manager: Manager) -> Manager:
     """The manager, or the one of the program, if its domains have more than one process."""
     manager = manager or _manager
     return manager if manager and manager.domain_parallel_size > 1 else None
@@ -250,8 +234,7 @@ def _layout_text(shard_dim: int) -> str:
 
 def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     """The placement of a block in the domain of the program's manager, if there is one."""
-    manager = _sharding_manager(None)
-    if manager is None:
+    if (manager := _sharding_manager(None)) is None:
         return None
     layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
     placement = placed_as(x, layout, _domain_of(manager))
@@ -272,13 +255,8 @@ class DomainParallelConv2d(nn.Module):
         super().__init__()
         self.conv, self.shard_dim = conv, self.default_dim if shard_dim is None else shard_dim
 
-    @property
-    def weight(self) -> Tensor:
-        return self.conv.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.conv.bias
+    weight = property(lambda self: self.conv.weight)
+    bias = property(lambda self: self.conv.bias)
 
     @property
     def halo_width(self) -> int:
@@ -291,8 +269,7 @@ class DomainParallelConv2d(nn.Module):
         placement = _placement(x, self.shard_dim)
         if placement is None:
             return self.conv(x)
-        layer = layer_of(self.conv, placement.layout, placement.processes)
-        return layer(record(x.view_as(x), placement))
+        return layer_of(self.conv, placement.layout, placement.processes)(record(x.view_as(x), placement))
 
 
 class DomainParallelConvTranspose2d(DomainParallelConv2d):

@@ -2,7 +2,6 @@
 
 Numbers and lists become tensors, scalars are gathered to one dim, tensors travel by way of a device that the
 backend serves, and without a process group every block is the whole.
-
 Better here: the gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks; no input is
 written to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives of any order.
 """
@@ -113,7 +112,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     >>> xt.testing.run_ranks(2, turn)[1]
     [0, 1, 2, 3, 4]
     """
-    block = _rows(x)
+    block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
     sent = block.to(_served(block.device))
@@ -149,18 +148,10 @@ def _world() -> MeshLike:
     return group_mesh(None, AXIS)
 
 
-def _tensor(x: Values) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.tensor(x)
-
-
-def _rows(x: Values) -> Tensor:
-    return torch.atleast_1d(_tensor(x))
-
-
 def _gathered(
     x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    block = _rows(x)
+    block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
     sent, mesh = block.to(_served(block.device)), _world()
@@ -176,13 +167,12 @@ def _gathered(
 
 
 def _reduced(x: Values, *, mean: bool) -> Tensor:
-    block = _tensor(x)
+    block = torch.as_tensor(x)
     if not dist.is_initialized():
         return block
     dtype = _ADDED_AS.get(block.dtype, block.dtype)
     total = all_reduce(block.to(_served(block.device), dtype), AXIS, _world(), grad="replicated")
-    if mean:
-        total = total / dist.get_world_size()
+    total = total / dist.get_world_size() if mean else total
     return total.to(block.device, block.dtype if block.dtype in _ADDED_AS else total.dtype)
 
 

@@ -2,7 +2,6 @@
 
 Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not its
 docstrings: "split" and "full" refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
-
 Better here: one copy before the collective and one after it; derivatives of any order, and forward mode;
 blocks of different sizes (`shape=`); any dims. Lengths that do not divide are refused before sending.
 """
@@ -22,11 +21,12 @@ from torch_bridge.redistribution import redistribute
 from xshard import compat
 
 AXIS = "cp"
+Group = dist.ProcessGroup | None
 Direction = Literal["split_to_full", "full_to_split"]
 
 
 def all_to_all_single_fn(
-    group: dist.ProcessGroup | None,
+    group: Group,
     type: Direction,
     input: Tensor,
     with_zigzag_splitting: bool = True,
@@ -73,22 +73,13 @@ class AllToAllSingleFunction:
 
     @staticmethod
     def apply(
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        type: Direction,
-        with_zigzag_splitting: bool,
-        *,
-        shape: Sequence[int] | None = None,
-        debug: bool = False,
+        input_tensor: Tensor, group: Group, type: Direction, with_zigzag_splitting: bool, **options: Any
     ) -> Tensor:
-        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back. Raises as `all_to_all_single_fn` does."""
-        options: Any = {"shape": shape, "debug": debug}
+        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back; shape, debug, and errors are as there."""
         return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, **options)
 
 
-def zigzag_split_across_group_ranks(
-    data: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 0
-) -> Tensor:
+def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0) -> Tensor:
     """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
 
     Nothing is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`.
@@ -97,7 +88,7 @@ def zigzag_split_across_group_ranks(
 
 
 def zigzag_gather_from_group_ranks(
-    data: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 0, *, shape: Sequence[int] | None = None
+    data: Tensor, group: Group, seq_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> Tensor:
     """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 
