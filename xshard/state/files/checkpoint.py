@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +37,7 @@ class Stored(Protocol):
 
 
 @dataclass(eq=False)
-class Checkpoint(Mapping[str, Stored]):
+class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
     """Arrays by name, and their metadata.
 
     layouts, mesh: the shardings when they were saved. names: maps names of the program that saved to stored
@@ -102,9 +102,6 @@ class Checkpoint(Mapping[str, Stored]):
     def close(self) -> None:
         self.arrays = {}
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
     def __exit__(self, *raised: object) -> None:
         self.close()
 
@@ -113,10 +110,8 @@ Rows = tuple[slice, slice]  # of a stored array, and of a block
 
 
 class BoxPair(NamedTuple):
-    """A box of the stored array `name`, and the slices of the same elements in a block.
-
-    order: dim i of the part of the block is dim `order[i]` of the box, with the dim of 1 of a stacked array.
-    """
+    """A box of the stored array `name`, and the slices of the same elements in a block. order: dim i of the
+    part of the block is dim `order[i]` of the box, with the dim of 1 of a stacked array."""
 
     name: str
     box: Box
@@ -193,12 +188,10 @@ def diff_checkpoints(a: Checkpoint, b: Checkpoint, before: Checkpoint | None = N
             yield Difference(name, f"only in the {'first' if name in a else 'second'}")
         elif a[name].dtype != b[name].dtype:
             yield Difference(name, f"{a[name].dtype} and {b[name].dtype}")
-        else:
-            x, y = _bits(a, name), _bits(b, name)
-            if x.shape != y.shape or not np.array_equal(x, y):
-                stale = before is not None and name in before and before[name].dtype == b[name].dtype
-                old = before is not None and stale and np.array_equal(_bits(before, name), y)
-                yield Difference(name, "not updated" if old else _how(x, y))
+        elif not np.array_equal(x := _bits(a, name), y := _bits(b, name)):
+            known = before is not None and name in before and before[name].dtype == b[name].dtype
+            old = known and before is not None and np.array_equal(_bits(before, name), y)
+            yield Difference(name, "not updated" if old else _how(x, y))
 
 
 def _bits(checkpoint: Checkpoint, name: str) -> NDArray[Any]:

@@ -92,10 +92,11 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
                 hint = "links=True allows that, if you trust the author of the folder"
                 raise FileError(f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint)
             entries, metadata = read_header(file)
-            for name, array in _mapped(file, entries).items():
-                if name in arrays:
-                    raise FileError(f"{name} is in {places[name]} and in {file.name}")
-                arrays[name], places[name] = array, file.name
+            mapped = _mapped(file, entries)
+            if name := next((name for name in mapped if name in arrays), None):
+                raise FileError(f"{name} is in {places[name]} and in {file.name}")
+            arrays |= mapped
+            places |= dict.fromkeys(mapped, file.name)
             notes.append(_json(metadata.get(KEY, "{}"), file.name))
     except XshardError:
         raise
@@ -128,10 +129,9 @@ def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
     for name, box, expected in boxes[part::of]:
         actual = checksum(checkpoint.read(name, box))
         if actual != expected:
-            raise FileError(
-                f"{checkpoint.places.get(name, '')}: {name}: wrong checksum {actual:08x}, not {expected:08x}",
-                hint="the file was changed after it was saved: copy or download it again",
-            )
+            place = f"{checkpoint.places.get(name, '')}: {name}"
+            hint = "the file was changed after it was saved: copy or download it again"
+            raise FileError(f"{place}: wrong checksum {actual:08x}, not {expected:08x}", hint=hint)
     return len(boxes)
 
 
@@ -168,11 +168,9 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
     _check_complete(folder, [file.name for file in files])
     if not files:
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise FileError(
-            f"no safetensors files in {folder}: it has {content}",
-            hint="pickles (.bin, .pt) run code when read: convert them if you trust their author; "
-            "a folder of DCP has .metadata, one of orbax _METADATA",
-        )
+        hint = "pickles (.bin, .pt) run code when read: convert them if you trust their author; "
+        hint += "a folder of DCP has .metadata, one of orbax _METADATA"
+        raise FileError(f"no safetensors files in {folder}: it has {content}", hint=hint)
     return files, None
 
 
@@ -181,14 +179,12 @@ def _check_complete(folder: Path, names: list[str]) -> None:
     matches = filter(None, map(_NUMBERED.fullmatch, names))
     for (start, total), n in Counter(match.group(1, 3) for match in matches).items():
         if n != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
-            reason = f"{folder} has {n} files {start}-...-of-{total}, and no index"
             hint = "a save that did not end, or a copy without all files and their index"
-            raise FileError(reason, hint=hint)
+            raise FileError(f"{folder} has {n} files {start}-...-of-{total}, and no index", hint=hint)
 
 
 def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
-    arrays = {}
-    file, memory = map_file(path)
+    arrays, (file, memory) = {}, map_file(path)
     for name, (shape, dtype, start) in entries.items():
         try:
             whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)

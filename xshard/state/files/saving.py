@@ -14,10 +14,12 @@ import os
 import secrets
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,12 @@ from xshard.state.files.header import FileError, write_header
 from xshard.state.names import SAME, Names, names_to_json
 from xshard.state.relations import PartMapping, TargetArray
 from xshard.trees import groups
+
+BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
+Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
+_UNFINISHED = ".saving-"
+_UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
+_reserve = getattr(os, "posix_fallocate", lambda file, at, n: os.ftruncate(file, n))  # macOS has none
 
 
 class Source(NamedTuple):
@@ -73,9 +81,8 @@ class Saving:
     def _pieces(self) -> dict[str, list[PartMapping]]:
         """The parts of every source in stored arrays."""
         pieces: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
-        for array in self.arrays.values():
-            for piece in array.pieces:
-                pieces[piece.src.name].append(piece.inverse)
+        for piece in (piece for array in self.arrays.values() for piece in array.pieces):
+            pieces[piece.src.name].append(piece.inverse)
         return pieces
 
     @cached_property
@@ -108,36 +115,34 @@ def plan_save(
     sizes = {name: dtypes.n_bytes(array.shape, array.dtype) for name, array in arrays.items()}
     in_files = groups(list(sizes.values()), limit_of(shard_bytes, "shard_bytes")) or [[]]
     files: list[ShardFile] = []
-    for i, numbers in enumerate(in_files):
+    for i, numbers in enumerate(in_files, 1):
         group = [list(sizes)[n] for n in numbers]
         group.sort(key=lambda name: -dtypes.itemsize(arrays[name].dtype))  # so that every array is aligned
-        layouts = {name: text for name in group if (text := _layout(arrays[name], sources)) is not None}
-        notes = {**common, "layouts": layouts if mesh else None}
-        metadata = {"format": "pt", KEY: json.dumps({k: v for k, v in notes.items() if v})}
-        header = write_header({name: arrays[name][:2] for name in group}, metadata)
-        starts, size = {}, len(header)
-        for name in group:
-            starts[name], size = size, size + sizes[name]
-        files.append(ShardFile(f"{i + 1:05}-of-{len(in_files):05}.safetensors", header, starts, size))
+        layouts = {name: text for name in group if mesh and (text := _layout(arrays[name], sources))}
+        noted = {key: note for key, note in {**common, "layouts": layouts}.items() if note}
+        entries = {name: arrays[name][:2] for name in group}
+        header = write_header(entries, {"format": "pt", KEY: json.dumps(noted)})
+        *starts, size = accumulate((sizes[name] for name in group), initial=len(header))
+        offsets = dict(zip(group, starts, strict=True))
+        files.append(ShardFile(f"{i:05}-of-{len(in_files):05}.safetensors", header, offsets, size))
     try:
-        noted = {"constants": json.dumps(dict(constants or {}))}  # as text: JSON itself has no infinity
+        text = json.dumps(dict(constants or {}))  # in the JSON of the index, which has no infinity
     except TypeError as error:
         raise XshardError(f"constants: {error}", hint="numbers and texts, in lists and dicts") from None
-    return Saving(dict(sources), arrays, tuple(files), noted, _owners(sources))
+    return Saving(dict(sources), arrays, tuple(files), {"constants": text}, _owners(sources))
 
 
 def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
     """The blocks that each process writes: a block goes to the holder with the fewest bytes so far."""
     owned: dict[int, list[tuple[str, int]]] = {}
-    written: dict[int, int] = {}
+    written = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         mesh = sharding.mesh
         sharded = [axis for dim in sharding.layout.dims for axis in dim.axes]
         for holders in mesh.groups([axis for axis in mesh.axes if axis not in sharded]):
-            n = dtypes.n_bytes(sharding.local_shape(holders[0]), dtype)
-            device = min(holders, key=lambda d: written.get(processes[d], 0))
+            device = min(holders, key=lambda d: written[processes[d]])
             owned.setdefault(processes[device], []).append((name, device))
-            written[processes[device]] = written.get(processes[device], 0) + n
+            written[processes[device]] += dtypes.n_bytes(sharding.local_shape(device), dtype)
     return owned
 
 
@@ -150,15 +155,10 @@ def _layout(array: TargetArray, sources: Mapping[str, Source]) -> str | None:
     return str(layout.in_order([layout.names[i] for i in order])) if layout.axes else None
 
 
-_UNFINISHED = ".saving-"
-_reserve = getattr(os, "posix_fallocate", lambda file, at, n: os.ftruncate(file, n))  # macOS has none
-Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
-
-
 def save_blocks(
     saving: Saving,
     path: Path,
-    block_of: Callable[[str, int, str], NDArray[Any]],
+    block_of: BlockOf,
     all_or_none: Callable[[Callable[[], Any]], list[Any]] = lambda work: [work()],
     process: int = 0,
     leads: bool = True,
@@ -166,8 +166,7 @@ def save_blocks(
 ) -> None:
     """Save from begin to commit; all processes call this, and the first of them leads.
 
-    block_of: as in `write`. all_or_none: does work in all processes -> the result of each; raises in all if
-    one fails. By default one process saves everything.
+    all_or_none: does work in all processes -> the result of each; raises in all if one fails.
     """
     with ExitStack() as stack:
 
@@ -189,8 +188,7 @@ def save_blocks(
 def begin(saving: Saving, path: Path) -> str:
     """Remove leftovers of killed saves, and reserve the files of a save in a folder -> its token.
 
-    Raises FileError, and leaves nothing, if the disk is full, or if there is a file that others would read
-    instead of the index.
+    Raises FileError, and leaves nothing: for a full disk, and a file that others would read for the index.
     """
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -218,10 +216,10 @@ def write(
     path: Path,
     token: str,
     process: int,
-    block_of: Callable[[str, int, str], NDArray[Any]],
+    block_of: BlockOf,
     progress: Callable[[int], object] = lambda n_bytes: None,
 ) -> Sums:
-    """Write the blocks of a process -> checksums. block_of: name, device, dtype -> carrier of the block."""
+    """Write the blocks of a process -> checksums."""
     sums: Sums = {}
     block_of = functools.lru_cache(1)(block_of)  # one block at a time
     shards = {name: shard for shard in saving.shards for name in shard.starts}
@@ -302,9 +300,10 @@ def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int,
     data = array.reshape(-1).view(np.uint8).data
     n = len(data) // max(offsets.size, 1)
     for i, offset in enumerate(offsets.ravel().tolist()):
-        written = 0
-        while written < n:
-            written += os.pwrite(file, data[i * n + written : (i + 1) * n], offset + written)
+        left = data[i * n : (i + 1) * n]
+        while left:
+            done = os.pwrite(file, left, offset)
+            left, offset = left[done:], offset + done
 
 
 def _final(shard: ShardFile, token: str) -> str:
@@ -336,9 +335,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(
-    path: Path, hint: str = "nothing was changed: the checkpoint that was there is whole"
-) -> Iterator[None]:
+def _disk_errors(path: Path, hint: str = _UNCHANGED) -> Iterator[None]:
     try:
         yield
     except OSError as error:
