@@ -24,10 +24,8 @@ from xshard.replicas import ReplicaCheck
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
-    """`apply`, with checks at run time, which raise JAX's error with the text of a ReplicaError.
-
-    The forward pass compares `x` by the left side, the backward pass the cotangents by the right side's dual.
-    """
+    """`apply`, with checks of `x` forward, and of the result's cotangents backward, which raise JAX's error
+    with the text of a ReplicaError."""
     everyone = Mesh(bound_sizes(plan.mesh.axes))
     check = ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False)
     x = _expect(x, entering=_watched(check), returning=None)

@@ -83,10 +83,8 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`.
-
-    A dict is rules for a module or state, unless it has a value for each of its parts.
-    """
+    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`. A dict is
+    rules for a module or state, unless it has a value for each of its parts."""
     parts = children(tree)
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree

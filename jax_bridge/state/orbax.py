@@ -25,11 +25,9 @@ _CACHE_BYTES = 2**28  # of chunks, so that one that several devices need is deco
 
 
 def open_orbax(path: str | Path) -> Checkpoint:
-    """Open a folder that orbax wrote, or a step of its manager; no array is read yet.
-
-    Numbers are arrays without dims; texts are left out. Layouts are the saved shardings.
-    Raises FileError for a folder that orbax did not write, or did not finish, or that has several trees.
-    """
+    """Open a folder that orbax wrote, or a step of its manager; no array is read yet. Numbers are arrays
+    without dims; texts are left out. Layouts are the saved shardings. Raises FileError for a folder that
+    orbax did not write, or did not finish, or that has several trees."""
     folder = _folder(Path(path).absolute())
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))

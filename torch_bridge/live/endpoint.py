@@ -39,11 +39,9 @@ class LostVersionError(XshardError, RuntimeError):
 
 class Heartbeat:
     """A count in the store that grows while this rank works, and a watch on the counts of the other program.
-
     The first rank watches all ranks of the other program, and leaves a notice for the ranks of its own. It
     counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a process
-    group would not do: NCCL ends the process that waits, and a server has to go on.
-    """
+    group would not do: NCCL ends the process that waits, and a server has to go on."""
 
     def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
         self._store_call, self._key, self._max_looks = store_call, key, 0.0

@@ -34,10 +34,8 @@ class ShardedEmbedding(nn.Embedding):
 def shard_embedding(
     module: nn.Module, path: str, used: Sharding, sums: Collection[str], process: int
 ) -> None:
-    """Let an embedding, if its rows are sharded, look up its own; code around `super().forward` stays.
-
-    path: the module's name. sums: axes over which the output is a sum, by its rule. Raises PlanError.
-    """
+    """Let an embedding with sharded rows look up its own; code around `super().forward` stays. sums: axes
+    over which the output of module `path` is a sum, by its rule. Raises PlanError."""
     axes, kind = used.layout.dims[0].axes if used.shape else (), type(module)
     if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return

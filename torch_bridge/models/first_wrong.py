@@ -79,9 +79,7 @@ def watching(model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen
 
 def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> tuple[str, str]:
     """The first wrong tensor of a parallel run against one device's, and a text about it; "" if none is.
-
-    Tensors inside a module do not count if its output is right. All processes call it.
-    """
+    Tensors inside a module do not count if its output is right. All processes call it."""
     context, called = parallel.context, _answers(set(many), parallel.context)
     pairs: dict[Place, tuple[Wanted, Tensor]] = {}
     for place, (x, layout, named) in many.items():

@@ -88,8 +88,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
 @dataclass(eq=False)
 class BackwardPass:
     """One backward pass. waiting: number of gradients that each bucket lacks. coming, ready: gradients that
-    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far.
-    """
+    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far."""
 
     waiting: list[int]
     coming: set[Gradient] = field(default_factory=set)

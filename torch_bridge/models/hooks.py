@@ -73,10 +73,8 @@ class TensorRule:
 @dataclass(eq=False, repr=False)
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
-
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
-    with `keep` keeps them until the backward pass. own: sharded dims of its parameters.
-    """
+    with `keep` keeps them until the backward pass. own: sharded dims of its parameters."""
 
     name: str
     arguments: list[str]

@@ -33,12 +33,9 @@ Arrives = Callable[[Mapping[Any, Any]], dict[Any, tuple[Layout, tuple[int, ...] 
 
 @dataclass(eq=False, repr=False)
 class ParallelModel:
-    """The state of a parallel model. uses: every parameter's use, by name. hooks: by names of modules.
-
-    arrives: as the method `arrivals`, which goes by rules without it. original: the model on one device, if
-    that is another module. names: the name of each module. counts: modules, attributes that count a process's
-    part, and their values on one device.
-    """
+    """The state of a parallel model. uses, hooks: by names of parameters and modules. arrives: `arrivals` of
+    a model without rules. original: the model on one device, if that is another module. names: of modules.
+    counts: modules, attributes that count a process's part, and their values on one device."""
 
     context: ParallelContext
     parameters: Sequence[ShardedParameter]
@@ -143,10 +140,7 @@ def parallel_of(model: nn.Module) -> ParallelModel:
 
 
 def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
-    """A title, the rules of a module, and layouts, blocks and whole shapes of parameters inside a path.
-
-    ruled: the name of the module with the rules, if that is another.
-    """
+    """A title, the rules of a module (`ruled`, or `path`), and the parameters inside a path, with blocks."""
     hooks, lines = parallel.hooks.get(path if ruled is None else ruled), [title]
     for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)) if hooks else ():
         of = f"{side} of {(hooks and hooks.name) or 'the model'}"

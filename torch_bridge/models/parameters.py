@@ -57,9 +57,7 @@ class ParallelContext:
 @dataclass(eq=False)
 class ShardedParameter:
     """A parameter or a buffer under one name or several. owners: modules that have it, and its name in each.
-
-    later: the axes over which its gradient is summed after the backward pass of all its uses.
-    """
+    later: axes over which its gradient is summed after the backward pass of all its uses."""
 
     names: list[str]
     owners: list[tuple[nn.Module, str]]

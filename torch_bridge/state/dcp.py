@@ -38,11 +38,9 @@ _RECORDS = {
 
 
 def open_dcp(path: str | Path) -> Checkpoint:
-    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
-
-    Raises FileError for metadata with anything but records of DCP, and for tensors with parts outside of
-    the folder or of their files, or parts that overlap or leave a gap.
-    """
+    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet. Raises FileError
+    for metadata with anything but records of DCP, and for tensors with parts outside of the folder or of
+    their files, or parts that overlap or leave a gap."""
     folder = Path(path)
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:

@@ -123,10 +123,8 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
-    """Results by name -> the tree that was described, or with `names` the results by name.
-
-    Tensors that were on the CPU beside tensors on other devices, as counters of steps, go to the CPU again.
-    """
+    """Results by name -> the described tree, or with `names` the results by name. Tensors that were on the
+    CPU beside tensors on other devices, as counters of steps, go to the CPU again."""
     kinds = {name: leaf.device_type for name, leaf in leaf_facts(facts).items()}
     mixed = len(set(kinds.values())) > 1
     for array in plan.arrays:

@@ -18,11 +18,9 @@ LARGE_BYTES = 2**28  # a larger tree shows a bar on a terminal
 def reporting(
     progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a callback for the bytes done since its last call. Raises XshardError for True without rich.
-
-    progress: None shows a bar if `total` is large, stderr is a terminal and rich is installed. is_seen: this
-    process shows the bar.
-    """
+    """Yield a callback for the bytes done since its last call. progress: None shows a bar for a large
+    `total`, if stderr is a terminal and rich is installed. is_seen: this process shows the bar. Raises
+    XshardError for True without rich."""
     done = 0
 
     def report(n_bytes: int) -> None:

@@ -59,14 +59,11 @@ class TargetArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Relation:
-    """The arrays `parts`, each with its dims permuted by `order`, make the array `whole` along dim `dim`.
-
-    rows: rows of each part in turn, in groups that repeat; None: all of one part, then all of the next.
-    stacks: `dim` is new, and the last star of the one part stands for the numbers 0, 1, 2, ...
-    splits: the inverse direction: `parts` are made from `whole`. dtype: the dtype of the targets.
-    optional: accept that no array fits. equal: without `rows`, all parts have the same number of rows.
-    joined: in JSON, the shape of each array that was joined, and the rows of its parts.
-    """
+    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: of
+    each part in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
+    new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: of
+    the targets. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
+    in JSON, the shape of each array that was joined, and the rows of its parts."""
 
     parts: tuple[str, ...]
     whole: str
@@ -123,10 +120,8 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
 def make_targets(
     relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape], joined: Joined
 ) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
-    """The name, shape and parts of each array that one use makes. shapes: the shapes of the sources.
-
-    joined: the rows of the parts of arrays that were joined before; a split without `rows` follows them.
-    """
+    """The name, shape and parts of each array that one use makes. shapes: of the sources. joined: the rows of
+    parts of arrays that were joined before; a split without `rows` follows them."""
     d, new = relation.dim, relation.stacks
     added = new and relation.splits  # the dim of the whole that parts lack
     order = relation.order or tuple(range(len(shapes[0]) - added))

@@ -52,11 +52,9 @@ def plan_load(
     strict: bool = True,
     profile: str | Path | Profile = "h100",
 ) -> dict[str, Load]:
-    """Plan the load of every array of a checkpoint.
-
-    rules: layouts by the names in this program, to which `names` maps stored names; None: replicated. dtype:
-    of all floats. like: the arrays to fill. strict: every array of `like` has to be stored, and no other.
-    """
+    """Plan the load of every array of a checkpoint. rules: layouts by the names in this program, to which
+    `names` maps stored names; None: replicated. dtype: of all floats. like: the arrays to fill. strict: every
+    array of `like` has to be stored, and no other."""
     rules = Rules({"**": "..."} if rules is None else rules)
     machine, loads = load_profile(profile), {}
     floats = None if dtype is None else dtypes.name_of(dtype)
@@ -121,10 +119,8 @@ def in_both(
     strict: bool,
     places: tuple[str, str] = ("tree", "checkpoint"),
 ) -> list[str | None]:
-    """The first name of every array of a tree that is stored, or None.
-
-    strict: raise XshardError for an array that is in only one of the two places.
-    """
+    """The first name of every array of a tree that is stored, or None. strict: raise XshardError instead for
+    an array that is in one of the two places alone."""
     firsts = [next((name for name in names if name in stored), None) for names in leaves]
     in_tree = {name for names in leaves for name in names}
     in_one = [(names[0], places[0]) for names, name in zip(leaves, firsts, strict=True) if name is None]

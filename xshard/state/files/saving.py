@@ -99,11 +99,8 @@ def plan_save(
     shard_bytes: int | str | None = "5GiB",
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """Plan a save of the arrays of a program.
-
-    shard_bytes: the most bytes of a file, unless one array is larger. constants: the other leaves, as JSON.
-    Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks.
-    """
+    """Plan a save. shard_bytes: the most bytes of a file, unless one array is larger. constants: the other
+    leaves, as JSON. Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks."""
     for name, source in sources.items():
         with located(name):
             check_whole(source.sharding)
@@ -164,10 +161,8 @@ def save_blocks(
     leads: bool = True,
     progress: Callable[[int], object] = lambda n_bytes: None,
 ) -> None:
-    """Save from begin to commit; all processes call this, and the first of them leads.
-
-    all_or_none: does work in all processes -> the result of each; raises in all if one fails.
-    """
+    """Save from begin to commit; all processes call this, and the first leads. all_or_none: does work in all
+    processes -> the result of each; raises in all if one fails."""
     with ExitStack() as stack:
 
         def begun() -> str:
@@ -186,10 +181,8 @@ def save_blocks(
 
 
 def begin(saving: Saving, path: Path) -> str:
-    """Remove leftovers of killed saves, and reserve the files of a save in a folder -> its token.
-
-    Raises FileError, and leaves nothing: for a full disk, and a file that others would read for the index.
-    """
+    """Remove leftovers of killed saves, and reserve the files of a save in a folder -> its token. Raises
+    FileError, and leaves nothing: for a full disk, and a file that others would read for the index."""
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         for other in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
