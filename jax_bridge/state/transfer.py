@@ -25,7 +25,7 @@ from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
-from xshard.state import Names, TreePlan, plan_transfer
+from xshard.state import Names, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
 from xshard.trees import Leaf, named_once, place_of
@@ -73,19 +73,16 @@ def transfer(
     src_mesh, devices = _mesh_and_devices(to_move, dst_mesh)
     checked = ((leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move)
     sources = named_once(checked)
-    src_rules = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
-    plan = plan_transfer(
-        {name: source.x.shape for name, source in sources.items()},
-        src_rules if names is None else (src_rules, rules if isinstance(rules, Rules) else {"**": rules}),
-        src_mesh=xshard_mesh(src_mesh),
-        dst_mesh=xshard_mesh(dst_mesh),
-        src_devices=list(map(devices.index, src_mesh.devices.flat)),
-        dst_devices=list(map(devices.index, dst_mesh.devices.flat)),
-        names=names,
-        dtypes={name: source.x.dtype.name for name, source in sources.items()},
-        profile=machine(profile, dst_mesh),
-        bucket_bytes=bucket_bytes,
-    )
+    src_rules: Any = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
+    if names is not None:
+        src_rules = src_rules, rules if isinstance(rules, Rules) else {"**": rules}
+    shapes = {name: source.x.shape for name, source in sources.items()}
+    dtypes = {name: source.x.dtype.name for name, source in sources.items()}
+    options: Any = {"names": names, "profile": machine(profile, dst_mesh), "bucket_bytes": bucket_bytes}
+    for side, mesh in (("src", src_mesh), ("dst", dst_mesh)):
+        options |= {f"{side}_mesh": xshard_mesh(mesh)}
+        options |= {f"{side}_devices": list(map(devices.index, mesh.devices.flat))}
+    plan = plan_transfer(shapes, src_rules, dtypes=dtypes, **options)
     targets = {}
     for array in plan.arrays:
         with located(place_of(array.name)):
@@ -94,8 +91,23 @@ def transfer(
     if dry_run:
         return plan
     first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
+    arrays = {name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()}
+    left = Counter(move.name for array in plan.arrays for move in array.moves)
+    results: dict[str, jax.Array] = {}
     with reporting(progress, plan.bytes_moved, first) as report:
-        results = _execute(plan, sources, targets, devices, donate, report)
+        for bucket in plan.buckets:
+            for array, blocks in zip(bucket, execute(arrays, bucket, devices), strict=True):
+                y = assembled(blocks, array.sharding.shape, array.dtype, targets[array.name])
+                y = sources[array.name].as_leaf(y) if array.name in sources else y
+                results[array.name] = remember(y, array.sharding)
+            jax.block_until_ready([results[array.name] for array in bucket])
+            left.subtract(move.name for array in bucket for move in array.moves)
+            for name in [name for name in arrays if donate and not left[name]]:
+                del arrays[name]
+                for x in (sources[name].x, sources[name].leaf):
+                    if isinstance(x, jax.Array) and not x.is_deleted():
+                        x.delete()
+            report(sum(array.traffic.total() for array in bucket))
     if names is not None:
         return results
     values = [results[leaf.name] if is_array(leaf.x) else leaf.x for leaf in leaves]
@@ -159,31 +171,3 @@ def _source(leaf: Leaf, has_rule: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) ->
         rule = Sides(src, expression.dst, expression.text)
         x, rule, as_leaf = as_words(x, rule) if are_keys(x) else (x, rule, lambda y: y)
         return _SourceArray(x, rule if has_rule else src, leaf.x, as_leaf)
-
-
-def _execute(
-    plan: TreePlan,
-    sources: Mapping[str, _SourceArray],
-    targets: Mapping[str, NamedSharding],
-    devices: list[jax.Device],
-    donate: bool,
-    report: Callable[[int], object],
-) -> dict[str, jax.Array]:
-    """The new arrays by name, bucket after bucket. report: called with the bytes of each bucket."""
-    arrays = {name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()}
-    left = Counter(move.name for array in plan.arrays for move in array.moves)
-    results = {}
-    for bucket in plan.buckets:
-        for array, blocks in zip(bucket, execute(arrays, bucket, devices), strict=True):
-            y = assembled(blocks, array.sharding.shape, array.dtype, targets[array.name])
-            y = sources[array.name].as_leaf(y) if array.name in sources else y
-            results[array.name] = remember(y, array.sharding)
-        jax.block_until_ready([results[array.name] for array in bucket])
-        left.subtract(move.name for array in bucket for move in array.moves)
-        for name in [name for name in arrays if donate and not left[name]]:
-            del arrays[name]
-            for x in (sources[name].x, sources[name].leaf):
-                if isinstance(x, jax.Array) and not x.is_deleted():
-                    x.delete()
-        report(sum(array.traffic.total() for array in bucket))
-    return results

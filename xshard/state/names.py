@@ -19,6 +19,7 @@ from xshard.rules import match_stars, nearest, spellings, stars_in
 from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
+Counts = Sequence[int] | None
 
 
 def rename(
@@ -45,12 +46,7 @@ def rename(
 
 
 def concat(
-    srcs: Sequence[str],
-    dst: str,
-    dim: int = 0,
-    *,
-    rows: Sequence[int] | None = None,
-    order: str | None = None,
+    srcs: Sequence[str], dst: str, dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
     """Join arrays along `dim`: q, k and v in one weight, or gate and up.
 
@@ -64,17 +60,11 @@ def concat(
     """
     if rows is not None and (len(rows) != len(srcs) or min(rows, default=1) < 1):
         raise XshardError(f"rows {list(rows)} for {len(srcs)} arrays", hint="a number >= 1 for each of them")
-    counts = None if rows is None else tuple(rows)
-    yield Relation(tuple(srcs), dst, _permutation(order), dim, counts)
+    yield Relation(tuple(srcs), dst, _permutation(order), dim, None if rows is None else tuple(rows))
 
 
 def split(
-    src: str,
-    dsts: Sequence[str],
-    dim: int = 0,
-    *,
-    rows: Sequence[int] | None = None,
-    order: str | None = None,
+    src: str, dsts: Sequence[str], dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
     """Split an array: the inverse of `concat(dsts, src, ...)`. Without `rows` the parts are equal."""
     for relation in concat(dsts, src, dim, rows=rows, order=order):
@@ -192,7 +182,7 @@ class Names:
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         results = {}
         for name, target in self.resolve(shapes, dtypes).items():
-            out = results[name] = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
+            out = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
             for src, dst, order in target.pieces:
                 out[dst.numpy_index] = np.transpose(arrays[src.name][src.numpy_index], order)
             results[name] = out.astype(target.dtype)
@@ -204,11 +194,8 @@ def names_to_json(names: Names) -> list[dict[str, Any]]:
     defaults, relations = fields_to_plain(Relation((), "")), []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
-            joined = [
-                (*array, n)
-                for array, n in names._joined.items()
-                if match_stars(relation.whole, array[0]) is not None
-            ]
+            known, whole = names._joined.items(), relation.whole
+            joined = ((*array, n) for array, n in known if match_stars(whole, array[0]) is not None)
             relation = replace(relation, joined=tuple(joined))
         relations.append(fields_to_plain(relation))
     return [{field: x for field, x in each.items() if x != defaults[field]} for each in relations]
@@ -223,11 +210,9 @@ def names_from_json(data: Any) -> Names:
             if not {"parts", "whole"} <= fields.keys() or () in fields.values():
                 raise XshardError("it needs parts and a whole")
         except XshardError as error:
-            raise XshardError(
-                f"{shown(each)} is not a relation: {error.reason}",
-                hint='as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
-                "order, dim, rows, stacks, splits, dtype, optional, equal and joined",
-            ) from None
+            hint = 'as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
+            hint += "order, dim, rows, stacks, splits, dtype, optional, equal and joined"
+            raise XshardError(f"{shown(each)} is not a relation: {error.reason}", hint=hint) from None
         relations.append(Relation(**fields))
     return Names(*relations)
 
@@ -255,9 +240,10 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
         return None
     src, dst = parse_expression(order)
     if src.axes or dst.axes:
-        hint = "an order of dims alone, as in 'o i -> i o'"
-        raise XshardError(f"'{shown(order)}' has mesh axes", hint=hint)
-    return tuple(src.names.index(name) for name in dst.names)
+        raise XshardError(
+            f"'{shown(order)}' has mesh axes", hint="an order of dims alone, as in 'o i -> i o'"
+        )
+    return tuple(map(src.names.index, dst.names))
 
 
 SAME = Names(_KEEP)  # every array under its own name

@@ -26,7 +26,7 @@ from xshard.steps.base import REDUCERS
 from xshard.trees import groups, place_of
 
 BUCKET = "256MiB"
-Dtypes = Mapping[str, str] | None  # by name
+Dtypes = Mapping[str, str]  # by name
 
 
 def plan_transfer(
@@ -38,7 +38,7 @@ def plan_transfer(
     src_devices: Sequence[int] | None = None,
     dst_devices: Sequence[int] | None = None,
     names: Names | None = None,
-    dtypes: Dtypes = None,
+    dtypes: Dtypes | None = None,
     profile: str | Path | Profile = "h100",
     bucket_bytes: int | str | None = BUCKET,
 ) -> TreePlan:
@@ -60,18 +60,14 @@ def plan_transfer(
     (True, 6, 1)
     """
     global_shapes = {name: lengths_of(shape) for name, shape in shapes.items()}
-    devices = (
-        tuple(device_numbers("source", src_mesh, src_devices)),
-        tuple(device_numbers("destination", dst_mesh, dst_devices)),
-    )
-    src_layouts, dst_layouts, targets = _layouts(rules, names, global_shapes, dtypes, (src_mesh, dst_mesh))
-    sources = {}
+    kinds = dtypes or dict.fromkeys(shapes, "float32")
+    senders = tuple(device_numbers("source", src_mesh, src_devices))
+    devices = senders, tuple(device_numbers("destination", dst_mesh, dst_devices))
+    src_layouts, dst_layouts, targets = _layouts(rules, names, global_shapes, kinds, (src_mesh, dst_mesh))
+    sources, machine, arrays = {}, load_profile(profile), []
     for name, shape in global_shapes.items():
         with located(place_of(name)):
-            sharding = Sharding(src_layouts[name], src_mesh, shape)
-            sources[name] = SourceArray(sharding, dtypes[name] if dtypes else "float32")
-    machine = load_profile(profile)
-    arrays = []
+            sources[name] = SourceArray(Sharding(src_layouts[name], src_mesh, shape), kinds[name])
     for name, target in targets.items():
         with located(place_of(name)):
             sharding = Sharding(dst_layouts[name], dst_mesh, target.shape)
@@ -80,9 +76,8 @@ def plan_transfer(
     arrays = _balanced(arrays)
     limit = limit_of(bucket_bytes, "bucket_bytes")
     buckets = groups([array.bytes_by_device(sent=True) for array in arrays], limit)
-    return TreePlan(
-        src_mesh, dst_mesh, *devices, sources, tuple(tuple(arrays[i] for i in b) for b in buckets), machine
-    )
+    together = tuple(tuple(arrays[i] for i in bucket) for bucket in buckets)
+    return TreePlan(src_mesh, dst_mesh, *devices, sources, together, machine)
 
 
 def _layouts(
@@ -106,11 +101,9 @@ def _layouts(
             for layout, mesh in zip(sides, meshes, strict=True):
                 check_axes(layout, mesh, text)
             src[name], dst[name] = (layout.resolved(len(shapes[name])) for layout in sides)
-        order = tuple(map(src[name].names.index, dst[name].names))
+        order, whole = tuple(map(src[name].names.index, dst[name].names)), ArrayPart(name)
         shape = tuple(shapes[name][i] for i in order)
-        dtype = dtypes[name] if dtypes else "float32"
-        whole = ArrayPart(name)
-        targets[name] = TargetArray(shape, dtype, (PartMapping(whole, whole, order),))
+        targets[name] = TargetArray(shape, dtypes[name], (PartMapping(whole, whole, order),))
     return src, dst, targets
 
 
@@ -130,11 +123,10 @@ def _move(
     src_names = src.sharding.layout.names
     for i, name in enumerate(dst.sharding.layout.names):
         if name in src_names and src_names[piece.order[i]] != name and not name.startswith("_"):
-            raise NotationError(
-                f"dim {name!r} of '{target.layout}' is dim {src_names[piece.order[i]]!r} of {piece.src.name}",
-                hint=f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "
-                "order, or use other names; names= says which dims are transposed",
-            )
+            here = f"dim {src_names[piece.order[i]]!r} of {piece.src.name}"
+            hint = f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "
+            hint += "order, or use other names; names= says which dims are transposed"
+            raise NotationError(f"dim {name!r} of '{target.layout}' is {here}", hint=hint)
     dst_layout = dst.sharding.layout.named([src_names[i] for i in piece.order])
     casts_first = itemsize(dtype) < itemsize(src_dtype) and not source.layout.tagged(*REDUCERS)
     travels = dtype if casts_first else src_dtype
