@@ -47,10 +47,8 @@ def _watched(check: ReplicaCheck) -> ReplicaCheck | _Watched:
     return check if replicas.WATCH is None else _Watched(replicas.WATCH(check), check)
 
 
-def _compared(
-    x: jax.Array, check: ReplicaCheck | _Watched | None, judge: Callable[..., jax.Array]
-) -> jax.Array:
-    """The block, after the comparison. judge: check, differences of all devices -> True, or an error."""
+def _compared(x: jax.Array, check: ReplicaCheck | _Watched | None, on_cpu: bool = False) -> jax.Array:
+    """The block, after the comparison."""
     if isinstance(check, _Watched):
         see, (sharding, everyone) = check.see, check.check[:2]
         block = without_padding(x, sharding)
@@ -78,7 +76,7 @@ def _compared(
     table = table.at[lax.axis_index(mesh.axes)].set(jnp.stack(differences))
     for axis in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
         table = lax.pmax(table, axis)
-    return jnp.where(judge(check, table), x, jnp.zeros_like(x))
+    return jnp.where(_judge(check, table, on_cpu), x, jnp.zeros_like(x))
 
 
 def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
@@ -91,22 +89,15 @@ def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
     return host_callback(call, jax.ShapeDtypeStruct((), bool))(*arrays)
 
 
-def _judge(check: ReplicaCheck, table: jax.Array) -> jax.Array:
+def _judge(check: ReplicaCheck, table: jax.Array, on_cpu: bool) -> jax.Array:
     def call(table: jax.Array) -> np.ndarray:
-        _raise_fault(check, table)
+        if (fault := check.fault(np.asarray(table))) is not None:
+            raise fault
         return np.ones((), bool)
 
+    if on_cpu:  # without the traceback that `pure_callback` logs on each device, and again at exit
+        return _on_host(call, table)
     return jax.pure_callback(call, jax.ShapeDtypeStruct((), bool), table)
-
-
-def _judge_on_cpu(check: ReplicaCheck, table: jax.Array) -> jax.Array:
-    """`_judge`, without the traceback that `pure_callback` logs on each device, and again at exit."""
-    return _on_host(lambda table: _raise_fault(check, table), table)
-
-
-def _raise_fault(check: ReplicaCheck, table: Any) -> None:
-    if (fault := check.fault(np.asarray(table))) is not None:
-        raise fault
 
 
 def _may_differ(x: jax.Array, axis: str) -> bool:
@@ -128,20 +119,18 @@ def _batched(
 ) -> tuple[jax.Array, int | None]:
     for check in checks.values():
         if isinstance(check, ReplicaCheck) and along.name in check.axes:
-            raise XshardError(
-                f"check_replicated along {along.name!r}, which is a batch of vmap",
-                text=check.text,
-                hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
-            )
+            what = f"check_replicated along {along.name!r}, which is a batch of vmap"
+            hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
+            raise XshardError(what, text=check.text, hint=hint)
     return _expect(batch_first(x, dim, along.size), **checks), 0
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
-    run=lambda x, entering, returning: _compared(x, entering, _judge_on_cpu),
+    run=lambda x, entering, returning: _compared(x, entering, on_cpu=True),
     on_platforms=dict.fromkeys(
-        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering, _judge)
+        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering)
     ),
     abstract_eval=lambda x, **_: (x, set()),
     transpose=lambda ct, entering, returning: _expect(ct, entering=returning, returning=entering),

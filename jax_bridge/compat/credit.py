@@ -68,8 +68,6 @@ def shard_batch(
     batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, axis: Axes = AXIS
 ) -> dict[str, Any]:
     """Apply `shard_tensor` to arrays with 4 and with 5 dims; keep everything else."""
-    dims, sharded = {4: spatial_dims_4d, 5: spatial_dims_5d}, dict(batch)
-    for key, value in batch.items():
-        if isinstance(value, jax.Array) and value.ndim in dims:
-            sharded[key] = shard_tensor(value, dims[value.ndim], axis)
-    return sharded
+    dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
+    arrays = {key: x for key, x in batch.items() if isinstance(x, jax.Array) and x.ndim in dims}
+    return {**batch, **{key: shard_tensor(x, dims[x.ndim], axis) for key, x in arrays.items()}}

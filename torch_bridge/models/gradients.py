@@ -38,11 +38,6 @@ class Gradient:
             self.share = self.earlier = None
         return self.share is not None
 
-    def set_sum_aside(self) -> None:
-        """Before a share is added to `.grad`: it is None then, or an earlier share."""
-        if not self.has_share() and self.parameter.grad is not None:
-            self.earlier, self.parameter.grad = self.parameter.grad, None
-
     def take_share(self) -> Tensor | None:
         """Return this process's share, if there is one, which `.grad` no longer is."""
         share = self.share if self.has_share() else None
@@ -55,12 +50,6 @@ class Gradient:
         earlier = self.parameter.grad if self.earlier is None else self.earlier
         total = total.view(self.parameter.shape)
         self.parameter.grad, self.earlier = total if earlier is None else earlier + total, None
-
-    def forget_share(self) -> None:
-        """Make `.grad` the sum of earlier passes."""
-        if self.has_share() or self.earlier is not None:
-            self.parameter.grad = self.earlier
-        self.share = self.earlier = None
 
 
 @torch.no_grad()
@@ -131,10 +120,11 @@ class Gradients:
             self._attach(parameters)
 
     def _undo(self) -> None:
-        if self._pass is not None:
-            self._pass = None
-            for gradient in self._all:
-                gradient.forget_share()
+        for each in self._all if self._pass is not None else ():
+            if each.has_share() or each.earlier is not None:
+                each.parameter.grad = each.earlier  # the sum of earlier passes
+            each.share = each.earlier = None
+        self._pass = None
 
     def _attach(self, parameters: Sequence[Tensor]) -> None:
         """Follow the gradients of these tensors, one for each of `sharded`."""
@@ -165,7 +155,8 @@ class Gradients:
             self._pass = self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._pass.coming.add(gradient)
-        gradient.set_sum_aside()
+        if not gradient.has_share() and gradient.parameter.grad is not None:  # a sum, or an earlier share
+            gradient.earlier, gradient.parameter.grad = gradient.parameter.grad, None
 
     def _arrived(self, gradient: Gradient, x: Tensor) -> None:
         """After a share has been added to `.grad`: send the buckets that are full."""

@@ -21,7 +21,7 @@ from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
-from xshard.models import ParameterUse, use_of, written
+from xshard.models import ParameterUse, written
 
 ATTRIBUTE = "_xshard_parallel"
 GUARDED: WeakSet[ParallelModel] = WeakSet()  # models with blocks, which torch would take for whole tensors
@@ -50,24 +50,6 @@ class ParallelModel:
     def __post_init__(self) -> None:
         self.gradients.after_first = self.compare
         GUARDED.add(self)
-
-    @classmethod
-    def of_replicated(
-        cls, model: nn.Module, context: ParallelContext, original: nn.Module, arrives: Arrives
-    ) -> ParallelModel:
-        """The state of a model with replicated parameters, which sums their gradients by itself."""
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        varying = frozenset(context.axes.axes)
-        parameters, uses = [], {}
-        for name, x in tensors.items():
-            path, _, attribute = name.rpartition(".")
-            use = use_of("...", x.ndim, context.axes, varying)
-            sharding = Sharding(use.stored, context.axes, tuple(x.shape))
-            owners = [(model.get_submodule(path), attribute)]
-            parameters.append(ShardedParameter([name], owners, sharding, varying))
-            if isinstance(x, nn.Parameter):
-                uses[name] = use
-        return cls(context, parameters, uses, {}, Gradients(context, (), None), arrives, original)
 
     def arrivals(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """The layouts and global shapes of the sharded inputs of the model, by position or name."""

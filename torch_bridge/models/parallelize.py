@@ -138,6 +138,14 @@ def parallelize(
     return model
 
 
+def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
+    """The state of a model with replicated parameters, which sums their gradients by itself."""
+    varies = [TensorRule(None, rule_of("...", context.axes))], (), frozenset(context.axes.axes), False
+    root = ModuleHooks("", [], context, None, *varies)
+    state = _parameters(model, context, Rules({"**": "..."}), {"": root})
+    return ParallelModel(context, *state, {}, Gradients(context, (), None))
+
+
 def _hooks(
     model: nn.Module, context: ParallelContext, inputs: RulesLike, outputs: RulesLike, gathers: Pattern | None
 ) -> dict[str, ModuleHooks]:

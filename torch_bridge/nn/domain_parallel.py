@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
-from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
+from torch_bridge.models.parallel import ATTRIBUTE
+from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.nn.layers import LAYERS, Layer, layer_of, same_state
 from torch_bridge.nn.placed import COPIES, Placement, placed_as, record, recorded
@@ -111,7 +112,9 @@ def domain_parallel(
     entrance.attach(root)
     if sum_gradients:
         context = ParallelContext(process_mesh(mesh).along(axes))
-        setattr(root, ATTRIBUTE, ParallelModel.of_replicated(root, context, model, entrance.arrivals))
+        parallel = replicated(root, context)
+        parallel.original, parallel.arrives = model, entrance.arrivals
+        setattr(root, ATTRIBUTE, parallel)
     return root
 
 

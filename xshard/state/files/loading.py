@@ -95,17 +95,20 @@ def cast(array: TargetArray, dtype: str) -> TargetArray:
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
-    """The cheapest sharding to read: the target's, or one that shards replicas too, which then share."""
+    """The cheapest sharding to read: the target's, or one that shards its longest dim over replicas too."""
     mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
     sharded = [axis for dim in layout.dims for axis in dim.axes]
     idle = [axis for axis in mesh.axes if axis not in sharded and mesh.size(axis) > 1]
     if profile.disk is None or not idle or not target.shape or 0 in target.shape:
         return target
     in_node = tuple(a for a in idle if profile.link(a, mesh) == profile.default)
+    longest = target.max_local_shape.index(max(target.max_local_shape))
     candidates = [(_reading_s(target, dtype, profile.disk, profile), target)]
     for axes in dict.fromkeys((in_node, tuple(idle))):
         if axes:
-            source = _sharded_further(target, axes)
+            dims = list(layout.dims)
+            dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
+            source = target.with_layout(Layout(tuple(dims)))
             layouts = source.layout, Layout(layout.dims)
             request = Request(*layouts, mesh, mesh, devices, devices, target.shape, dtype, profile)
             reading_s = _reading_s(source, dtype, profile.disk, profile)
@@ -145,14 +148,6 @@ def read_block(
 def _kind(dtype: str) -> int:
     """0 for whole numbers, 1 for floats, 2 for complex numbers."""
     return (dtypes.precision(dtype) > 0) + ("complex" in dtype)
-
-
-def _sharded_further(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
-    """The sharding with its longest dim sharded over more axes, which replicated it before."""
-    longest = max(range(len(sharding.shape)), key=lambda d: sharding.max_local_shape[d])
-    dims = list(sharding.layout.dims)
-    dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
-    return sharding.with_layout(Layout(tuple(dims)))
 
 
 def _reading_s(sharding: Sharding, dtype: str, disk: Link, profile: Profile) -> float:

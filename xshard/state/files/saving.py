@@ -241,7 +241,8 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
     folder = path / f"{_UNFINISHED}{token}"
     with _disk_errors(path):
         old = _files(path)
-        weight_map = {name: _final(shard, token) for shard in saving.shards for name in shard.starts}
+        final = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
+        weight_map = {name: final[shard.name] for shard in saving.shards for name in shard.starts}
         total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
         metadata = {"total_size": total, KEY: {**saving.metadata, "sums": sums}}
         with (folder / INDEX).open("w") as file:
@@ -249,7 +250,7 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
             file.flush()
             os.fsync(file.fileno())
         for shard in saving.shards:
-            (folder / shard.name).rename(path / _final(shard, token))
+            (folder / shard.name).rename(path / final[shard.name])
         _sync(path)
         (folder / INDEX).rename(path / INDEX)
     with _disk_errors(path, "the new checkpoint is in its place, and might not outlast a power failure"):
@@ -297,10 +298,6 @@ def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int,
         while left:
             done = os.pwrite(file, left, offset)
             left, offset = left[done:], offset + done
-
-
-def _final(shard: ShardFile, token: str) -> str:
-    return f"model-{token}-{shard.name}"
 
 
 def _files(path: Path) -> set[str]:
