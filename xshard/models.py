@@ -108,11 +108,7 @@ def arriving_shape(
 
 
 def known_inside(
-    rule: ActivationRule,
-    shape: Sequence[int],
-    rows: Sequence[int],
-    outside: Iterable[KnownDim],
-    where: str = "",
+    rule: ActivationRule, shape: Sequence[int], rows: Sequence[int], outside: Iterable[KnownDim], where: str
 ) -> tuple[KnownDim, ...]:
     """The dims with a name inside a module, where `...` has none that rules could share. shape: global shape
     on arrival; rows: shape of the block after the rule; where: the tensor that the rule is for."""

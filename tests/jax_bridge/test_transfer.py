@@ -99,7 +99,7 @@ def layers(n: int) -> dict[str, np.ndarray]:
 def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     to_fused = Names(
         concat(["*.q", "*.k", "*.v"], "*.qkv", rows=(4, 2, 2)),
-        concat(["*.gate", "*.up"], "*.gate_up"),
+        concat(["*.gate", "*.up"], "*.gate_up", rows=(24, 24)),
         rename("*.out", "*.out", "o i -> i o"),
         stack("experts.*.w", "experts.w"),
     )

@@ -54,7 +54,8 @@ def save(
     token, sums = begin(saving, folder), dict[str, list[Any]]()
     try:
         for process in range(mesh.n_devices):
-            for name, boxes in write(saving, folder, token, process, lambda n, d, _: blocks[n][d]).items():
+            written = write(saving, folder, token, process, lambda n, d, _: blocks[n][d], lambda _: None)
+            for name, boxes in written.items():
                 sums.setdefault(name, []).extend(boxes)
         commit(saving, folder, token, sums)
     except BaseException:

@@ -73,9 +73,8 @@ def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length
         plain = Dim(dim.name, shards)
         if tuple(map(merge_adjacent, all_owned_rows(plain, length, sizes))) == held:
             return plain
-    numbers = tuple(
-        tuple(bound for run in runs for bound in (run.start, run.start + run.length)) for runs in held
-    )
+    bounds = ([(run.start, run.start + run.length) for run in runs] for runs in held)
+    numbers = tuple(tuple(itertools.chain(*pairs)) for pairs in bounds)
     return Dim(dim.name, (Shard(axes, INTERVALS, numbers),)) if axes else dim
 
 
@@ -121,13 +120,12 @@ class ArrayPlan:
         """Bytes by (sender, receiver), as numbers of devices."""
         traffic: Counter[tuple[int, int]] = Counter()
         for plan in (move.plan for move in self.moves):
-            devices = [plan.src_devices] * 2
+            senders = plan.src_devices
             for stage in plan.stages:
-                if stage.step is plan.transfer:
-                    devices[1] = plan.dst_devices
+                receivers = plan.dst_devices if stage.step is plan.transfer else senders
                 for pair in stage.step.pair_traffic(stage.before):
-                    traffic[devices[0][pair.src], devices[1][pair.dst]] += pair.elements * plan.itemsize
-                devices[0] = devices[1]
+                    traffic[senders[pair.src], receivers[pair.dst]] += pair.elements * plan.itemsize
+                senders = receivers
         return traffic
 
     def bytes_by_device(self, *, sent: bool = False) -> Counter[int]:
@@ -152,12 +150,8 @@ class ArrayPlan:
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The pairs (sender, receiver) of devices of the two meshes."""
-        return {
-            (move.plan.src_devices[m.src], move.plan.dst_devices[m.dst])
-            for move in self.moves
-            for m in move.transfer.messages
-            if not move.transfer.is_kept(m)
-        }
+        sent = ((move.plan, m) for move in self.moves for m in move.transfer.messages)
+        return {(p.src_devices[m.src], p.dst_devices[m.dst]) for p, m in sent if not p.transfer.is_kept(m)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,11 +202,9 @@ class TreePlan:
         for array in self.arrays:
             layouts = dict.fromkeys(str(move.src.whole.layout) for move in array.moves)
             dtypes = dict.fromkeys((*(move.plan.dtype for move in array.moves), array.dtype))
-            figures = (
-                format_bytes(max(n.values(), default=0)) for n in (array.bytes_by_device(), array.lacking)
-            )
+            largest = (max(n.values(), default=0) for n in (array.bytes_by_device(), array.lacking))
             texts = ", ".join(layouts), str(array.sharding.layout), " -> ".join(dtypes)
-            rows.append((array.name, *texts, *figures, str(len(array.pairs))))
+            rows.append((array.name, *texts, *map(format_bytes, largest), str(len(array.pairs))))
         devices = f"devices {device_ranges(self.src_devices)} -> {device_ranges(self.dst_devices)}"
         total = (
             f"{len(self.arrays)} arrays from {self.src_mesh} to {self.dst_mesh}, {devices}: "

@@ -38,6 +38,7 @@ from xshard.state.relations import PartMapping, TargetArray
 from xshard.trees import groups
 
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
+Report = Callable[[int], object]  # called with the bytes of each box
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
 _UNFINISHED = ".saving-"
 _UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
@@ -159,7 +160,7 @@ def save_blocks(
     all_or_none: Callable[[Callable[[], Any]], list[Any]] = lambda work: [work()],
     process: int = 0,
     leads: bool = True,
-    progress: Callable[[int], object] = lambda n_bytes: None,
+    progress: Report = lambda n_bytes: None,
 ) -> None:
     """Save from begin to commit; all processes call this, and the first leads. all_or_none: does work in all
     processes -> the result of each; raises in all if one fails."""
@@ -204,14 +205,7 @@ def begin(saving: Saving, path: Path) -> str:
     return token
 
 
-def write(
-    saving: Saving,
-    path: Path,
-    token: str,
-    process: int,
-    block_of: BlockOf,
-    progress: Callable[[int], object] = lambda n_bytes: None,
-) -> Sums:
+def write(saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report) -> Sums:
     """Write the blocks of a process -> checksums."""
     sums: Sums = {}
     block_of = functools.lru_cache(1)(block_of)  # one block at a time
