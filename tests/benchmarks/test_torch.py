@@ -27,15 +27,17 @@ def test_drop_ins_are_compared_with_all_ways(tmp_path: Path) -> None:
     status, data, _ = quick_run("drop_ins", tmp_path)
     assert status == 0 and {"ranks", "rounds", "verbs"} <= set(data)
     verbs = {verb["verb"]: {way["way"]: way for way in verb["ways"]} for verb in data["verbs"]}
-    for ways in verbs.values():
+    # Ranks on gloo first tell each other their rows, which may differ.
+    told = {verb: 3 * 8 for verb in verbs if verb.startswith("all_gather_grad")}
+    for verb, ways in verbs.items():
         assert {"xshard", "transcribed"} <= set(ways)
         for way in ways.values():
-            assert ways["xshard"]["both_bytes"] <= way["both_bytes"]
+            assert ways["xshard"]["both_bytes"] <= way["both_bytes"] + told.get(verb, 0)
             assert all(way[key] > 0 for key in way if key.endswith("_s"))
     # The gradient of a gather is as many bytes as the gather; the original's is twice as many.
     gather = verbs["all_gather_grad"]
-    for name, times in (("xshard", 2), ("nn.functional", 2), ("transcribed", 3)):
-        assert gather[name]["both_bytes"] == times * gather["xshard"]["forward_bytes"]
+    for name, times, more in (("xshard", 2, 24), ("nn.functional", 2, 0), ("transcribed", 3, 0)):
+        assert gather[name]["both_bytes"] == times * gather["nn.functional"]["forward_bytes"] + more
 
 
 def test_halos_are_compared_in_three_ways(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SQUARE, CUBE = {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}
 
 def spelled(layout: xs.Layout) -> tuple[str, ...]:
     """The names of an array with a dim for each, as einsum takes them: those of composed dims apart."""
-    return tuple(re.findall(r"\w+", " ".join(layout.names)))
+    return tuple(re.findall(r"[a-z]\w*", " ".join(layout.names)))
 
 
 def _case(name: str, mesh: Mapping[str, int], expression: str, **lengths: int) -> Case:

@@ -57,7 +57,7 @@ class Trace:
     def view(self, name: str, operand: str, shape: Sequence[int], **how: Any) -> str:
         """A reshape to `shape`; returns its name."""
         text, lengths, whole = view(self.shapes[operand], shape)
-        return self.add(name, text, (operand,), shape, "linear", whole, lengths, **how)
+        return self.add(name, text, (operand,), shape, "linear", whole, lengths, accesses=0.0, **how)
 
     def add(
         self,
@@ -75,7 +75,7 @@ class Trace:
         text, whole, and `rules` in `how`: as for `Op`, in any letters.
         """
         parts = text.replace(ARROW, ",").split(",")[-1 - len(operands) :]
-        arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\w+", part)] for part in parts]
+        arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", part)] for part in parts]
         shapes = [*(self.shapes[o] for o in operands), shape]
         known = dict(lengths or {})
         for dims, each in zip(arrays, shapes, strict=True):

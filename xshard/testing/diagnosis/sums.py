@@ -150,7 +150,7 @@ def counted_argument(case: Case) -> str | None:
         if not x.any() or error.shape[len(outer) :] != x.shape:
             continue
         times = float(np.real(np.vdot(x, error.mean(axis=outer)) / np.vdot(x, x)))
-        if not case.near(error, np.broadcast_to(times * x, error.shape)):
+        if abs(times) < _CONSTANT or not case.near(error, np.broadcast_to(times * x, error.shape)):
             continue
         if round(times + 1, 6) == 0:
             return f"{name} is left out"

@@ -1,0 +1,127 @@
+"""The jaxpr of a loss -> a step: equations as operations, inner jaxprs inlined, scans as repeated blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jax_bridge.step.primitives import BODIES, INLINED, SLICE, STACK, written
+from xshard.step.op import ARROW
+from xshard.step.trace import Trace
+
+INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
+VIEWS = ("expand_dims", "reshape", "squeeze")
+Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
+
+
+def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The name and the equation of each place: its primitive and a number, or a `checkpoint_name`."""
+    count = Counter[str]()
+    for eqn in jaxpr.eqns:
+        name = str(eqn.params.get("name", eqn.primitive.name)).strip("<>")
+        alone = eqn.primitive.name == "name" and name not in count and not prefix
+        yield name if alone else f"{prefix}{name}.{count[name]}", eqn
+        count[name] += 1
+
+
+@dataclass
+class Tracer:
+    """Collects the operations of a jaxpr in a `Trace`.
+
+    opaque: names of operations without a rule, by primitive. stacked: how many slices a parameter has that a
+    scan takes one by one. shared: arrays with several uses. recomputes: some of it is in `jax.checkpoint`.
+    """
+
+    trace: Trace
+    opaque: dict[str, list[str]] = field(default_factory=dict)
+    stacked: dict[str, int] = field(default_factory=dict)
+    shared: set[str | None] = field(default_factory=set)
+    recomputes: bool = False
+
+    def walk(
+        self, jaxpr: Jaxpr, args: Sequence[str | None], prefix: str = "", times: int = 1
+    ) -> list[str | None]:
+        """The names of the results; None stands for numbers."""
+        known: dict[Any, str | None] = dict(zip(jaxpr.invars, args, strict=True))
+        uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+        self.shared |= {known[v] for v in jaxpr.invars if uses[v] > 1}
+        for i, var in enumerate(jaxpr.constvars):
+            known[var] = self._add(f"{prefix}const.{i}", "iota", {}, (), var.aval.shape, times)
+        for name, eqn in places(jaxpr, prefix):
+            operands = [None if isinstance(v, Literal) else known[v] for v in eqn.invars]
+            body = next((eqn.params[key] for key in BODIES if key in eqn.params), None)
+            self.recomputes |= eqn.primitive.name in ("checkpoint", "remat2")
+            if eqn.primitive.name == "scan":
+                results = self._scan(name, eqn, operands, times)
+            elif eqn.primitive.name in INLINED and body is not None:
+                results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
+            else:
+                results = [
+                    self._add(
+                        f"{name}:{i}" if i else name,
+                        eqn.primitive.name,
+                        eqn.params,
+                        operands,
+                        var.aval.shape,
+                        times,
+                    )
+                    for i, var in enumerate(eqn.outvars)
+                ]
+            known |= dict(zip(eqn.outvars, results, strict=True))
+        return [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+
+    def _add(
+        self,
+        name: str,
+        primitive: str,
+        params: Mapping[str, Any],
+        operands: Sequence[str | None],
+        shape: Sequence[int],
+        times: int,
+    ) -> str | None:
+        """The operation of a primitive; None for a number that is computed from numbers."""
+        arrays, how = [o for o in operands if o is not None], {**INSIDE, "times": times}
+        if not arrays and not shape:
+            return None
+        if primitive in VIEWS and arrays:
+            return self.trace.view(name, arrays[0], shape, **how)
+        shapes = [None if o is None else self.trace.shapes[o] for o in operands]
+        text, kind, whole, work = written(primitive, params, shapes, shape)
+        n = len(text.partition(ARROW)[0].split(",")) if kind != "source" else 0
+        if kind == "opaque":
+            self.opaque.setdefault(primitive, []).append(name)
+        return self.trace.add(name, text, arrays[:n], shape, kind, whole, **work, **how)
+
+    def _scan(self, name: str, eqn: Any, operands: Sequence[str | None], times: int) -> list[str | None]:
+        """A block that runs `length` times: carries, and slices of what is stacked."""
+        trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
+        n, inner, args = eqn.params["num_consts"], times * length, list(operands)
+        m = n + eqn.params["num_carry"]
+        carries = dict[int, str]()
+        for i, operand in enumerate(operands):
+            if operand is None or i < n or (i < m and body.outvars[i - n] is body.invars[i]):
+                continue
+            shape = trace.shapes[operand]
+            if i < m:
+                args[i] = carries[i - n] = self._add(
+                    f"{name}.carry.{i - n}", "copy", {}, [operand], shape, inner
+                )
+            elif operand in trace.dims or operand in self.shared:
+                args[i] = self._add(f"{name}.xs.{i - m}", SLICE, {}, [operand], shape[1:], inner)
+            else:  # a parameter, stacked over the layers
+                self.stacked[operand] = length
+                trace.parameter(operand, shape[1:])
+        results = self.walk(body, args, f"{name}.", inner)
+        for i, carry in carries.items():
+            if results[i] is not None:
+                at = next(k for k, op in enumerate(trace.ops) if op.name == carry)
+                trace.ops[at] = replace(trace.ops[at], kind="carry", again=results[i])
+        stacks = [
+            self._add(f"{name}.ys.{i}", STACK, {}, [result], (length, *trace.shapes[result or ""]), times)
+            for i, result in enumerate(results[m - n :])
+        ]
+        return [*results[: m - n], *stacks]
