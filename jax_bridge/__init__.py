@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
     from jax_bridge.state.files import load, save
     from jax_bridge.state.transfer import transfer
+    from jax_bridge.step.suggest import suggest
 
 __all__ = [
     "einsum",
@@ -33,16 +34,22 @@ __all__ = [
     "save",
     "shard_map",
     "stored_as",
+    "suggest",
     "transfer",
 ]
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
-_STATE = {"load": "files", "save": "files", "transfer": "transfer"}  # slow to import, so only when used
+_LATER = {  # slow to import, so only when used
+    "load": "state.files",
+    "save": "state.files",
+    "suggest": "step.suggest",
+    "transfer": "state.transfer",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return import_module(f"jax_bridge.{name}")
-    if name in _STATE:
-        return getattr(import_module(f"jax_bridge.state.{_STATE[name]}"), name)
+    if name in _LATER:
+        return getattr(import_module(f"jax_bridge.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

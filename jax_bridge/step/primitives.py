@@ -24,25 +24,15 @@ class Written(NamedTuple):
     work: Mapping[str, float] = {}
 
 
-INLINED = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type
-    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite
-    le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or
+_INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
+_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj copy copy_p cos
+    convert_element_type cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or
     population_count pow real reduce_precision rem round rsqrt select_n sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"""
-_SOURCES = """create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap random_wrap
-    rng_bit_generator threefry2x32"""
-ELEMENTWISE, SOURCES = frozenset(_ELEMENTWISE.split()), frozenset(_SOURCES.split())
+_SOURCES = """create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
+    random_wrap rng_bit_generator threefry2x32"""
+INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
 FREE = {"accesses": 0.0}  # compilers make it part of what is before or after it
 COPIES = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint")
@@ -54,9 +44,8 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     if primitive in SOURCES or not shown:
         return Written(_text([], ascii_letters[: len(out)]), "source")
     if primitive in ELEMENTWISE:
-        letters = ascii_letters[: len(out)]
-        text = _text([letters if shape else "" for shape in shown], letters)
-        return Written(text, _class(primitive, shapes), work=FREE if primitive in COPIES else {})
+        kind, work = _class(primitive, shapes), FREE if primitive in COPIES else {}
+        return Written(_along(shown, out).text, kind, work=work)  # lengths differ only where one is 1
     if primitive in TABLE:
         return TABLE[primitive](params, shown, out)
     parts = iter(ascii_letters * 2)
@@ -78,12 +67,11 @@ def _text(operands: Sequence[str], result: str) -> str:
 def _along(shapes: Sequence[Shape], out: Shape, axes: Sequence[int] = (), kind: str = "linear") -> Written:
     """Operands whose dims are those of the result, whole along axes and where lengths differ."""
     fresh, result = iter(ascii_letters[len(out) :]), ascii_letters[: len(out)]
-    whole, sides = {result[a] for a in axes}, list[str]()
-    for shape in shapes:
-        side = "".join(x if n == m else next(fresh) for x, n, m in zip(result, shape, out, strict=True))
-        whole |= {x for pair in zip(side, result, strict=True) if pair[0] != pair[1] for x in pair}
-        sides.append(side)
-    return Written(_text(sides, result), kind, sorted(whole))
+    sides = [
+        "".join(x if n == m else next(fresh) for x, n, m in zip(result, s, out, strict=False)) for s in shapes
+    ]
+    differ = [pair for side in sides for pair in zip(side, result, strict=False) if pair[0] != pair[1]]
+    return Written(_text(sides, result), kind, sorted({result[a] for a in axes}.union(*differ)))
 
 
 def _reduced(params: Mapping[str, Any], shapes: Sequence[Shape], whole: bool, **how: Any) -> Written:

@@ -7,15 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import Literal
-
-from jax_bridge.step.primitives import BODIES, INLINED, SLICE, STACK, written
+from jax_bridge.step.primitives import INLINED, SLICE, STACK, written
 from xshard.step.op import ARROW
 from xshard.step.trace import Trace
 
 INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
 VIEWS = ("expand_dims", "reshape", "squeeze")
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
+
+
+def is_number(v: Any) -> bool:
+    """Whether an operand is written in the jaxpr itself, as a literal."""
+    return hasattr(v, "val")
+
+
+def body_of(eqn: Any) -> Any:
+    """The jaxpr inside an equation, closed or open; None if it has none."""
+    return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
 
 
 def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -40,6 +48,7 @@ class Tracer:
     opaque: dict[str, list[str]] = field(default_factory=dict)
     stacked: dict[str, int] = field(default_factory=dict)
     shared: set[str | None] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
     recomputes: bool = False
 
     def walk(
@@ -47,18 +56,19 @@ class Tracer:
     ) -> list[str | None]:
         """The names of the results; None stands for numbers."""
         known: dict[Any, str | None] = dict(zip(jaxpr.invars, args, strict=True))
-        uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+        uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not is_number(v))
         self.shared |= {known[v] for v in jaxpr.invars if uses[v] > 1}
         for i, var in enumerate(jaxpr.constvars):
             known[var] = self._add(f"{prefix}const.{i}", "iota", {}, (), var.aval.shape, times)
         for name, eqn in places(jaxpr, prefix):
-            operands = [None if isinstance(v, Literal) else known[v] for v in eqn.invars]
-            body = next((eqn.params[key] for key in BODIES if key in eqn.params), None)
+            operands = [None if is_number(v) else known[v] for v in eqn.invars]
+            body = body_of(eqn)
             self.recomputes |= eqn.primitive.name in ("checkpoint", "remat2")
             if eqn.primitive.name == "scan":
                 results = self._scan(name, eqn, operands, times)
             elif eqn.primitive.name in INLINED and body is not None:
                 results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
+                self.aliases |= {name: results[0]} if results[0] else {}
             else:
                 results = [
                     self._add(
@@ -72,7 +82,7 @@ class Tracer:
                     for i, var in enumerate(eqn.outvars)
                 ]
             known |= dict(zip(eqn.outvars, results, strict=True))
-        return [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        return [None if is_number(v) else known[v] for v in jaxpr.outvars]
 
     def _add(
         self,

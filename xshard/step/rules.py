@@ -12,6 +12,7 @@ from xshard.layout import Layout
 from xshard.models import rule_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules
+from xshard.step.edge import Edge
 from xshard.step.op import COPY, REPLICAS, layout_of, ways_of
 from xshard.step.options import Flags, Indices
 from xshard.step.problem import EACH, KEPT, StepProblem
@@ -33,13 +34,10 @@ class StepRules(NamedTuple):
 
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
-    step, nodes, axes = problem.step, problem.nodes, problem.mesh.axes
+    step, nodes = problem.step, problem.nodes
     roots, parameters, inputs, outputs, once, around = Texts(), Texts(), Texts(), Texts(), Texts(), Texts()
     for edge in problem.edges:
-        source, names = nodes[edge.nodes[0]], problem.names(nodes[edge.nodes[0]].name)
-        chosen = (assignment[node] for node in edge.nodes)
-        sides = zip(edge.layouts, edge.indices, chosen, strict=True)
-        src, dst = (layout_of(layouts[index[i]], names, axes) for layouts, index, i in sides)
+        source, src, dst = nodes[edge.nodes[0]], *ends_of(problem, edge, assignment)
         if source.kept is not None:
             used = Layout(dst.dims)
             parameters.setdefault(source.name, _text(src, used))
@@ -61,6 +59,14 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     arriving = Rules({**root, **_merged(inputs)})
     return StepRules(Rules(_merged(parameters)), arriving, Rules(_merged(outputs)), "|".join(_merged(once)))
+
+
+def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
+    """The layouts at both ends of a move."""
+    names, chosen = problem.names(problem.nodes[edge.nodes[0]].name), (assignment[node] for node in edge.nodes)
+    sides = zip(edge.layouts, edge.indices, chosen, strict=True)
+    src, dst = (layout_of(layouts[index[i]], names, problem.mesh.axes) for layouts, index, i in sides)
+    return src, dst
 
 
 def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:

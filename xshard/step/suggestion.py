@@ -12,6 +12,7 @@ import numpy as np
 from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.layout import Layout
 from xshard.rules import Rules, listed
 from xshard.step.op import layout_of
 from xshard.step.options import Floats
@@ -26,7 +27,7 @@ from xshard.step.problem import (
     PARTS,
     StepProblem,
 )
-from xshard.step.rules import StepRules, limited, written
+from xshard.step.rules import StepRules, ends_of, limited, written
 from xshard.step.search import StepSearch
 
 SAME = 0.01  # of the seconds: plans this near are as good
@@ -68,6 +69,12 @@ class Suggestion:
     @cached_property
     def rules(self) -> StepRules:
         return written(self.problem, self.assignment)
+
+    @cached_property
+    def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
+        """The layouts of every array where it is made or stored, and where it is used first."""
+        edges = reversed(self.problem.edges)
+        return {self.problem.nodes[e.nodes[0]].name: ends_of(self.problem, e, self.assignment) for e in edges}
 
     @property
     def parameters(self) -> Rules:

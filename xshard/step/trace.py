@@ -84,8 +84,7 @@ class Trace:
         for operand, dims in zip(operands, arrays, strict=False):
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
                 for letter, found in self._factors(letters, names, known).items():
-                    if len(found) > len(factors[letter]) or not factors[letter][0][0]:
-                        factors[letter] = found
+                    factors[letter] = max(factors[letter], found, key=_rank)
         meaning, taken = dict[str, list[str]](), list[str]()
         for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
             meaning[letter] = []
@@ -139,6 +138,11 @@ class Trace:
             name = f"{wanted.partition('_')[0]}_{i}"
         self.lengths[name] = n
         return name
+
+
+def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
+    """Of what operands call a dim, the name with the most factors counts, and names from inputs before others."""
+    return len(factors), " nsb".find((factors[0][0] or " ")[0])
 
 
 def _in_names(rule: str, meaning: Mapping[str, Sequence[str]]) -> str:
