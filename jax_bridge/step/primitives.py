@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any, NamedTuple
 
-from xshard.step.op import ARROW
+from xshard.notation.parser import ARROW
 
 Shape = Sequence[int]
 
@@ -21,12 +21,12 @@ class Written(NamedTuple):
     text: str
     kind: str = "pointwise"
     whole: Sequence[str] = ()
-    work: Mapping[str, float] = {}
+    work: Mapping[str, Any] = {}
 
 
 _INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj copy copy_p cos
-    convert_element_type cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj copy copy_p
+    convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
     is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or
     population_count pow real reduce_precision rem round rsqrt select_n sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"""
@@ -107,18 +107,18 @@ def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape)
     """Windows are whole; channels in groups too, but for one channel in each."""
     numbers, n = params["dimension_numbers"], len(out) - 2
     letters = iter(ascii_letters)
-    batch, inner, outer, given = (next(letters) for _ in range(4))
+    batch, inner, outer, taken = (next(letters) for _ in range(4))
     image, window, result = ([next(letters) for _ in range(n)] for _ in range(3))
     whole, groups = [*image, *window, *result], params["feature_group_count"] * params["batch_group_count"]
     if groups == 1:
-        given = inner
+        taken = inner
     elif groups == shapes[0][numbers.lhs_spec[1]] == out[numbers.out_spec[1]]:
         outer = inner
     else:
-        whole += [batch, inner, outer, given]
+        whole += [batch, inner, outer, taken]
     sides = (
         (numbers.lhs_spec, [batch, inner, *image]),
-        (numbers.rhs_spec, [outer, given, *window]),
+        (numbers.rhs_spec, [outer, taken, *window]),
         (numbers.out_spec, [batch, outer, *result]),
     )
     a, b, c = ("".join(dims[spec.index(d)] for d in range(n + 2)) for spec, dims in sides)

@@ -21,61 +21,53 @@ from jax_bridge.step.tracer import Tracer
 from jax_bridge.trees import is_array, leaves_of
 from xshard import Layout, Rules, Suggestion
 from xshard import suggest as suggest_step
-from xshard.arguments import shown
 from xshard.errors import PlanError
+from xshard.notation.parser import ARROW
 from xshard.step.rules import StepRules
 from xshard.step.trace import Trace
 
-MAKERS = ("attention", "carry", "contraction", "lookup")  # their results have layouts that XLA is told
+MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layouts of their results
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss as a function of the arrays among its arguments. names: of these; tree, leaves: of arguments."""
+    """A loss as a function of the arrays among its arguments.
+
+    bound: the arguments; names, arrays: of the arrays, those of the first argument without its name.
+    """
 
     f: Callable[..., Any]
-    tree: Any
-    leaves: Sequence[Any]
-    names: Sequence[str]
-    places: Sequence[int]
+    bound: inspect.BoundArguments
+    names: list[str]
+    arrays: list[Any]
     n_parameters: int
 
     @classmethod
     def of(cls, f: Callable[..., Any], args: Sequence[Any]) -> Loss:
-        leaves, tree = jax.tree.flatten(tuple(args))
-        arguments = inspect.signature(f).bind(*args).arguments
-        first, *rest = ([(leaf.name, leaf.x) for leaf in leaves_of(None, x)] for x in arguments.values())
-        named = [
-            *first,
-            *(
-                (".".join(filter(None, (name, leaf))), x)
-                for name, pairs in zip(list(arguments)[1:], rest, strict=True)
-                for leaf, x in pairs
-            ),
-        ]
-        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-        return cls(
-            f, tree, leaves, [named[i][0] for i in places], places, sum(i < len(first) for i in places)
-        )
+        bound = inspect.signature(f).bind(*args)
+        first, *_ = bound.arguments
+        leaves = [leaf[:2] for x in bound.arguments for leaf in leaves_of(None, {x: bound.arguments[x]})]
+        names, arrays = zip(*((name, x) for name, x in leaves if is_array(x)), strict=True)
+        n = sum(is_array(x) for x in jax.tree.leaves(bound.arguments[first]))
+        return cls(f, bound, [name.removeprefix(f"{first}.") for name in names], list(arrays), n)
 
-    @property
-    def arrays(self) -> list[Any]:
-        return [self.leaves[i] for i in self.places]
-
-    def filled(self, values: Sequence[Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    def filled(
+        self, values: Sequence[Any], other: Callable[[Any], Any] = lambda leaf: leaf
+    ) -> tuple[Any, ...]:
         """The arguments with other values in place of arrays."""
-        by_place = dict(zip(self.places, values, strict=True))
-        return jax.tree.unflatten(
-            self.tree, [by_place[i] if i in by_place else other(leaf) for i, leaf in enumerate(self.leaves)]
-        )
+        new, tree = iter(values), tuple(self.bound.arguments.values())
+        filled: tuple[Any, ...] = jax.tree.map(lambda x: next(new) if is_array(x) else other(x), tree)
+        return filled
 
-    def __call__(self, *arrays: Any) -> Any:
-        return self.f(*self.filled(arrays))
+    def run(self, *arrays: Any) -> Any:
+        arguments = dict(zip(self.bound.arguments, self.filled(arrays), strict=True))
+        bound = inspect.BoundArguments(self.bound.signature, arguments)
+        return self.f(*bound.args, **bound.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
 class JaxSuggestion(Suggestion):
-    """A suggestion for a loss, with what `jit` takes. names: arrays of the jaxpr -> those of the step."""
+    """A suggestion for a loss, with what `jit` takes. names: arrays of the jaxpr -> arrays of the step."""
 
     loss: Loss
     tracer: Tracer
@@ -90,30 +82,26 @@ class JaxSuggestion(Suggestion):
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """The function with `jax.lax.with_sharding_constraint` on parameters in use and on activations.
 
-        Also for other lengths of the batch. On a mesh without devices `jax.set_mesh` says where.
+        The batch may have another length. A suggestion for a mesh without devices follows `jax.set_mesh`.
         """
 
         def constrained(*args: Any) -> Any:
             loss = Loss.of(f, args)
-            closed, out = jax.make_jaxpr(loss, return_shape=True)(*loss.arrays)
-            results = evaluate(self._placed, closed.jaxpr, closed.consts, loss.names, *loss.arrays)
+            closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
+            results = evaluate(self._placed, "", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained
 
     @cached_property
     def rules(self) -> StepRules:
-        found = super().rules
-        if not self.tracer.stacked:
-            return found
-        return found._replace(
-            parameters=Rules(
-                {
-                    pattern: " -> ".join(f"... {side}" for side in text.split(" -> "))
-                    for pattern, text in found.parameters.items()
-                }
-            )
-        )
+        """The rules; a stacked parameter has a dim before the dims of one layer."""
+        rules = super().rules
+        texts = {
+            pattern: f" {ARROW} ".join(f"... {side.strip()}" for side in text.split(ARROW))
+            for pattern, text in rules.parameters.items()
+        }
+        return rules._replace(parameters=Rules(texts)) if self.tracer.stacked else rules
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""
@@ -122,72 +110,62 @@ class JaxSuggestion(Suggestion):
         return PartitionSpec(None, *spec) if name in self.tracer.stacked else spec
 
     def _placed(self, name: str, x: jax.Array) -> jax.Array:
-        """An array where it is used; unchanged where nothing is to be said."""
-        step, name = self.problem.step, self._name(name)
-        made, used = self.layouts.get(name, (None, None))
-        op = step.by_name.get(name)
-        if (
-            used is None
-            or used.tagged("sum")
-            or len(used.dims) != x.ndim
-            or (op and op.kind not in MAKERS and made == used)
-        ):
+        """An array with the layout in which it is used, if XLA has to be told."""
+        name = self._name(name)
+        start, used = self.layouts.get(name, (None, None))
+        op = self.problem.step.by_name.get(name)
+        if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
+            return x
+        if op is not None and op.kind not in MAKERS and start == used:
             return x
         spec = to_partition_spec(Layout(used.dims))
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec
-        )
+        where = NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec
+        return jax.lax.with_sharding_constraint(x, where)
 
     def _name(self, name: str) -> str:
         name = self.tracer.aliases.get(name, name)
         return self.names.get(name, name)
 
     def __str__(self) -> str:
-        opaque = (
-            f"{primitive} has no rule, every device computes it: {', '.join(names)}"
-            for primitive, names in self.tracer.opaque.items()
+        opaque = self.tracer.opaque.items()
+        lines = (
+            f"no rule for {primitive}, every device runs {', '.join(names)}" for primitive, names in opaque
         )
-        return "\n".join([super().__str__(), *opaque])
+        return "\n".join([super().__str__(), *lines])
 
 
 def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any) -> JaxSuggestion:
     """The layouts of the parameters, inputs and activations of a loss that make a training step fastest.
 
-    f: a loss of (parameters, batch, ...), pytrees that may be modules of flax nnx or equinox. args: its
-    arguments, arrays or `jax.ShapeDtypeStruct`s; nothing is allocated. The gradients and the optimizer are
-    part of every suggestion. options: those of `xshard.suggest`. recompute: by default what the function does
-    under `jax.checkpoint`, else what is best.
+    f: a loss of (parameters, batch, ...), which are pytrees, also modules of flax nnx and equinox. args: its
+    arguments, arrays or `jax.ShapeDtypeStruct`s; nothing is allocated. Gradients and the optimizer are
+    part of every suggestion. options: those of `xshard.suggest`; `recompute` is by default True for a
+    function with parts under `jax.checkpoint`.
     Raises PlanError for a function that returns something else than one number, and as `xshard.suggest` does.
 
-    >>> shapes = {"up": jax.ShapeDtypeStruct((8192, 8192), "bfloat16")}
-    >>> x = jax.ShapeDtypeStruct((4096, 8192), "bfloat16")
-    >>> found = suggest(lambda p, x: (x @ p["up"]).sum(), (shapes, x), Mesh(dp=4), micro_batches=1)
-    >>> found.specs
+    >>> from xshard import Mesh
+    >>> p, x = (jax.ShapeDtypeStruct((n, 8192), "bfloat16") for n in (8192, 4096))
+    >>> plan = suggest(lambda p, x: (x @ p["up"]).sum(), ({"up": p}, x), Mesh(dp=4), micro_batches=1)
+    >>> plan.parameters["up"], plan.specs
+    ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
     """
     loss = Loss.of(f, args)
-    closed = jax.make_jaxpr(loss)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays))
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
+    closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:
-        returned = (
-            f"{len(closed.out_avals)} arrays, the first {shown(closed.out_avals[0])}"
-            if closed.out_avals
-            else "nothing"
-        )
-        hint = (
-            "pass the loss, which returns one number; gradients and the optimizer are part of the suggestion"
-        )
+        returned = ", ".join(out.str_short() for out in closed.out_avals) or "nothing"
+        hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
-    parameters, inputs = loss.arrays[: loss.n_parameters], loss.arrays[loss.n_parameters :]
-    batch = next((x.shape[0] for x in inputs if x.shape), 1)
-    dtypes = Counter({str(x.dtype): 0 for x in inputs})
-    for x in parameters:
+    n, dtypes = loss.n_parameters, Counter[str]()
+    for x in structs[:n]:
         dtypes[str(x.dtype)] += math.prod(x.shape)
-    trace = Trace(batch, dtype=dtypes.most_common(1)[0][0])
-    for i, (name, x) in enumerate(zip(loss.names, loss.arrays, strict=True)):
-        (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)
+    trace = Trace(next((x.shape[0] for x in structs[n:] if x.shape), 1), dtypes.most_common(1)[0][0])
+    for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
+        (trace.parameter if i < n else trace.input)(name, x.shape)
     tracer = Tracer(trace)
     (last,) = tracer.walk(closed.jaxpr, loss.names)
-    step, names = trace.step(last, moves_anywhere=True), {}
+    step, names = trace.step(last or "", moves_anywhere=True), dict[str, str]()
     options.setdefault("recompute", True if tracer.recomputes else None)
-    found = suggest_step(step, xshard_mesh(mesh), **options)
-    own = {field.name: getattr(found, field.name) for field in fields(Suggestion)}
-    return JaxSuggestion(**own, loss=loss, tracer=tracer, names=names, on=mesh)
+    plan = suggest_step(step, xshard_mesh(mesh), **options)
+    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion)}
+    return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, written
-from xshard.step.op import ARROW
+from xshard.notation.parser import ARROW
 from xshard.step.trace import Trace
 
 INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
@@ -55,13 +55,13 @@ class Tracer:
         self, jaxpr: Jaxpr, args: Sequence[str | None], prefix: str = "", times: int = 1
     ) -> list[str | None]:
         """The names of the results; None stands for numbers."""
-        known: dict[Any, str | None] = dict(zip(jaxpr.invars, args, strict=True))
+        arrays: dict[Any, str | None] = dict(zip(jaxpr.invars, args, strict=True))
         uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not is_number(v))
-        self.shared |= {known[v] for v in jaxpr.invars if uses[v] > 1}
+        self.shared |= {arrays[v] for v in jaxpr.invars if uses[v] > 1}
         for i, var in enumerate(jaxpr.constvars):
-            known[var] = self._add(f"{prefix}const.{i}", "iota", {}, (), var.aval.shape, times)
+            arrays[var] = self._add(f"{prefix}const.{i}", "iota", {}, (), var.aval.shape, times)
         for name, eqn in places(jaxpr, prefix):
-            operands = [None if is_number(v) else known[v] for v in eqn.invars]
+            operands = [None if is_number(v) else arrays[v] for v in eqn.invars]
             body = body_of(eqn)
             self.recomputes |= eqn.primitive.name in ("checkpoint", "remat2")
             if eqn.primitive.name == "scan":
@@ -81,8 +81,8 @@ class Tracer:
                     )
                     for i, var in enumerate(eqn.outvars)
                 ]
-            known |= dict(zip(eqn.outvars, results, strict=True))
-        return [None if is_number(v) else known[v] for v in jaxpr.outvars]
+            arrays |= dict(zip(eqn.outvars, results, strict=True))
+        return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
     def _add(
         self,
@@ -111,7 +111,7 @@ class Tracer:
         trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
         n, inner, args = eqn.params["num_consts"], times * length, list(operands)
         m = n + eqn.params["num_carry"]
-        carries = dict[int, str]()
+        carries = dict[int, str | None]()
         for i, operand in enumerate(operands):
             if operand is None or i < n or (i < m and body.outvars[i - n] is body.invars[i]):
                 continue
@@ -127,11 +127,13 @@ class Tracer:
                 trace.parameter(operand, shape[1:])
         results = self.walk(body, args, f"{name}.", inner)
         for i, carry in carries.items():
-            if results[i] is not None:
-                at = next(k for k, op in enumerate(trace.ops) if op.name == carry)
-                trace.ops[at] = replace(trace.ops[at], kind="carry", again=results[i])
+            if again := results[i]:
+                place = [op.name for op in trace.ops].index(carry or "")
+                trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
         stacks = [
-            self._add(f"{name}.ys.{i}", STACK, {}, [result], (length, *trace.shapes[result or ""]), times)
+            self._add(
+                f"{name}.ys.{i}", STACK, {}, [result], (length, *trace.shapes.get(result or "", ())), times
+            )
             for i, result in enumerate(results[m - n :])
         ]
         return [*results[: m - n], *stacks]

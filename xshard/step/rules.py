@@ -45,7 +45,7 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 once[source.name] = ""
             continue
         if source.name in step.inputs:
-            roots.setdefault(source.name, _text(Layout.parse(" ".join(names)), src))
+            roots.setdefault(source.name, _text(Layout.parse(" ".join(src.names)), src))
         if edge.enters and edge.place not in inputs:
             enclosing = [varying for name, varying in around.items() if edge.place.startswith(f"{name}.")]
             varying = " ".join(sorted(dst.axes))
@@ -63,7 +63,10 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
 
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """The layouts at both ends of a move."""
-    names, chosen = problem.names(problem.nodes[edge.nodes[0]].name), (assignment[node] for node in edge.nodes)
+    names, chosen = (
+        problem.names(problem.nodes[edge.nodes[0]].name),
+        (assignment[node] for node in edge.nodes),
+    )
     sides = zip(edge.layouts, edge.indices, chosen, strict=True)
     src, dst = (layout_of(layouts[index[i]], names, problem.mesh.axes) for layouts, index, i in sides)
     return src, dst

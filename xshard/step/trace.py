@@ -77,14 +77,14 @@ class Trace:
         parts = text.replace(ARROW, ",").split(",")[-1 - len(operands) :]
         arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", part)] for part in parts]
         shapes = [*(self.shapes[o] for o in operands), shape]
-        known = dict(lengths or {})
+        sizes = dict(lengths or {})
         for dims, each in zip(arrays, shapes, strict=True):
-            known |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
-        factors = {x: [("", n)] for x, n in known.items()}
+            sizes |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
+        factors = {x: [("", n)] for x, n in sizes.items()}
         for operand, dims in zip(operands, arrays, strict=False):
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, found in self._factors(letters, names, known).items():
-                    factors[letter] = max(factors[letter], found, key=_rank)
+                for letter, parts in self._factors(letters, names, sizes).items():
+                    factors[letter] = max(factors[letter], parts, key=_rank)
         meaning, taken = dict[str, list[str]](), list[str]()
         for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
             meaning[letter] = []
@@ -120,15 +120,15 @@ class Trace:
         )
 
     def _factors(
-        self, letters: Sequence[str], names: Sequence[str], known: Mapping[str, int]
+        self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
     ) -> dict[str, list[tuple[str, int]]]:
         """The factors of each letter of one dim: names, "" for a part of one, and lengths."""
         if len(letters) == 1:
             return {letters[0]: [(name, self.lengths[name]) for name in names]}
-        found = common_factors([self.lengths[name] for name in names], [known[x] for x in letters])
-        entire = {dim[0]: name for name, dim in zip(names, found.before, strict=True) if len(dim) == 1}
-        parts = zip(letters, found.after, strict=True)
-        return {letter: [(entire.get(i, ""), found.lengths[i]) for i in dim] for letter, dim in parts}
+        factors = common_factors([self.lengths[name] for name in names], [sizes[x] for x in letters])
+        entire = {dim[0]: name for name, dim in zip(names, factors.before, strict=True) if len(dim) == 1}
+        parts = zip(letters, factors.after, strict=True)
+        return {letter: [(entire.get(i, ""), factors.lengths[i]) for i in dim] for letter, dim in parts}
 
     def _fresh(self, wanted: str, n: int, taken: Sequence[str]) -> str:
         """A name for a dim of length n that nothing in `taken` has."""
@@ -141,7 +141,7 @@ class Trace:
 
 
 def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
-    """Of what operands call a dim, the name with the most factors counts, and names from inputs before others."""
+    """Of the names that operands have for a dim, the most factors count, then names from inputs."""
     return len(factors), " nsb".find((factors[0][0] or " ")[0])
 
 

@@ -18,30 +18,30 @@ class Factors(NamedTuple):
 
 def common_factors(before: Sequence[int], after: Sequence[int]) -> Factors:
     """Two shapes of one array -> factors, outermost first, as many as possible in both shapes."""
-    found = Factors([], [[] for _ in before], [[] for _ in after])
-    rest, at, sides = (list(before), list(after)), [0, 0], (found.before, found.after)
+    factors = Factors([], [[] for _ in before], [[] for _ in after])
+    rest, index, sides = (list(before), list(after)), [0, 0], (factors.before, factors.after)
 
     def add(n: int, *which: int) -> None:
         for side in which:
-            sides[side][at[side]].append(len(found.lengths))
-            rest[side][at[side]] //= n
-        found.lengths.append(n)
+            sides[side][index[side]].append(len(factors.lengths))
+            rest[side][index[side]] //= n
+        factors.lengths.append(n)
 
-    while left := [side for side in (0, 1) if at[side] < len(rest[side])]:
-        if done := [side for side in left if rest[side][at[side]] == 1]:
-            if not sides[done[0]][at[done[0]]]:
+    while left := [side for side in (0, 1) if index[side] < len(rest[side])]:
+        if done := [side for side in left if rest[side][index[side]] == 1]:
+            if not sides[done[0]][index[done[0]]]:
                 add(1, done[0])
-            at[done[0]] += 1
-        elif (n := math.gcd(*(rest[side][at[side]] for side in left))) > 1:
+            index[done[0]] += 1
+        elif (n := math.gcd(*(rest[side][index[side]] for side in left))) > 1:
             add(n, *left)
         else:  # the dims from here to where both shapes have as many elements again have no common factor
             products = [1, 1]
             while products[0] != products[1] or products[0] == 1:
                 side = int(products[1] < products[0])
-                at[side] += products[side] > 1
-                products[side] *= (n := rest[side][at[side]])
+                index[side] += products[side] > 1
+                products[side] *= (n := rest[side][index[side]])
                 add(n, side)
-    return found
+    return factors
 
 
 def view(before: Sequence[int], after: Sequence[int]) -> tuple[str, dict[str, int], tuple[str, ...]]:
