@@ -23,6 +23,8 @@ from xshard import Layout, Rules, Suggestion
 from xshard import suggest as suggest_step
 from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
+from xshard.step.fuse import fused
+from xshard.step.repeat import repeated
 from xshard.step.rules import StepRules
 from xshard.step.trace import Trace
 
@@ -164,8 +166,8 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
         (trace.parameter if i < n else trace.input)(name, x.shape)
     tracer = Tracer(trace)
     (last,) = tracer.walk(closed.jaxpr, loss.names)
-    step, names = trace.step(last or "", moves_anywhere=True), dict[str, str]()
+    step, names = repeated(trace.step(last or "", moves_anywhere=True))
     options.setdefault("recompute", True if tracer.recomputes else None)
-    plan = suggest_step(step, xshard_mesh(mesh), **options)
+    plan = suggest_step(fused(step), xshard_mesh(mesh), **options)
     values = {field.name: getattr(plan, field.name) for field in fields(Suggestion)}
     return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)

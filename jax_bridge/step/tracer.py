@@ -28,10 +28,10 @@ def body_of(eqn: Any) -> Any:
 
 def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The name and the equation of each place: its primitive and a number, or a `checkpoint_name`."""
-    count = Counter[str]()
-    for eqn in jaxpr.eqns:
-        name = str(eqn.params.get("name", eqn.primitive.name)).strip("<>")
-        alone = eqn.primitive.name == "name" and name not in count and not prefix
+    names = [str(eqn.params.get("name", eqn.primitive.name)).strip("<>") for eqn in jaxpr.eqns]
+    several, count = Counter(names), Counter[str]()
+    for name, eqn in zip(names, jaxpr.eqns, strict=True):
+        alone = eqn.primitive.name == "name" and several[name] == 1 and not prefix
         yield name if alone else f"{prefix}{name}.{count[name]}", eqn
         count[name] += 1
 

@@ -157,8 +157,7 @@ class Op:
 
     def _parsed(self, text: str) -> tuple[int, ...]:
         """The inverse of `text_of`."""
-        operands, result = parse_operands(text)
-        sides = [Layout(*side) for side in (*operands, result)]
+        sides = _sides(text)
         if tuple(side.names for side in sides) != self.dims:
             plain = self.text_of((REPLICAS,) * len(self.dims))
             raise NotationError(f"it is not '{plain}' over an axis x", text=text)
@@ -167,13 +166,18 @@ class Op:
 
 def parse_arrays(text: str) -> tuple[Layout, ...]:
     """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""
-    operands, result = parse_operands(text if text.partition(ARROW)[0].strip() else f"() {text}")
-    arrays = tuple(Layout(*side) for side in (*operands, result))[not text.partition(ARROW)[0].strip() :]
+    arrays = _sides(text)
     for array in arrays:
         if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
             hint = "an operation has the dims of arrays, each once, and no axes"
             raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
     return arrays
+
+
+def _sides(text: str) -> tuple[Layout, ...]:
+    is_made = not text.partition(ARROW)[0].strip()
+    operands, result = parse_operands(f"() {text}" if is_made else text)
+    return tuple(Layout(*side) for side in (*operands, result))[is_made:]
 
 
 def dims_of(array: Layout) -> tuple[str, ...]:
