@@ -53,10 +53,9 @@ class Rules(Mapping[Pattern, Any]):
     def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
         """Read the tensor parallel plan that a model of transformers declares -> rules for `parallelize`.
 
-        Returns its `parameters`, `inputs` and `outputs`, by these names. The model's own rule, `inputs[""]`,
-        says nothing: replace it to shard the batch, too. axis: name of the mesh axis. Source of the plan:
-        `model.tp_plan`, which has `base_model_tp_plan` of the config. Raises XshardError for a model without
-        one, and for an unknown style.
+        Returns its `parameters`, `inputs` and `outputs`; `inputs[""]`, of the model itself, says nothing:
+        replace it to shard the batch, too. axis: of the mesh. Source of the plan: `model.tp_plan`, which has
+        `base_model_tp_plan` of the config. Raises XshardError for a model without one, and an unknown style.
 
         >>> from types import SimpleNamespace as Fake
         >>> up = ("layers.0.up.weight", Fake(shape=(8, 4)))
@@ -94,10 +93,9 @@ class Rules(Mapping[Pattern, Any]):
     def match(self, names: Collection[str], *, partial: bool = False, what: str = "name") -> dict[str, Any]:
         """The layout or expression for each name, in the order of `names`.
 
-        partial: leave out names without a rule. what: the word for a name in errors.
-        Raises XshardError for names without a rule, and for unused rules: they, or one of their alternatives
-        in braces or bars, fit no name, or rules before them fit the same names. Only `**`, which fits
-        everything, may be unused.
+        partial: leave out names without a rule. what: the word for a name in errors. Raises XshardError for
+        names without a rule, and for unused rules, except `**`: they, or one of their alternatives in braces
+        or bars, fit no name, or rules before them fit the same names.
 
         >>> Rules({"*.weight": "o/tp i", "**": "..."}).match(["up.weight", "norm"])
         {'up.weight': 'o/tp i', 'norm': '...'}

@@ -54,7 +54,6 @@ def transfer(
     about the most that a device sends and receives at once; None: no limit. donate: delete the arrays, bucket
     by bucket. progress: True for a bar, or a function called with the bytes done and the total; None shows a
     bar for large trees on a terminal. dry_run: send nothing and return the plan, which prints as a table.
-
     It has no gradient, and runs outside of `jit`.
     Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError (also for blocks of
     several sizes, and for an array with another sharding or order), DtypeError, MeshError, PlanError;

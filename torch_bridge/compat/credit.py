@@ -244,9 +244,8 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
 class DomainParallelConv2d(nn.Module):
     """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
 
-    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are this process's
-    share, until `sync_domain_gradients`.
-    """
+    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are a process's
+    share, until `sync_domain_gradients`."""
 
     default_dim: ClassVar[int] = -2
     conv: Any

@@ -50,10 +50,10 @@ def verify(
     """Raise EquivalenceError, on all processes, unless loss and gradients are as on one device.
 
     All processes of the mesh call it, each with the arguments of its own call of the model. Every process
-    then runs a copy of the model without its rules, on the whole batch, in which each mesh has this process
-    alone; and the model. The copy takes the memory of the whole model, and of its gradients, on each process.
-    If they differ, both run once more, and the error names the first wrong output of a module with rules.
-    The model stays as it is: `.grad`, buffers, and the state of random numbers are as before.
+    runs the model, and a copy without its rules on the whole batch, in which each mesh has this process
+    alone; the copy takes the memory of the whole model and of its gradients. If they differ, both run once
+    more, and the error names the first wrong output of a module with rules. The model stays as it is:
+    `.grad`, buffers, and the state of random numbers are as before.
 
     batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is gathered
     by the rule for the input of the model; any other has to be the same on all processes.

@@ -56,9 +56,8 @@ def open_dcp(path: str | Path) -> Checkpoint:
                 constants[name] = items[name, None]
             else:
                 arrays[name] = _tensor(name, record, items)
-    places = {
-        name: ", ".join(sorted({part.item.file.name for part in x.parts})) for name, x in arrays.items()
-    }
+    files = {name: {part.item.file.name for part in x.parts} for name, x in arrays.items()}
+    places = {name: ", ".join(sorted(each)) for name, each in files.items()}
     return Checkpoint(arrays, constants=_Constants(constants), places=places)
 
 
@@ -168,8 +167,7 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     dtype, shape = name_of(record.properties.dtype), tuple(record.size)
     chunks = np.array([(part.offsets, part.sizes) for part in record.chunks], np.int64)
     starts, sizes = chunks.reshape(len(record.chunks), 2, len(shape)).transpose(1, 0, 2)
-    stops = starts + sizes
-    some = (sizes > 0).all(-1)
+    stops, some = starts + sizes, (sizes > 0).all(-1)
     begin_before = (starts[some][:, None] < stops[some]).all(-1)  # the end of the other
     inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
     overlap = (begin_before & begin_before.T).sum() > some.sum()

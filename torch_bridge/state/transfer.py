@@ -46,20 +46,18 @@ def transfer(
     """Move a tree of local blocks to another mesh; returns new tensors.
 
     All processes of the world call it, with equal arguments except for `tree` and `device`. Processes outside
-    of the source pass None; processes outside of the destination get None. The tree may be nested dicts and
-    lists of tensors, DTensors, numbers and text: the state of a module or an optimizer. With `names` the
-    result is a dict by destination names.
+    of the source pass None; processes outside of the destination get None. tree: nested dicts and lists of
+    tensors, DTensors, numbers and text, as the state of a module or an optimizer. With `names` the result is
+    a dict by destination names.
 
     rules, names, bucket_bytes, profile: as in `xshard.state.plan_transfer`. A DTensor brings its source
     layout: a rule without an arrow is its destination layout, and `rules=(None, there)` is enough with
-    `names`. src_mesh: the mesh of the tree; a tree of DTensors brings it. shapes: global shapes by name, if
-    blocks differ in size. donate: free the memory of the tree bucket by bucket; its tensors are empty
-    afterwards. progress: True for a bar, or a function called with the bytes done and the total; None shows a
-    bar for large trees on a terminal. dry_run: send nothing and return the plan, which prints as a table.
-    device: the device of the result on a process that has no tree.
-
-    Raises DesyncError if ranks disagree or one of them fails, MeshError, and as `plan_transfer` does, on all
-    ranks, before anything is sent.
+    `names`. src_mesh: the mesh of a tree of other tensors. shapes: global shapes by name, if blocks differ in
+    size. donate: free the memory of the tree bucket by bucket. progress: True for a bar, or a function called
+    with the bytes done and the total; None shows a bar for large trees on a terminal. dry_run: send nothing
+    and return the plan, which prints as a table. device: of the result on a process that has no tree.
+    Raises, on all ranks, before anything is sent: DesyncError if ranks disagree or one of them fails,
+    MeshError, and as `plan_transfer` does.
 
     >>> import torch_bridge as xt
     >>> from xshard import Mesh
