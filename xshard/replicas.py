@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xshard import tolerances
-from xshard.arguments import is_on
+from xshard import arguments, tolerances
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
 from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.
-ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
+ALWAYS = arguments.is_on("XSHARD_CHECK_REPLICATED")
 
 Watcher = Callable[["ReplicaCheck"], Callable[[int, Any], object]]
 WatcherT = TypeVar("WatcherT", bound=Watcher)

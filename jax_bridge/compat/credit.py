@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_bridge import ops
-from jax_bridge.calls import redistribute
+from jax_bridge import calls, ops
 from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import Grad
 from xshard import compat
@@ -51,7 +50,7 @@ def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool
 
     uneven: allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError.
     """
-    return redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
+    return calls.redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
 
 
 def gather_tensor(

@@ -16,11 +16,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding
 from numpy.typing import NDArray
 
+from jax_bridge import calls, specs
 from jax_bridge.arrays.reshard import place, reshard
 from jax_bridge.arrays.stored import at_rest, order_of, remember
-from jax_bridge.calls import are_keys, check_dtype
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
-from jax_bridge.specs import from_partition_spec, storage_sharding
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, Profile, Rules, Sharding, XshardError, load_profile
@@ -198,7 +197,7 @@ def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
             raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
         if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
             raise XshardError(f"{leaf.place}: the array was donated or deleted", hint="save before that")
-        if are_keys(leaf.x):
+        if calls.are_keys(leaf.x):
             raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
     return {name: x for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items() if is_array(x)}
 
@@ -208,7 +207,7 @@ def _source(x: Any) -> Source:
     order, sharding = order_of(x), getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), name_of(x.dtype), [0])
-    layout = from_partition_spec(sharding.spec, x.ndim) if order is None else order.layout
+    layout = specs.from_partition_spec(sharding.spec, x.ndim) if order is None else order.layout
     processes = [device.process_index for device in sharding.mesh.devices.flat]
     return Source(Sharding(layout, xshard_mesh(sharding.mesh), x.shape), name_of(x.dtype), processes)
 
@@ -217,9 +216,9 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     """The load of an array under the layout in which JAX can hold it."""
     with located(name):
         text = str(load.target.layout)
-        check_dtype(numpy_dtype(load.array.dtype), text)
+        calls.check_dtype(numpy_dtype(load.array.dtype), text)
         target = at_rest(load.target.layout, load.target.mesh, load.target.shape, text)
-        storage_sharding(target.layout, mesh)  # raises before anything is read
+        specs.storage_sharding(target.layout, mesh)  # raises before anything is read
     shares = target == load.target and load.source.is_even
     return load._replace(source=load.source if shares else target, target=target)
 
@@ -236,7 +235,7 @@ def _read_ahead(begin: Callable[[Load], Read], loads: Mapping[str, Load]) -> Ite
 def _begin_read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load) -> Read:
     """Begin to read an array -> a function that waits for it. Devices with equal blocks share one."""
     source, stored, dtype = load.source, carrier(load.stored), numpy_dtype(load.array.dtype)
-    sharding = storage_sharding(source.layout, mesh)
+    sharding = specs.storage_sharding(source.layout, mesh)
     holders: dict[Any, list[int]] = {}
     for i, device in enumerate(mesh.devices.flat):
         if device in sharding.addressable_devices:

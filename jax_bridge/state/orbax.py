@@ -14,8 +14,7 @@ from etils import epath
 from numpy.typing import NDArray
 
 from jax_bridge.specs import from_partition_spec
-from xshard import Mesh, XshardError
-from xshard.dtypes import name_of
+from xshard import Mesh, XshardError, dtypes
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import FileError
 from xshard.trees import leaf_name
@@ -43,7 +42,7 @@ def open_orbax(path: str | Path) -> Checkpoint:
         name, sharding = leaf_name(path_to), leaf.sharding
         spec = _spec(folder, leaf.name, packed, metadata.use_zarr3)
         opened = tensorstore.open(spec, context=context, open=True, read=True)  # all at once
-        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec["kvstore"]["path"], opened)
+        arrays[name] = _Array(tuple(leaf.shape), dtypes.name_of(leaf.dtype), spec["kvstore"]["path"], opened)
         if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
             with suppress(XshardError):  # a sharding without a layout
                 layouts[name] = from_partition_spec(jax.P(*sharding.partition_spec), len(leaf.shape))

@@ -13,13 +13,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
+from jax_bridge import calls, specs, trees
 from jax_bridge.arrays.reshard import place
 from jax_bridge.arrays.stored import are_the_same, check_even, check_order, known_layout, mesh_of, remember
-from jax_bridge.calls import are_keys, as_words
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
-from jax_bridge.specs import storage_sharding
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
-from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Profile, Rules, Sharding, XshardError
 from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
@@ -65,8 +63,8 @@ def transfer(
     P(None, 'tp')
     """
     rules = Rules(rules) if isinstance(rules, Mapping) else rules
-    leaves = array_leaves(rules if names is None else "...", tree)
-    to_move = [leaf for leaf in leaves if is_array(leaf.x)]
+    leaves = trees.array_leaves(rules if names is None else "...", tree)
+    to_move = [leaf for leaf in leaves if trees.is_array(leaf.x)]
     if not to_move:
         return tree
     src_mesh, devices = _mesh_and_devices(to_move, dst_mesh)
@@ -86,7 +84,7 @@ def transfer(
     for array in plan.arrays:
         with located(place_of(array.name)):
             check_even(array.sharding, str(array.sharding.layout))
-            targets[array.name] = storage_sharding(array.sharding.layout, dst_mesh)
+            targets[array.name] = specs.storage_sharding(array.sharding.layout, dst_mesh)
     if dry_run:
         return plan
     first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
@@ -109,7 +107,7 @@ def transfer(
             report(sum(array.traffic.total() for array in bucket))
     if names is not None:
         return results
-    values = [results[leaf.name] if is_array(leaf.x) else leaf.x for leaf in leaves]
+    values = [results[leaf.name] if trees.is_array(leaf.x) else leaf.x for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
@@ -163,10 +161,10 @@ def _source(leaf: Leaf, has_rule: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) ->
         if ARROW in expression.text:
             src = expression.src.resolved(ndim)
             check_axes(src, src_axes, expression.text)
-            if not are_the_same(x.sharding, storage_sharding(src, src_mesh), ndim):
+            if not are_the_same(x.sharding, specs.storage_sharding(src, src_mesh), ndim):
                 reason = f"the array is not sharded as '{src}'"
                 raise ShapeError(reason, text=expression.text, hint=f"it has {x.sharding}")
             check_order(x, Sharding(src, src_axes, x.shape), expression.text)
         rule = Sides(src, expression.dst, expression.text)
-        x, rule, as_leaf = as_words(x, rule) if are_keys(x) else (x, rule, lambda y: y)
+        x, rule, as_leaf = calls.as_words(x, rule) if calls.are_keys(x) else (x, rule, lambda y: y)
         return _SourceArray(x, rule if has_rule else src, leaf.x, as_leaf)

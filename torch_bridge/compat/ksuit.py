@@ -18,8 +18,7 @@ from torch import Tensor
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
 from torch_bridge.ops import Grad, all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
-from xshard import compat
-from xshard.ops import dims, gradient_tag
+from xshard import compat, ops
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
@@ -161,8 +160,8 @@ def _gathered(
         sizes = redistribute(torch.tensor([rows]), f"r/{AXIS} -> r", mesh).tolist()
     if sizes is None or len(set(sizes)) == 1:
         return all_gather(sent, dim, AXIS, mesh, grad=grad, shape=shape).to(block.device)
-    cut = dims(sent.shape, {dim: f"sizes({AXIS},{','.join(map(str, sizes))})"})
-    text = f"{cut} -> {dims(sent.shape)}{gradient_tag(AXIS, grad)}"
+    cut = ops.dims(sent.shape, {dim: f"sizes({AXIS},{','.join(map(str, sizes))})"})
+    text = f"{cut} -> {ops.dims(sent.shape)}{ops.gradient_tag(AXIS, grad)}"
     return redistribute(sent, text, mesh, shape=shape).to(block.device)
 
 

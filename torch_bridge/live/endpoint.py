@@ -16,18 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from torch_bridge.mesh.failures import within
+from torch_bridge.mesh import failures, process_mesh
 from torch_bridge.mesh.process_groups import group_of_programs
-from torch_bridge.mesh.process_mesh import check_world
 from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
 from torch_bridge.state.leaves import all_or_none
 from torch_bridge.state.transfer import execute
 from xshard import Mesh, XshardError
 from xshard.cost.machine import profile_of
 from xshard.errors import MeshError
-from xshard.state import Names, TreePlan
+from xshard.state import Names, TreePlan, transfer
 from xshard.state.progress import Progress
-from xshard.state.transfer import BUCKET
 
 PAUSE_S = 0.02  # between two looks at the store or at a thread
 BEAT_S = 0.5  # between two counts
@@ -123,7 +121,7 @@ class Endpoint:
     src_mesh: Mesh
     dst_mesh: Mesh
     names: Names | None = None
-    bucket_bytes: int | str | None = BUCKET
+    bucket_bytes: int | str | None = transfer.BUCKET
     timeout_s: float = 60.0
     silent_s: float = 5.0
     name: str = "weights"
@@ -134,7 +132,7 @@ class Endpoint:
     _sessions: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_world()
+        process_mesh.check_world()
         mesh = self.src_mesh if self.is_trainer else self.dst_mesh
         if mesh.n_devices != (n := dist.get_world_size()):
             hint = "src_mesh has all processes of the trainer, dst_mesh all of the server"
@@ -152,7 +150,7 @@ class Endpoint:
     def store_call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises LostVersionError if it does not answer in time."""
         try:
-            return within(timedelta(seconds=self.silent_s), getattr(self.store, method), *args)
+            return failures.within(timedelta(seconds=self.silent_s), getattr(self.store, method), *args)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
             raise LostVersionError(f"the store of both programs does not answer: {error}") from error
 

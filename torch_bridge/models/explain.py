@@ -12,8 +12,7 @@ from torch import nn
 
 from torch_bridge.mesh.machine import machine
 from torch_bridge.models.parallel import parallel_of
-from xshard import load_profile, planner
-from xshard.dtypes import name_of
+from xshard import dtypes, load_profile, planner
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
 from xshard.models import ActivationRule, rule_of, written
@@ -75,7 +74,7 @@ def _received(
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = load_profile(profile).along(named, axes)
-    plan = planner.plan(rule[:2], mesh, tuple(shape), name_of(dtype), profile=links)
+    plan = planner.plan(rule[:2], mesh, tuple(shape), dtypes.name_of(dtype), profile=links)
     return plan.bytes_received, plan.backward.bytes_received if gradient else 0
 
 

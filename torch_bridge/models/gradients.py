@@ -19,8 +19,7 @@ from torch import Tensor
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
-from xshard import XshardError
-from xshard.trees import groups
+from xshard import XshardError, trees
 
 
 @dataclass(eq=False)
@@ -141,7 +140,7 @@ class Gradients:
             self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, gradient)))
         last_first = self._all[::-1]
         keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
-        members = groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
+        members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
         self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
         self._pass = None

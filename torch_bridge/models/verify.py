@@ -18,10 +18,8 @@ from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, described, pa
 from torch_bridge.models.parallelize import check_apart
 from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Sharding, XshardError
-from xshard.dtypes import name_of
+from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, located
-from xshard.tolerances import rounding
 
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
@@ -258,7 +256,7 @@ def _compare(
     """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
     context, most = parallel.context, largest_of(wanted)
     if tol is None:
-        tol = rounding(name_of(x.dtype) for x in blocks)
+        tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
     numbers = [i for i, differ in enumerate(differing(wanted, blocks, tol, context)) if differ]
     if not numbers:
         return

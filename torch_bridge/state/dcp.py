@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint import filesystem, metadata, utils
 
-from xshard import XshardError
-from xshard.dtypes import carrier, itemsize, name_of
+from xshard import XshardError, dtypes
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.folder import Mapped, map_file
 from xshard.state.files.header import FileError
@@ -83,7 +81,7 @@ class _Item:
     def load(self, device: str) -> Any:
         """The tensor or value; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
-            view: Any = _create_file_view(file, self.offset, self.length)
+            view: Any = utils._create_file_view(file, self.offset, self.length)
             return torch.load(view, map_location=device, weights_only=True)
 
 
@@ -110,7 +108,7 @@ class _Part:
         shape, item = tuple(rows.stop - rows.start for rows in self.box), self.item
         with _malformed(item.file):
             tensor = item.load("meta")
-            stored = tuple(tensor.shape), name_of(tensor.dtype)
+            stored = tuple(tensor.shape), dtypes.name_of(tensor.dtype)
             if stored != (shape, self.dtype):
                 raise FileError(f"{stored} at byte {item.offset}, but {shape, self.dtype} in the metadata")
             if tensor.is_conj() or tensor.is_neg():
@@ -121,7 +119,7 @@ class _Part:
             if math.prod(shape) and last + tensor.itemsize > item.length:
                 raise FileError(f"the tensor at byte {item.offset} has more than {item.length} bytes")
             file, memory = map_file(item.file)
-            whole = np.ndarray(shape, carrier(self.dtype), memory, item.offset + start, strides)
+            whole = np.ndarray(shape, dtypes.carrier(self.dtype), memory, item.offset + start, strides)
             return Mapped(shape, self.dtype, whole, file, item.offset + start, item.file.name)
 
 
@@ -164,7 +162,7 @@ def _item(folder: Path, info: Any) -> _Item:
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     """A tensor of the metadata; its parts have each element once."""
-    dtype, shape = name_of(record.properties.dtype), tuple(record.size)
+    dtype, shape = dtypes.name_of(record.properties.dtype), tuple(record.size)
     chunks = np.array([(part.offsets, part.sizes) for part in record.chunks], np.int64)
     starts, sizes = chunks.reshape(len(record.chunks), 2, len(shape)).transpose(1, 0, 2)
     stops, some = starts + sizes, (sizes > 0).all(-1)
@@ -178,7 +176,7 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
     ]
     for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
-        if size * itemsize(dtype) > part.item.length:
+        if size * dtypes.itemsize(dtype) > part.item.length:
             raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")
     return _Tensor(shape, dtype, tuple(parts))
 

@@ -16,13 +16,12 @@ from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.state.leaves import local_array, rank, tensors_and_constants
-from xshard import Mesh, Profile, Rules
+from xshard import Mesh, Profile, Rules, trees
 from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import sides_or_one
 from xshard.state import Names, TreePlan, plan_transfer
-from xshard.trees import leaf_name, place_of
 
 LEAF, PROFILE = "leaf ", "profile"
 Facts = Mapping[str, str]
@@ -54,7 +53,7 @@ def described(
     structure = json.dumps([pytree.treespec_dumps(pytree.tree_structure(tree)), constants])
     facts = {"mesh": json.dumps([str(axes), ranks]), "tree": structure}
     for name, x in tensors.items():
-        with located(place_of(name)):
+        with located(trees.place_of(name)):
             rule = sides_or_one(rule_of[name]) if name in rule_of else None
             local = local_array(name, x, rule, mesh, ranks, (shapes or {}).get(name))
             sharding = local.sharding
@@ -136,5 +135,5 @@ def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Na
     spec, values = json.loads(facts["tree"])
     template = pytree.treespec_loads(spec)
     empty = pytree.tree_unflatten(range(template.num_leaves), template)
-    names_only = {leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]}
+    names_only = {trees.leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]}
     return pytree.tree_unflatten((names_only | values | received).values(), template)

@@ -19,9 +19,8 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from xshard import Profile, Rules, XshardError, dtypes, load_profile
+from xshard import Profile, Rules, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
-from xshard.errors import located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
 from xshard.state.files import verify as compare_checksums
@@ -74,7 +73,7 @@ def save(
         arrays.update(local)
         sources = {}
         for name, array in arrays.items():
-            with located(place_of(name)):
+            with errors.located(place_of(name)):
                 if array.is_meta:
                     raise XshardError("it is on the meta device", hint="save after the model has values")
                 sources[name] = Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
@@ -143,7 +142,7 @@ def load(
                     hint = "xt.parallelize or model.to_empty(device=...) first"
                     raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
                 if stored_name is not None:
-                    with located(stored_name):
+                    with errors.located(stored_name):
                         filled = cast(stored[stored_name], dtypes.name_of(array.dtype))
                         loads[stored_name] = load_of(opened[0], filled, array.sharding, plan_for), array
             if not isinstance(like, nn.Module):

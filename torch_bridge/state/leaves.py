@@ -28,12 +28,10 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
-from xshard import Layout, Mesh, Rules, Sharding, XshardError
+from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
 from xshard.arguments import lengths_of, shown
-from xshard.errors import located
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
-from xshard.trees import leaf_name, named_once, place_of
 
 
 def rank() -> int:
@@ -126,7 +124,7 @@ def local_arrays(
     layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")
     ranks, arrays = processes_of(mesh), {}
     for name, x in tensors.items():
-        with located(place_of(name)):
+        with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
             here = mesh or axes_of(None), ranks
             arrays[name] = local_array(name, x, rule, *here, (shapes or {}).get(name))
@@ -135,12 +133,12 @@ def local_arrays(
 
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     """The leaves of a tree by name."""
-    leaves = named_once((leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
+    leaves = trees.named_once((trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
     for name, x in leaves.items():
         if not isinstance(x, Tensor | Constant):
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
             hint = "model.state_dict() is a tree" if isinstance(x, nn.Module) else hint
-            raise XshardError(f"{place_of(name) or 'the tree'} is {shown(x)}", hint=hint)
+            raise XshardError(f"{trees.place_of(name) or 'the tree'} is {shown(x)}", hint=hint)
     tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
     return tensors, {name: x for name, x in leaves.items() if name not in tensors}
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
-from xshard.layout.layout import parse_expression
-from xshard.layout.runs import n_rows
+from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, nearest, spellings, stars_in
 from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
@@ -166,7 +165,7 @@ class Names:
             raise XshardError("; ".join(reasons), hint="\n  ".join(filter(None, hints)))
         for name, array in targets.items():
             if len(array.pieces) > 1:
-                lengths = tuple(n_rows(piece.dst.rows) for piece in array.pieces)
+                lengths = tuple(runs.n_rows(piece.dst.rows) for piece in array.pieces)
                 same = self._joined.setdefault((name, array.shape), lengths) == lengths
                 self._joined[name, array.shape] = lengths if same else ()
         return targets
@@ -238,7 +237,7 @@ def _check_patterns(relation: Relation) -> None:
 def _permutation(order: str | None) -> tuple[int, ...] | None:
     if order is None:
         return None
-    src, dst = parse_expression(order)
+    src, dst = layout.parse_expression(order)
     if src.axes or dst.axes:
         raise XshardError(
             f"'{shown(order)}' has mesh axes", hint="an order of dims alone, as in 'o i -> i o'"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xshard.arguments import lengths_of, limit_of
+from xshard import arguments, trees
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
@@ -23,7 +23,6 @@ from xshard.state.names import SAME, Names
 from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
 from xshard.steps.base import REDUCERS
-from xshard.trees import groups, place_of
 
 BUCKET = "256MiB"
 Dtypes = Mapping[str, str]  # by name
@@ -59,23 +58,23 @@ def plan_transfer(
     >>> plan.bytes_received == plan.bytes_lower_bound, plan.messages, len(plan.buckets)
     (True, 6, 1)
     """
-    global_shapes = {name: lengths_of(shape) for name, shape in shapes.items()}
+    global_shapes = {name: arguments.lengths_of(shape) for name, shape in shapes.items()}
     kinds = dtypes or dict.fromkeys(shapes, "float32")
     senders = tuple(device_numbers("source", src_mesh, src_devices))
     devices = senders, tuple(device_numbers("destination", dst_mesh, dst_devices))
     src_layouts, dst_layouts, targets = _layouts(rules, names, global_shapes, kinds, (src_mesh, dst_mesh))
     sources, machine, arrays = {}, load_profile(profile), []
     for name, shape in global_shapes.items():
-        with located(place_of(name)):
+        with located(trees.place_of(name)):
             sources[name] = SourceArray(Sharding(src_layouts[name], src_mesh, shape), kinds[name])
     for name, target in targets.items():
-        with located(place_of(name)):
+        with located(trees.place_of(name)):
             sharding = Sharding(dst_layouts[name], dst_mesh, target.shape)
             moves = tuple(_move(p, sources, sharding, target.dtype, devices, machine) for p in target.pieces)
         arrays.append(ArrayPlan(name, sharding, target.dtype, moves))
     arrays = _balanced(arrays)
-    limit = limit_of(bucket_bytes, "bucket_bytes")
-    buckets = groups([array.bytes_by_device(sent=True) for array in arrays], limit)
+    limit = arguments.limit_of(bucket_bytes, "bucket_bytes")
+    buckets = trees.groups([array.bytes_by_device(sent=True) for array in arrays], limit)
     together = tuple(tuple(arrays[i] for i in bucket) for bucket in buckets)
     return TreePlan(src_mesh, dst_mesh, *devices, sources, together, machine)
 
@@ -96,7 +95,7 @@ def _layouts(
         raise NotationError("with names=, the two sides of an arrow are about different arrays", hint=hint)
     src, dst, targets = {}, {}, {}
     for name, rule in Rules(rules).match(list(shapes)).items():
-        with located(place_of(name)):
+        with located(trees.place_of(name)):
             *sides, text = sides_or_one(rule)
             for layout, mesh in zip(sides, meshes, strict=True):
                 check_axes(layout, mesh, text)

@@ -13,8 +13,7 @@ from xshard.cost.bounds import lacking_elements
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes
-from xshard.layout import Mesh, Sharding
-from xshard.layout.partition import all_owned_rows
+from xshard.layout import Mesh, Sharding, partition
 from xshard.layout.runs import Run, Runs, common_segments, merge_adjacent, n_rows
 from xshard.notation.parser import INTERVALS, Dim, Shard
 from xshard.plans.plan import Plan
@@ -71,7 +70,7 @@ def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length
         if any(shard.order in ("sizes", INTERVALS) for shard in shards) or not axes:
             continue
         plain = Dim(dim.name, shards)
-        if tuple(map(merge_adjacent, all_owned_rows(plain, length, sizes))) == held:
+        if tuple(map(merge_adjacent, partition.all_owned_rows(plain, length, sizes))) == held:
             return plain
     bounds = ([(run.start, run.start + run.length) for run in runs] for runs in held)
     numbers = tuple(tuple(itertools.chain(*pairs)) for pairs in bounds)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard import dtypes
-from xshard.arguments import shown
+from xshard import arguments, dtypes
 from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.state.files.checkpoint import Box, Checkpoint
@@ -149,7 +148,7 @@ def read_index(path: Path) -> dict[str, Any]:
         raise FileError(f"{path.name}: weight_map must map texts to texts", hint="arrays to their files")
     for name, file in files.items():
         if os.path.basename(file) != file or set("\\\0") & set(file) or not file.endswith(".safetensors"):
-            reason = f"{path.name}: {name}: {shown(file)} is not a safetensors file of this folder"
+            reason = f"{path.name}: {name}: {arguments.shown(file)} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
         raise FileError(f"{path.name}: metadata is not an object")

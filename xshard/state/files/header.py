@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xshard import dtypes
-from xshard.arguments import shown
+from xshard import arguments, dtypes
 from xshard.errors import DtypeError, XshardError
 
 LONGEST_BYTES = 100_000_000  # of a header, as of other readers
@@ -114,7 +113,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise FileError(f"the header has {shown(twice)} twice")
+        raise FileError(f"the header has {arguments.shown(twice)} twice")
     return items
 
 
@@ -144,9 +143,9 @@ def _entry(entry: Any, data: int, size: int) -> tuple[int, int, Entry]:
         raise FileError("an array has dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _LONG:
-        raise FileError(f"unknown dtype {shown(dtype)}")
+        raise FileError(f"unknown dtype {arguments.shown(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise FileError(f"shape {shown(shape)} at {shown(offsets)}")
+        raise FileError(f"shape {arguments.shown(shape)} at {arguments.shown(offsets)}")
     start, stop = offsets
     n = dtypes.n_bytes(shape, _LONG[dtype])
     if stop - start != n or data + stop > size:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard import dtypes
-from xshard.arguments import limit_of
+from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
 from xshard.state.files.checkpoint import Box, BoxPair, box_pairs, check_whole
@@ -35,7 +34,6 @@ from xshard.state.files.folder import INDEX, KEY, OURS, checksum, read_index
 from xshard.state.files.header import FileError, write_header
 from xshard.state.names import SAME, Names, names_to_json
 from xshard.state.relations import PartMapping, TargetArray
-from xshard.trees import groups
 
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
 Report = Callable[[int], object]  # called with the bytes of each box
@@ -111,7 +109,7 @@ def plan_save(
     mesh = min(meshes) if len(meshes) == 1 else None
     common = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
     sizes = {name: dtypes.n_bytes(array.shape, array.dtype) for name, array in arrays.items()}
-    in_files = groups(list(sizes.values()), limit_of(shard_bytes, "shard_bytes")) or [[]]
+    in_files = trees.groups(list(sizes.values()), arguments.limit_of(shard_bytes, "shard_bytes")) or [[]]
     files: list[ShardFile] = []
     for i, numbers in enumerate(in_files, 1):
         group = [list(sizes)[n] for n in numbers]
