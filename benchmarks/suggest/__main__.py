@@ -26,7 +26,8 @@ from xshard.step.hand import HAND, allowed
 from xshard.step.moves import MovePrices
 from xshard.step.problem import StepProblem
 from xshard.step.search import StepSearch
-from xshard.step.suggest import HEADROOM, add_by_hand, trainings
+from xshard.step.suggest import HEADROOM, trainings
+from xshard.step.suggestion import StepPlan
 
 GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
 CASES = [
@@ -47,17 +48,16 @@ def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
 
 def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | None:
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
-    found: dict[str, Any] = {}
-    step, limit = step.with_shares, GB72 * (1 - HEADROOM)
+    plans, step = list[StepPlan](), step.with_shares
     for training in trainings(step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap):
         problem = StepProblem(step, training)
         flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
         if model.startswith("8B"):
             node = problem.number["model.layers.*.self_attn.o_proj"]
             flags[node] = allowed(problem, HAND["context parallel, ZeRO-3"])[node]
-        add_by_hand(found, "AutoParallel", StepSearch(problem, limit), flags)
-    best = found["AutoParallel"]
-    return best.seconds if best.bytes <= limit else None
+        search = StepSearch(problem, GB72 * (1 - HEADROOM))
+        plans += [StepPlan(search, vector) for vector in search.within(flags)]
+    return min((plan.seconds() for plan in plans if plan.fits), default=None)
 
 
 def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggestion, dict[str, Any]]:
@@ -68,11 +68,12 @@ def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggesti
     found = suggest(step, mesh, memory=GB72, overlap=overlap)
     took = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
-    fitting = {name: hand.seconds for name, hand in found.by_hand.items() if hand.bytes <= hand.search.limit}
+    fitting = {name: plan.seconds() for name, plan in found.by_hand.items() if plan.fits}
+    n_rules = len(found.parameters) + len(found.inputs) + len(found.outputs)
     row = {
         "model": model, "batch": batch, "sequence": sequence, "overlap": overlap, "seconds": found.seconds,
         "gap": found.gap, "micro_batches": found.micro_batches, "recompute": found.recompute,
-        "bytes": sum(found.memory.values()), "by_hand": fitting, "rules": sum(map(len, found.rules[:3])),
+        "bytes": sum(found.memory.values()), "by_hand": fitting, "rules": n_rules,
         "planning_s": took, "planning_bytes": held * 1024,
     }  # fmt: skip
     if "B" in model:

@@ -9,6 +9,8 @@ import pytest
 
 from xshard import Mesh, Op, TrainingStep, suggest
 from xshard.errors import PlanError, XshardError
+from xshard.step.rules import simplified, written
+from xshard.step.search import StepSearch
 
 MESH = Mesh(dp=4, tp=2)
 ONE = {"profile": "h100:2", "micro_batches": 1, "recompute": False}
@@ -62,10 +64,21 @@ def test_rules_cost_what_the_suggestion_costs(found):
 
 
 def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
-    fitting = [hand.seconds for hand in found.by_hand.values() if hand.bytes <= hand.search.limit]
+    fitting = [plan.seconds() for plan in found.by_hand.values() if plan.fits]
     assert fitting and found.seconds <= min(fitting)
-    assert 0 <= found.gap <= 0.005
+    assert 0 <= found.gap <= 0.01
     assert sum(found.memory.values()) <= 0.93 * 2**34
+
+
+def test_fewer_rules_within_what_they_may_cost(found):
+    assert found.seconds <= 1.005 * found.search.seconds
+    problem, node = found.search.problem, found.search.problem.number["layers.*.gate.weight"]
+    odd = list(found.assignment)
+    odd[node] = next(i for i in range(len(problem.nodes[node].ways)) if i != odd[node])
+    search = StepSearch(problem, math.inf, best=odd)
+    few, more = (written(problem, each)[:3] for each in (simplified(search, math.inf), odd))
+    assert sum(map(len, few)) < sum(map(len, more))
+    assert simplified(search, 0.0) == odd
 
 
 def test_rules_of_the_user_s_own(found):
@@ -84,7 +97,10 @@ def test_rules_of_the_user_s_own(found):
 
 def test_what_is_fixed_stays(found):
     fixed = {"layers.*.up.weight": "f c/tp", "tokens": "b/dp s"}
-    other = suggest(a_model(), MESH, memory="16GiB", fixed=fixed, **ONE)
+    calls = []
+    how = {**ONE, "progress": lambda *numbers: calls.append(numbers)}
+    other = suggest(a_model(), MESH, memory="16GiB", fixed=fixed, **how)
+    assert calls == [(0, 1), (1, 1)]
     assert other.parameters.find("layers.*.up.weight").split(" ->")[0] in ("o i/tp", "o i/dp/tp", "o/dp i/tp")
     assert "b/dp" in other.inputs[""]
     assert other.seconds >= found.bound

@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 
 from xshard.step.moves import MovePrices, dual
-from xshard.step.options import Flags, Floats, Indices, Ways
+from xshard.step.options import Flags, Floats, Indices, Ways, without_copies
 
 Term = Floats | float
 
@@ -47,7 +47,8 @@ class Edge:
         self._shares = np.array([[every + f, every + b] for f, b, _ in terms.values()])[..., 0]
         self.tables = np.einsum("pwi, wij -> pij", self._shares, self._seconds)
         self.tables += [np.broadcast_to(more, self._planned.shape) for *_, more in terms.values()]
-        self.banned = (src[:, None] != dst).any(-1) & (not self.place)
+        plain = dst if self.is_linear else without_copies(dst)
+        self.banned = (src[:, None] != plain).any(-1) & (not self.place)
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""

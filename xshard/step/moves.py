@@ -15,7 +15,7 @@ from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.options import Floats, Ways, product
+from xshard.step.options import Floats, Ways, product, without_copies
 
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
@@ -37,7 +37,7 @@ class MovePrices:
 
     def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
         """Seconds of a move of an array of global lengths, by the planner."""
-        pairs = [tuple(REPLICAS if way == COPY else int(way) for way in ways) for ways in (src, dst)]
+        pairs = [tuple(map(int, without_copies(list(ways)))) for ways in (src, dst)]
         endpoints = list(zip(*pairs, strict=True))
         if pairs[0] == pairs[1]:
             return 0.0
@@ -91,7 +91,7 @@ class MovePrices:
         from other nodes, through the links of all devices of its node.
         """
         axes, parts, links = zip(*self._levels, strict=True)
-        src, dst = (np.where(ways == COPY, REPLICAS, ways)[:, axes] for ways in (src, dst))
+        src, dst = (without_copies(ways)[:, axes] for ways in (src, dst))
         sizes, near = np.array(parts, dtype=float), self._fastest
         far = np.array([link != near for link in links])
         received, across = _received(src, dst, sizes), np.zeros((len(src), len(dst)))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import parts_of
-from xshard.step.op import Op
+from xshard.step.op import COPY, REPLICAS, Op
 
 Ways = NDArray[np.int64]  # [layouts, axes]
 Indices = NDArray[np.int64]
@@ -62,3 +62,8 @@ def distinct(ways: Ways) -> tuple[Ways, Indices]:
     """The distinct layouts, and the number of the one that each option has."""
     rows, index = np.unique(ways, axis=0, return_inverse=True)
     return rows, index.reshape(-1)
+
+
+def without_copies(ways: ArrayLike) -> Ways:
+    """The layouts of arrays that need no gradient here."""
+    return np.where(np.equal(ways, COPY), REPLICAS, ways)

@@ -22,8 +22,8 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.step.cost import Cost
 from xshard.step.edge import Edge, Term
 from xshard.step.moves import MovePrices
-from xshard.step.op import COPY, REPLICAS, Op
-from xshard.step.options import Floats, Indices, distinct, options_of, product
+from xshard.step.op import Op
+from xshard.step.options import Floats, Indices, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
@@ -202,7 +202,7 @@ class StepProblem:
         node, (used, _) = self.nodes[self.number[name]], distinct(self.nodes[self.number[op.name]].ways[:, k])
         assert node.kept is not None
         each = (node.kept == EACH)[:, None]
-        gathered = each & (node.ways != np.where(used == COPY, REPLICAS, used)).any(-1)
+        gathered = each & (node.ways != without_copies(used)).any(-1)
         elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
         first = np.where(each, 0, op.times * (self.step.consumers(name)[0] is op) * elements)
         copies = 3 if op.times > 1 else 2  # the next layer's is gathered meanwhile; one is for the gradient
@@ -252,6 +252,12 @@ class StepProblem:
         total[banned] = np.inf
         return total
 
+    def planned(self, assignment: Sequence[int]) -> Floats:
+        """The parts of the cost of an assignment with all its moves planned."""
+        self.plan(assignment)
+        vector: Floats = self.vectors(assignment)[0]
+        return vector
+
     def plan(self, assignment: Sequence[int]) -> float:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
@@ -265,3 +271,15 @@ class StepProblem:
         times = self.training.micro_batches * np.repeat(self.blocks, 2).astype(float)
         held = of_blocks[:, HELD] + self.unit[list(MEMORY.values())].sum(0)
         return Cost(self.unit[OPTIMIZER], times, maxima, held / limit)
+
+    def memory(self, vector: Floats) -> dict[str, int]:
+        """Bytes that a device holds at most, by kind."""
+        held = vector[HELD : len(self.blocks) * len(PARTS) : len(PARTS)].max()
+        return {**{kind: int(vector[part]) for kind, part in MEMORY.items()}, "while a block runs": int(held)}
+
+    def parts_of(self, vector: Floats) -> dict[str, float]:
+        """Seconds of a step by kind."""
+        blocks = vector[: len(self.blocks) * len(PARTS)].reshape(-1, len(PARTS))
+        sums = self.training.micro_batches * np.array(self.blocks) @ blocks
+        computing, moving = sums[COMPUTED] + sums[COMPUTED_BACK], sums[MOVED] + sums[MOVED_BACK]
+        return {"computing": float(computing), "moving": float(moving), "optimizer": float(vector[OPTIMIZER])}

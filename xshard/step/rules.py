@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ from xshard.errors import NotationError, located
 from xshard.layout import Layout
 from xshard.models import rule_of
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules
+from xshard.rules import Rules, spellings, text_of
 from xshard.step.edge import Edge
-from xshard.step.op import COPY, REPLICAS, layout_of, ways_of
-from xshard.step.options import Flags, Indices
+from xshard.step.op import layout_of, ways_of
+from xshard.step.options import Flags, Indices, without_copies
 from xshard.step.problem import EACH, KEPT, StepProblem
+from xshard.step.search import StepSearch
 
 Texts = dict[str, str]
 
@@ -35,9 +37,13 @@ class StepRules(NamedTuple):
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
     step, nodes = problem.step, problem.nodes
-    roots, parameters, inputs, outputs, once, around = Texts(), Texts(), Texts(), Texts(), Texts(), Texts()
-    for edge in problem.edges:
-        source, src, dst = nodes[edge.nodes[0]], *ends_of(problem, edge, assignment)
+    arriving, varying = (
+        dict[str, Layout](),
+        {"": set[str]()},
+    )  # axes along which activations differ, by module
+    parameters, inputs, outputs, once, roots = Texts(), Texts(), Texts(), Texts(), Texts()
+    for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
+        source, (src, dst) = nodes[edge.nodes[0]], ends_of(problem, edge, assignment)
         if source.kept is not None:
             used = Layout(dst.dims)
             parameters.setdefault(source.name, _text(src, used))
@@ -45,31 +51,53 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 once[source.name] = ""
             continue
         if source.name in step.inputs:
-            roots.setdefault(source.name, _text(Layout.parse(" ".join(src.names)), src))
+            src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
+            roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
+            varying[""].update(src.axes)
         if edge.enters and edge.place not in inputs:
-            enclosing = [varying for name, varying in around.items() if edge.place.startswith(f"{name}.")]
-            varying = " ".join(sorted(dst.axes))
-            if src != dst or varying != (enclosing or [""])[-1]:
-                inputs[edge.place], around[edge.place] = _text(src, dst), varying
+            around = [
+                differ for name, differ in varying.items() if edge.place.startswith(name and f"{name}.")
+            ]
+            if src != dst or set(dst.axes) != around[-1]:
+                inputs[edge.place], varying[edge.place] = _text(src, dst), set(dst.axes)
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)
     # The first of repeated blocks needs no rule where the rule of all is the same.
     of_all = {name.replace("*", "0"): text for name, text in inputs.items() if "*" in name}
     inputs = {name: text for name, text in inputs.items() if text != of_all.get(name)}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
-    arriving = Rules({**root, **_merged(inputs)})
-    return StepRules(Rules(_merged(parameters)), arriving, Rules(_merged(outputs)), "|".join(_merged(once)))
+    entering = Rules({**root, **_merged(inputs)})
+    return StepRules(Rules(_merged(parameters)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """The layouts at both ends of a move."""
-    names, chosen = (
-        problem.names(problem.nodes[edge.nodes[0]].name),
-        (assignment[node] for node in edge.nodes),
-    )
-    sides = zip(edge.layouts, edge.indices, chosen, strict=True)
-    src, dst = (layout_of(layouts[index[i]], names, problem.mesh.axes) for layouts, index, i in sides)
+    names = problem.names(problem.nodes[edge.nodes[0]].name)
+    chosen = zip(edge.layouts, edge.indices, (assignment[node] for node in edge.nodes), strict=True)
+    src, dst = (layout_of(layouts[index[i]], names, problem.mesh.axes) for layouts, index, i in chosen)
     return src, dst
+
+
+def simplified(search: StepSearch, most: float) -> list[int]:
+    """The best assignment after changes at one node each for fewer rules, while it takes `most` seconds."""
+    problem, here = search.problem, list(search.best or ())
+    least, node, unchanged = _variety(problem, here), 0, 0
+    while unchanged < len(here):
+        ranks = search.cost.rank(problem.vectors(here, node))
+        for option in sorted(search.options[node], key=lambda option: float(ranks[option])):
+            there = [*here[:node], int(option), *here[node + 1 :]]
+            if ranks[option] > most or search.cost.rank(problem.planned(there)) > most:
+                break
+            if (variety := _variety(problem, there)) < least - 1e-9:
+                here, least, unchanged = there, variety, 0
+        node, unchanged = (node + 1) % len(here), unchanged + 1
+    return here
+
+
+def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
+    """Less for fewer rules, and for rules of many names beside rules of few."""
+    patterns = [text_of(pattern) for rules in written(problem, assignment)[:3] for pattern in rules]
+    return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)
 
 
 def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
@@ -84,16 +112,18 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
             stored, used, _ = _resolved(parameters[source.name], problem, source.name)
             mode = EACH if stored != used and once.find(source.name) is None else KEPT
             allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
-            allowed[b] &= (np.where(dst == COPY, REPLICAS, dst) == used).all(-1)[edge.indices[1]]
+            allowed[b] &= (without_copies(dst) == used).all(-1)[edge.indices[1]]
             continue
         arriving = root if isinstance(root, str) else (root or {}).get(source.name)
+        plain = without_copies if source.name in step.inputs else np.asarray  # they need no gradient
         if source.name in step.inputs and arriving is not None:
-            allowed[a] &= (source.ways[:, -1] == _resolved(arriving, problem, source.name)[1]).all(-1)
+            arrived = plain(_resolved(arriving, problem, source.name)[1])
+            allowed[a] &= (source.ways[:, -1] == arrived).all(-1)
         stated = (rules.inputs if edge.enters else rules.outputs).find(edge.place) if edge.place else None
-        same = src[:, None] == dst  # axes that a rule does not name
+        same = src[:, None] == plain(dst)  # axes that a rule does not name
         if stated is not None:
             start, end, named = _resolved(stated, problem, source.name, edge.place)
-            same = np.where(named, (src == start)[:, None] & (dst == end), same)
+            same = np.where(named, (src == plain(start))[:, None] & (plain(dst) == plain(end)), same)
         edge.banned = edge.banned | ~same.all(-1)
     return [np.nonzero(flags)[0] for flags in allowed]
 

@@ -16,7 +16,7 @@ import numpy as np
 from xshard.step.cost import Cost, Pairs, solve_program
 from xshard.step.eliminate import minimum
 from xshard.step.messages import bounds_with
-from xshard.step.options import Floats, Indices
+from xshard.step.options import Flags, Floats, Indices
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
@@ -40,11 +40,11 @@ class StepSearch:
     seconds: float = np.inf
     best: list[int] | None = None
     vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
-    _proof: tuple[Floats, float] | None = None
+    proof: tuple[Floats, float] | None = None
 
     def __post_init__(self) -> None:
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
-        self.given = list(self.left)
+        self.options = list(self.left)
 
     @cached_property
     def cost(self) -> Cost:
@@ -67,6 +67,16 @@ class StepSearch:
         cost = self.cost
         self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
 
+    def within(self, flags: Sequence[Flags]) -> list[Floats]:
+        """The vector of the assignment to start with among some of the options, if there is one."""
+        left = [options[allowed[options]] for options, allowed in zip(self.left, flags, strict=True)]
+        search = StepSearch(self.problem, self.limit, left)
+        if all(map(len, left)):
+            search.start()
+        for assignment in search.vectors:
+            self.offer(assignment)
+        return list(search.vectors.values())
+
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
         if not self.vectors:
@@ -79,7 +89,7 @@ class StepSearch:
             while late > CLOSE * value:
                 least, assignment = self.least(weights)
                 if least - spared > self.bound:
-                    self.bound, self._proof = least - spared, (weights, spared)
+                    self.bound, self.proof = least - spared, (weights, spared)
                 if self.bound >= cutoff:
                     return
                 late = self.offer(assignment)
@@ -98,7 +108,7 @@ class StepSearch:
         ]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
-            table = edge.weighed(weights, *(self.left[n] for n in edge.nodes))
+            table = edge.weighed(weights, *(self.left[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
         return unary, pairs
 
@@ -114,8 +124,8 @@ class StepSearch:
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best, by an integer program of what may be better."""
         nodes = self.problem.nodes
-        while self.best and self._proof and self.bound < (goal := self.seconds * (1 - gap)):
-            self._prune(*self._proof, goal)
+        while self.best and self.proof and self.bound < (goal := self.seconds * (1 - gap)):
+            self._prune(*self.proof, goal)
             if self.bound >= goal:
                 return
             pairs = [
