@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
 from xshard.step.fuse import fused
 from xshard.step.repeat import repeated
-from xshard.step.rules import StepRules
 from xshard.step.trace import Trace
 
 MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layouts of their results
@@ -95,15 +93,14 @@ class JaxSuggestion(Suggestion):
 
         return constrained
 
-    @cached_property
-    def rules(self) -> StepRules:
-        """The rules; a stacked parameter has a dim before the dims of one layer."""
-        rules = super().rules
+    def __post_init__(self) -> None:
+        super().__post_init__()
         texts = {
             pattern: f" {ARROW} ".join(f"... {side.strip()}" for side in text.split(ARROW))
-            for pattern, text in rules.parameters.items()
+            for pattern, text in self.parameters.items()
         }
-        return rules._replace(parameters=Rules(texts)) if self.tracer.stacked else rules
+        if self.tracer.stacked:  # a stacked parameter has a dim before the dims of one layer
+            object.__setattr__(self, "parameters", Rules(texts))
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""
@@ -115,7 +112,7 @@ class JaxSuggestion(Suggestion):
         """An array with the layout in which it is used, if XLA has to be told."""
         name = self._name(name)
         start, used = self.layouts.get(name, (None, None))
-        op = self.problem.step.by_name.get(name)
+        op = self.search.problem.step.by_name.get(name)
         if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
             return x
         if op is not None and op.kind not in MAKERS and start == used:
@@ -169,5 +166,5 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
     step, names = repeated(trace.step(last or "", moves_anywhere=True))
     options.setdefault("recompute", True if tracer.recomputes else None)
     plan = suggest_step(fused(step), xshard_mesh(mesh), **options)
-    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion)}
+    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion) if field.init}
     return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)
