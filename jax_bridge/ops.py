@@ -1,8 +1,5 @@
-"""Common cases of `redistribute` under their usual names: `all_gather`, `halo_exchange`, ...
-
-They work where `redistribute` does: inside `jax.shard_map`, `jax.pmap` and, along one axis,
-`jax.vmap(axis_name=)`.
-"""
+"""Common cases of `redistribute` under their usual names: inside `jax.shard_map`, `jax.pmap` and, along one
+axis, `jax.vmap(axis_name=)`."""
 
 from __future__ import annotations
 
@@ -23,19 +20,12 @@ from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError
 from xshard.notation.parser import mark_errors
-from xshard.ops import Axes, HaloWidth, Shape, dims, gradient_tag, halo, sharded, tag
+from xshard.ops import Axes, HaloWidth, Shape, Side, gradient_tag, halo, move, sharded, tag
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "copy_to",
-    "halo_exchange",
-    "reduce_scatter",
-    "shard",
-    "trim_halo",
-    "valid_mask",
-]
+    "all_gather", "all_reduce", "all_to_all", "copy_to", "halo_exchange", "reduce_scatter", "shard",
+    "trim_halo", "valid_mask",
+]  # fmt: skip
 
 Grad = Literal["sum", "replicated"]
 
@@ -160,16 +150,10 @@ def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequ
     return valid(sharding_here(layout, shape, mesh))
 
 
-_Side = dict[int, str] | str  # the shards of some dims, or a tag
-
-
 def _moved(
-    x: jax.typing.ArrayLike, src: _Side, dst: _Side, mesh: AnyMesh | None, shape: Shape = None
+    x: jax.typing.ArrayLike, src: Side, dst: Side, mesh: AnyMesh | None, shape: Shape = None
 ) -> jax.Array:
-    sides = (
-        dims(np.shape(x)) + side if isinstance(side, str) else dims(np.shape(x), side) for side in (src, dst)
-    )
-    expression = " -> ".join(sides)
+    expression = move(np.shape(x), src, dst)
     return redistribute(as_array(x, expression), expression, mesh, shape=shape)
 
 
@@ -197,11 +181,8 @@ def positions(
         sharding = sharding_here(layout, shape, mesh)
         return mine(row_table(sharding, index), sharding.layout.dims[index].axes)
     if mesh is None:
-        raise MeshError(
-            "no axis of the layout is manual here",
-            text=str(layout),
-            hint="outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)",
-        )
+        hint = "outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)"
+        raise MeshError("no axis of the layout is manual here", text=str(layout), hint=hint)
     with mark_errors(str(layout)):
         rows = jnp.asarray(row_table(Sharding(layout, xshard_mesh(mesh), shape), index).ravel())
     if not isinstance(mesh, JaxMesh):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -10,25 +9,18 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, Shape, dims, gradient_tag, halo, sharded, tag
+from xshard.ops import Axes, HaloWidth, Shape, Side, gradient_tag, halo, move, sharded, tag
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "copy_to",
-    "halo_exchange",
-    "reduce_scatter",
-    "shard",
+    "all_gather", "all_reduce", "all_to_all", "copy_to", "halo_exchange", "reduce_scatter", "shard",
     "trim_halo",
-]
+]  # fmt: skip
 
 Grad = Literal["sum", "replicated"]
 
 
-def _dims(x: Tensor, shards: Mapping[int, str] | None = None) -> str:
-    """The dims of a block as text, some of them cut. Raises XshardError for what is no tensor."""
-    return dims(as_tensor(x).shape, shards)
+def _moved(x: Tensor, src: Side, dst: Side, mesh: MeshLike, shape: Shape = None) -> Tensor:
+    return redistribute(x, move(as_tensor(x).shape, src, dst), mesh, shape=shape)
 
 
 def all_gather(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad, shape: Shape = None) -> Tensor:
@@ -42,9 +34,7 @@ def all_gather(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad, s
     >>> xt.testing.run_ranks(2, lambda: xt.ops.all_gather(x, 0, "dp", mesh, grad="sum").tolist())[1]
     [1, 2, 1, 2]
     """
-    return redistribute(
-        x, f"{_dims(x, {dim: sharded(axis)})} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh, shape=shape
-    )
+    return _moved(x, {dim: sharded(axis)}, gradient_tag(axis, grad), mesh, shape)
 
 
 def reduce_scatter(
@@ -59,9 +49,7 @@ def reduce_scatter(
     >>> xt.testing.run_ranks(2, lambda: xt.ops.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
     [4]
     """
-    return redistribute(
-        x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x, {dim: sharded(axis)})}", mesh, shape=shape
-    )
+    return _moved(x, tag(op, axis), {dim: sharded(axis)}, mesh, shape)
 
 
 def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: Grad) -> Tensor:
@@ -75,7 +63,7 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> xt.testing.run_ranks(2, lambda: xt.ops.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
-    return redistribute(x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh)
+    return _moved(x, tag(op, axis), gradient_tag(axis, grad), mesh)
 
 
 def all_to_all(
@@ -99,7 +87,7 @@ def all_to_all(
     [[2], [2]]
     """
     before, after = {concat_dim: sharded(axis, concat_order)}, {split_dim: sharded(axis, split_order)}
-    return redistribute(x, f"{_dims(x, before)} -> {_dims(x, after)}", mesh, shape=shape)
+    return _moved(x, before, after, mesh, shape)
 
 
 def shard(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
@@ -113,7 +101,7 @@ def shard(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> xt.testing.run_ranks(2, lambda: xt.ops.shard(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(x, f"{_dims(x)}{gradient_tag(axis, grad)} -> {_dims(x, {dim: sharded(axis)})}", mesh)
+    return _moved(x, gradient_tag(axis, grad), {dim: sharded(axis)}, mesh)
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -126,7 +114,7 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> xt.testing.run_ranks(2, lambda: xt.ops.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
-    return redistribute(x, f"{_dims(x)} -> {_dims(x)}{gradient_tag(axis, 'sum')}", mesh)
+    return _moved(x, "", gradient_tag(axis, "sum"), mesh)
 
 
 def halo_exchange(
@@ -151,8 +139,7 @@ def halo_exchange(
     >>> xt.testing.run_ranks(2, lambda: xt.ops.halo_exchange(x, 1, 0, "sp", mesh, boundary="edge").tolist())
     [[1, 1, 2, 1], [2, 1, 2, 2]]
     """
-    wide = halo(axis, width, boundary)
-    return redistribute(x, f"{_dims(x, {dim: sharded(axis)})} -> {_dims(x, {dim: wide})}", mesh, shape=shape)
+    return _moved(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
 
 
 def trim_halo(
@@ -172,5 +159,4 @@ def trim_halo(
     >>> xt.testing.run_ranks(2, lambda: xt.ops.trim_halo(x, 1, 0, "sp", mesh).tolist())[1]
     [1, 2]
     """
-    wide = halo(axis, width, boundary)
-    return redistribute(x, f"{_dims(x, {dim: wide})} -> {_dims(x, {dim: sharded(axis)})}", mesh, shape=shape)
+    return _moved(x, {dim: halo(axis, width, boundary)}, {dim: sharded(axis)}, mesh, shape)

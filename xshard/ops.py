@@ -13,6 +13,7 @@ Axes = str | tuple[str, ...]
 PartWidths = int | Sequence[int]  # the same number for every part, or one per part
 HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before and after
 Shape = Sequence[int] | None  # the global shape, if blocks differ in size
+Side = Mapping[int, str] | str  # the shards of some dims, or a tag
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
@@ -24,6 +25,12 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
             raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
         names[dim] += f"/{cut}"
     return " ".join(names) or "()"
+
+
+def move(shape: Sequence[int], src: Side, dst: Side) -> str:
+    """The expression of a move of a block."""
+    sides = (dims(shape) + side if isinstance(side, str) else dims(shape, side) for side in (src, dst))
+    return " -> ".join(sides)
 
 
 def sharded(axis: Axes, order: str = "block") -> str:

@@ -8,17 +8,6 @@ from jax_bridge.nn.resample import interpolate, resize
 from jax_bridge.nn.sharded import Sharded
 
 __all__ = [
-    "Sharded",
-    "attention",
-    "avg_pool",
-    "batch_norm",
-    "conv_general_dilated",
-    "cross_entropy",
-    "group_norm",
-    "interpolate",
-    "layer_norm",
-    "max_pool",
-    "moments",
-    "reduce_window",
-    "resize",
-]
+    "Sharded", "attention", "avg_pool", "batch_norm", "conv_general_dilated", "cross_entropy", "group_norm",
+    "interpolate", "layer_norm", "max_pool", "moments", "reduce_window", "resize",
+]  # fmt: skip

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from jax_bridge.calls import as_array, redistribute
+from jax_bridge.calls import as_array
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.context import AnyMesh, machine_here
-from jax_bridge.nn.ring import DeviceAttention, ring
-from jax_bridge.nn.sharded import block_sharding
-from xshard import Layout, Profile, Sharding
-from xshard.contractions.prices import fastest_attention
+from jax_bridge.nn.ring import DeviceAttention, Implementation
+from xshard import Layout, Profile
 from xshard.errors import DtypeError
-from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, BITS, REDUCE, RING, SEQUENCE
-
-Implementation = Literal["xla", "cudnn"] | None
+from xshard.nn.attention import AUTO, BITS, dim_order
 
 
 def attention(
@@ -90,94 +83,21 @@ def attention(
     >>> [round(mean, 4) for mean in means(row).ravel().tolist()]
     [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
     """
-    layout, kv_layout = Layout.parse(layout), Layout.parse(kv_layout or layout)
-    text, names = str(layout), core.dim_order(layout, sequence, heads)
+    layout = Layout.parse(layout)
+    text, layouts = str(layout), (layout, Layout.parse(kv_layout or layout))
     q, k, v = (as_array(x, text) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
-    here, machine = machine_here(mesh, (layout, kv_layout), text, profile)
-    shardings = [block_sharding(q, layout, here, shape)]
-    lengths = core.key_lengths(shardings[0], kv_layout, heads, kv_heads, kv_length)
-    kv_shape = [lengths.get(name) for name in kv_layout.names]
-    shardings += [block_sharding(x, kv_layout, here, kv_shape) for x in (k, v)]
-    orders = names, *[core.key_order(kv_layout, names)] * 2
-    q, k, v = (
-        without_padding(x, s).transpose([*map(s.layout.names.index, order)])
-        for x, s, order in zip((q, k, v), shardings, orders, strict=True)
-    )
-    in_order = (s.in_order(order) for s, order in zip(shardings, orders, strict=True))
-    attn = core.attention(*in_order, how=how, causal=causal, window=window, offset=offset)
-    core.check_options(attn, softcap, alibi, dropout, seed, (documents, kv_documents))
-    is_plain = attn.sees_some(documents is not None) and not (softcap or dropout or return_lse)
-    attn = fastest_attention(attn, q.dtype.name, machine)
-
-    def of_whole(numbers: Array, layout: Layout, of_keys: bool) -> Array:
-        layouts, whole, order = core.document_move(attn, layout, numbers.ndim, of_keys)
-        numbers = redistribute(numbers, layouts, here, shape=whole).transpose(order)
-        return numbers.reshape(-1, numbers.shape[-1])
-
-    both = None
-    if documents is not None:
-        of_rows = of_whole(documents, layout, False)
-        both = of_rows, of_rows if kv_documents is None else of_whole(kv_documents, kv_layout, True)
-    number = seed & BITS if isinstance(seed, int) else seed
-    bits = jnp.asarray(number, jnp.uint32) if dropout else None
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    slopes = None if alibi is None else jnp.asarray(alibi)
-    blocks = DeviceAttention(attn, scale, softcap, dropout, both, slopes, bits)
-    batch = q.shape[:-3]
-    q = _flat(_moved(q, attn.q, attn.queries))
-    kv = _flat(_moved(jnp.concatenate((k, v), -1), attn.kv, attn.keys))
-    if attn.how == RING:
-        y, lse = ring(blocks, q, kv)
-    else:
-        y, lse = _attended(blocks, q, kv, is_plain and attn.how != REDUCE, implementation)
-    y, lse = (x.reshape(*batch, *x.shape[1:]) for x in (y, lse[..., None]))
-    if attn.how == REDUCE:
-        y, lse = _merged(attn, y, lse)
-    else:
-        y = _moved(y, attn.result, attn.target)
-        lse = _moved(lse, attn.result, attn.target) if return_lse else lse
-    order, of_lse = [*map(names.index, layout.names)], replace(attn.target, shape=(*attn.q.shape[:-1], 1))
-    y = without_padding(y.astype(v.dtype), attn.target).transpose(order)
-    return (y, without_padding(lse, of_lse).transpose(order).squeeze(-1)) if return_lse else y
-
-
-def _merged(attn: core.Attention, y: Array, lse: Array) -> tuple[Array, Array]:
-    """Results and log-sum-exps of queries by each device's keys -> by all keys, under the queries' layout."""
-    result, whole = attn.result, Layout(attn.result.layout.dims)
-    highest = result.with_layout(Layout(whole.dims, (("max", attn.axes),)))
-    top = _moved(lax.stop_gradient(lse), highest, result.with_layout(whole))
-    top = jnp.maximum(top, jnp.finfo(lse.dtype).min)
-    weight = jnp.exp(lse - top)
-    total = _moved(jnp.concatenate((y * weight, weight), -1), result, attn.target)
-    total, share = total[..., :-1], total[..., -1:]
-    top = _moved(top, result.with_layout(whole), attn.target)
-    counted = jnp.where(share == 0, 1, share)
-    return total / counted, jnp.where(share == 0, -jnp.inf, top + jnp.log(counted))
-
-
-def _flat(x: Array) -> Array:
-    """All batch dims as one."""
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
-
-
-def _moved(x: Array, src: Sharding, dst: Sharding) -> Array:
-    """An array of any width."""
-    if src.layout == dst.layout:
-        return x
-    return redistribute(x, (src.layout, dst.layout), src.mesh, shape=(*src.shape[:-1], x.shape[-1]))
-
-
-def _attended(
-    blocks: DeviceAttention, q: Array, kv: Array, is_plain: bool, implementation: Implementation
-) -> tuple[Array, Array]:
-    """Queries and all keys that they may see -> the result, and log-sum-exps unless it is plain."""
-    rows, keys, value_width = blocks.held(SEQUENCE), blocks.key_rows(), blocks.attn.value_width
-    if not is_plain or q.dtype == jnp.float64 or q.shape[-1] != value_width:
-        return blocks.attend(q, kv, rows, keys)
-    q, k, v = (x.swapaxes(1, 2) for x in (q, *blocks.read(kv)))
-    options: Any = {"mask": blocks.visible(rows, keys), "bias": blocks.bias(rows, keys, q.dtype)}
-    options |= {"scale": blocks.scale, "implementation": implementation}
-    y = jax.nn.dot_product_attention(q, k, v, **options).swapaxes(1, 2)
-    return y, y[..., 0]
+    dim_order(layout, sequence, heads)
+    here, machine = machine_here(mesh, layouts, text, profile)
+    alibi = None if alibi is None else jnp.asarray(alibi)
+    seed = None if seed is None else jnp.asarray(seed & BITS, jnp.uint32)
+    call = DeviceAttention(
+        how, causal, (documents, kv_documents), window, offset, scale, softcap, alibi, dropout, seed,
+        return_lse, kv_layout, shape, kv_heads, kv_length, sequence, heads, None, here, machine, q.dtype,
+        implementation,
+    )  # fmt: skip
+    results, (_, sharding) = call.run(q, k, v, layout), call.enter(q, layout, shape)
+    of_results = (replace(sharding, shape=(*sharding.shape[:-1], x.shape[-1])) for x in results)
+    y, *lse = map(without_padding, results, of_results)
+    return (y.astype(q.dtype), lse[0].squeeze(-1)) if lse else y.astype(q.dtype)

@@ -6,59 +6,89 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jax_bridge.calls import redistribute
-from jax_bridge.lower.row_tables import mine, table
+from jax_bridge.lower.row_tables import mine, table, without_padding
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
+from jax_bridge.nn.sharded import block_sharding
 from jax_bridge.ops import positions
-from xshard.nn.attention import HEADS, SEQUENCE, Attention, dropped, run_starts
+from xshard import Layout, Mesh, Profile, Sharding
+from xshard.contractions.prices import fastest_attention
+from xshard.nn.attend import AttentionCall
+from xshard.nn.attention import HEADS, REDUCE, RING, SEQUENCE, Attention, run_starts
+
+Implementation = Literal["xla", "cudnn"] | None
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class DeviceAttention:
-    """This device's part of an attention; softcap, alibi, dropout and seed as in `attention`.
+class DeviceAttention(AttentionCall):
+    """A call on this device, of arrays of a dtype."""
 
-    documents: numbers for all rows of queries, and of keys: `[batch or 1, rows]`.
-    """
+    mesh: Mesh
+    machine: Profile
+    dtype: Any
+    implementation: Implementation
+    xp = jnp
 
-    attn: Attention = field(metadata={"static": True})
-    scale: float = field(metadata={"static": True})
-    softcap: float | None = field(metadata={"static": True})
-    dropout: float = field(metadata={"static": True})
-    documents: tuple[jax.Array, jax.Array] | None
-    alibi: jax.Array | None
-    seed: jax.Array | None
+    def enter(self, x: Array, layout: Layout, shape: Sequence[int | None] | None) -> tuple[Array, Sharding]:
+        sharding = block_sharding(x, layout, self.mesh, shape)
+        return without_padding(x, sharding), sharding
 
-    def held(self, dim: int) -> jax.Array:
+    def move(self, x: Array, layouts: tuple[Layout, Layout], shape: Sequence[int]) -> Array:
+        return redistribute(x, layouts, self.mesh, shape=shape)
+
+    def choose(self, attn: Attention, is_plain: bool) -> Attention:
+        return fastest_attention(attn, self.dtype.name, self.machine)
+
+    def compute(self, q: Array, kv: Array, is_plain: bool) -> tuple[Array, Array]:
+        if self.attn.how == RING:
+            return ring(self, q, kv)
+        rows, keys, width, how = self.held(SEQUENCE), self.key_rows(), self.attn.value_width, self.attn.how
+        if not is_plain or how == REDUCE or self.dtype == jnp.float64 or q.shape[-1] != width:
+            return self.attend(q, kv, rows, keys)
+        bias = None if self.alibi is None else self.bias(rows, keys).astype(q.dtype)
+        q, k, v = (x.swapaxes(1, 2) for x in (q, *self.read(kv)))
+        options: Any = {"mask": self.visible(rows, keys), "bias": bias, "implementation": self.implementation}
+        y = jax.nn.dot_product_attention(q, k, v, scale=self.scale, **options).swapaxes(1, 2)
+        return y, y[..., 0]  # log-sum-exps are not returned
+
+    @property
+    def wide_dtype(self) -> Any:
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def empty(self) -> float:  # finite: all derivatives are
+        return float(jnp.finfo(self.wide_dtype).min) / 2
+
+    def held(self, dim: int) -> Array:
         """The numbers of this device's queries, or their heads or batches; -1 in padding."""
         queries = self.attn.queries
         return positions(queries.layout, queries.mesh, shape=queries.shape, dim=dim)
 
-    def key_rows(self, turn: int = 0) -> jax.Array:
+    def product(self, q: Array, k: Array) -> Array:
+        return jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=self.wide_dtype)
+
+    def wide(self, x: Any) -> Array:
+        return lax.stop_gradient(jnp.asarray(x)).astype(self.wide_dtype)
+
+    def whole(self, x: Any) -> Array:
+        return jnp.asarray(x).astype(jnp.uint32)
+
+    def key_rows(self, turn: int = 0) -> Array:
         """The numbers of the rows of keys in a round; -1 in padding."""
         attn = self.attn
         rows_of = partial(attn.key_rows, turn=turn)
         return mine(table(attn.q.mesh, attn.axes, attn.block_rows, rows_of), attn.axes)
 
-    def visible(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
-        """The scores that count, `[batch or 1, 1, rows, keys]`."""
-        visible: Any = self.attn.visible(rows[:, None], keys)[None]  # type: ignore[arg-type]
-        if self.documents is not None:
-            pairs = zip(self.documents, (rows, keys), strict=True)
-            of_rows, of_keys = (documents.take(x, 1, mode="clip") for documents, x in pairs)
-            visible &= of_rows[:, :, None] == of_keys[:, None]
-        return visible[:, None]
-
     @property
-    def heads_read(self) -> jax.Array | None:
+    def heads_read(self) -> Array | None:
         """The head of keys that each head of queries reads; None if there are as many of both."""
         queries = self.attn.queries
         if self.attn.group == 1:
@@ -66,46 +96,12 @@ class DeviceAttention:
         axes, width = queries.layout.dims[HEADS].axes, queries.max_local_shape[HEADS]
         return jnp.maximum(mine(table(queries.mesh, axes, width, self.attn.heads_read), axes), 0)
 
-    def read(self, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def read(self, kv: Array) -> tuple[Array, Array]:
         """Keys and values, for every head of queries."""
         reads = self.heads_read
         return self.attn.split(kv if reads is None else kv.take(reads, 1))
 
-    def bias(self, rows: jax.Array, keys: jax.Array, dtype: Any) -> jax.Array | None:
-        """`[1, heads, rows, keys]`: minus the slope of a head times the distance."""
-        if self.alibi is None:
-            return None
-        slopes = lax.stop_gradient(self.alibi).astype(dtype)[self.held(HEADS), None, None]
-        return -slopes[None] * abs(rows[:, None] + self.attn.offset - keys)
-
-    def scores(
-        self, q: jax.Array, k: jax.Array, rows: jax.Array, keys: jax.Array
-    ) -> tuple[jax.Array, jax.Array | float]:
-        """The scores, masked ones finite, and their derivative by the products."""
-        dtype: Any = wide_dtype(q)
-        slope: Any = self.scale
-        scores = jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=dtype) * slope
-        if self.softcap is not None:
-            part = jnp.tanh(scores / self.softcap)
-            scores, slope = part * self.softcap, (1 - part**2) * slope
-        if (bias := self.bias(rows, keys, dtype)) is not None:
-            scores += bias
-        return jnp.where(self.visible(rows, keys), scores, empty(dtype)), slope
-
-    def kept(self, rows: jax.Array, keys: jax.Array) -> jax.Array | float:
-        """The factors of weights, `[batch, heads, rows, keys]`, some of them dropped."""
-        if self.seed is None:
-            return 1.0
-        cells: Any = jnp.zeros((), jnp.uint32)
-        for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
-            cells = cells[..., None] * length + self.held(dim).astype(jnp.uint32)
-        numbers = cells.reshape(-1, cells.shape[-1], 1, 1), rows[:, None], keys
-        drop = dropped(self.seed, *(x.astype(jnp.uint32) for x in numbers), part=self.dropout)
-        return jnp.where(drop, 0.0, 1 / (1 - self.dropout))
-
-    def attend(
-        self, q: jax.Array, kv: jax.Array, rows: jax.Array, keys: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, q: Array, kv: Array, rows: Array, keys: Array) -> tuple[Array, Array]:
         """The result of a block, and the log-sum-exps; a row that sees nothing has 0 and -inf."""
         (k, v), sees = self.read(kv), self.visible(rows, keys).any(-1)
         scores, _ = self.scores(q, k, rows, keys)
@@ -121,34 +117,32 @@ class DeviceAttention:
         rows, keys = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
         return [*itertools.product(rows, keys)]
 
-    def send(self, block: jax.Array, by: int = 1) -> Callable[[], jax.Array]:
+    def send(self, block: Array, by: int = 1) -> Callable[[], Array]:
         layouts, shape = self.attn.rotation(block.shape, by)
         arrived = redistribute(block, layouts, self.attn.q.mesh, shape=shape)
         return lambda: arrived
 
 
-def wide_dtype(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def empty(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).min) / 2
-
-
-def ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def ring(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     """Queries, and keys beside values -> the result for the device's queries, and their log-sum-exps."""
-    arrays = jax.tree.leaves((blocks, q, kv))
+    constants = {name: getattr(blocks, name) for name in ("documents", "alibi", "seed")}
+    arrays = jax.tree.leaves((constants, q, kv))
     axes = frozenset(blocks.attn.q.layout.axes).union(blocks.attn.axes, *map(varying_axes, arrays))
-    return _ring(blocks, as_varying(q, axes), as_varying(kv, axes))
+
+    @jax.custom_vjp
+    def run(constants: Any, q: Array, kv: Array) -> tuple[Array, Array]:
+        return _forward(replace(blocks, **constants), q, kv)
+
+    def forward(constants: Any, q: Array, kv: Array) -> tuple[Any, Any]:
+        outputs = _forward(replace(blocks, **constants), q, kv)
+        return outputs, (constants, q, kv, *outputs)
+
+    run.defvjp(forward, lambda saved, of: (None, *_backward(replace(blocks, **saved[0]), *saved[1:], *of)))
+    return run(constants, as_varying(q, axes), as_varying(kv, axes))
 
 
-@jax.custom_vjp
-def _ring(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _forward(blocks, q, kv)[0]
-
-
-def _forward(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[Any, Any]:
-    wide, own_rows = wide_dtype(q), blocks.held(SEQUENCE)
+def _forward(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
+    wide, own_rows = blocks.wide_dtype, blocks.held(SEQUENCE)
     y, log_sum = jnp.zeros((*q.shape[:3], blocks.attn.value_width)), jnp.full(q.shape[:3], -jnp.inf)
     sums = tuple(as_varying(x.astype(wide), varying_axes(q)) for x in (y, log_sum))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
@@ -160,22 +154,21 @@ def _forward(blocks: DeviceAttention, q: jax.Array, kv: jax.Array) -> tuple[Any,
                 part, added = blocks.attend(q[:, :, rows], block[:, :, keys], *numbers)
                 before = log_sum[:, :, rows]
                 after = jnp.logaddexp(before, added)
-                finite = jnp.maximum(after, empty(wide))  # -inf for rows that have seen nothing so far
+                finite = jnp.maximum(after, blocks.empty)  # -inf for rows that have seen nothing so far
                 part *= jnp.exp(added - finite)[..., None]
                 part += y[:, :, rows] * jnp.exp(before - finite)[..., None]
                 return y.at[:, :, rows].set(part), log_sum.at[:, :, rows].set(after)
 
             sums = lax.cond(blocks.visible(*numbers).any(), merged, lambda *same: same, *sums)
-    y = sums[0].astype(q.dtype)
-    return (y, sums[1]), (blocks, q, kv, y, sums[1])
+    return sums[0].astype(q.dtype), sums[1]
 
 
-def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    blocks, q, kv, y, log_sum = saved
-    cotangent, of_log_sum = cotangents
+def _backward(
+    blocks: DeviceAttention, q: Array, kv: Array, y: Array, log_sum: Array, dy: Array, of_log_sum: Array
+) -> tuple[Array, Array]:
     wide, own_rows, reads = log_sum.dtype, blocks.held(SEQUENCE), blocks.heads_read
     arrived: Any = None
-    share = ((cotangent.astype(wide) * y).sum(-1) - of_log_sum)[..., None]
+    share = ((dy.astype(wide) * y).sum(-1) - of_log_sum)[..., None]
     # Weights are exp(score - log_sum): none for rows that see nothing.
     log_sum = jnp.where(jnp.isinf(log_sum), jnp.inf, log_sum)[..., None]
     product = partial(jnp.einsum, preferred_element_type=wide)
@@ -187,12 +180,12 @@ def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any,
 
             def added(q_gradient, kv_gradient, block=block, rows=rows, keys=keys, numbers=numbers):
                 k, v = blocks.read(block[:, :, keys])
-                queries, dy = q[:, :, rows], cotangent[:, :, rows]
+                queries, of_y = q[:, :, rows], dy[:, :, rows]
                 scores, slope = blocks.scores(queries, k, *numbers)
                 weights, kept = jnp.exp(scores - log_sum[:, :, rows]), blocks.kept(*numbers)
-                change = weights * (product("bhqk,bhsk->bhqs", dy, v) * kept - share[:, :, rows]) * slope
+                change = weights * (product("bhqk,bhsk->bhqs", of_y, v) * kept - share[:, :, rows]) * slope
                 change, weights = change.astype(q.dtype), (weights * kept).astype(q.dtype)
-                pairs = (change, queries), (weights, dy)
+                pairs = (change, queries), (weights, of_y)
                 of_kv = jnp.concatenate([product("bhqs,bhqk->bhsk", *pair) for pair in pairs], -1)
                 if reads is not None:
                     of_kv = jnp.zeros_like(block[:, :, keys], wide).at[:, reads].add(of_kv)
@@ -203,7 +196,4 @@ def _backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any,
             q_gradient, kv_gradient = lax.cond(is_seen, added, lambda *same: same, q_gradient, kv_gradient)
         kv_gradient = kv_gradient if arrived is None else arrived + kv_gradient
         arrived = blocks.send(kv_gradient, -turn if turn + 1 == blocks.attn.rounds else 1)()
-    return None, q_gradient.astype(q.dtype), arrived.astype(kv.dtype)
-
-
-_ring.defvjp(_forward, _backward)
+    return q_gradient.astype(q.dtype), arrived.astype(kv.dtype)

@@ -101,22 +101,19 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
 def check_one_block(meshes: MeshPair, what: str) -> None:
     """Raise MeshError if a process has several blocks but `what` one."""
     if not meshes.is_one_each:
-        raise MeshError(
-            f"a process has several devices in JAX's mesh {dict(meshes.jax_mesh.shape)}, {what} one block",
-            hint="one tensor per local device, in a list",
+        reason = (
+            f"a process has several devices in JAX's mesh {dict(meshes.jax_mesh.shape)}, {what} one block"
         )
+        raise MeshError(reason, hint="one tensor per local device, in a list")
 
 
 def check_processes() -> None:
     """Raise MeshError if torch and JAX do not run in the same processes."""
-    if not dist.is_initialized():
-        return
-    torchs, jaxs = (dist.get_rank(), dist.get_world_size()), (jax.process_index(), jax.process_count())
-    if torchs != jaxs:
-        raise MeshError(
-            f"for torch this is process {torchs[0]} of {torchs[1]}, for JAX process {jaxs[0]} of {jaxs[1]}",
-            hint="jax_bridge.torch_interop.initialize() sets both up, before JAX makes its devices",
-        )
+    in_jax = f"process {jax.process_index()} of {jax.process_count()}"
+    in_torch = f"process {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else in_jax
+    if in_torch != in_jax:
+        hint = "jax_bridge.torch_interop.initialize() sets both up, before JAX makes its devices"
+        raise MeshError(f"for torch this is {in_torch}, for JAX {in_jax}", hint=hint)
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,10 +146,9 @@ def _torch_devices(
     candidates = jax_devices if sorted(ranks) == processes else every
     of_rank = {d.process_index: d for d in candidates}
     if not set(ranks) <= set(of_rank) or len(of_rank) < len(candidates):
-        raise MeshError(
-            f"torch's mesh is of the ranks {sorted(ranks)}, JAX's of devices of the processes {processes}",
-            hint="every rank of a DeviceMesh has one device of JAX; an xshard.Mesh counts devices",
-        )
+        what = f"torch's mesh is of the ranks {sorted(ranks)}, JAX's of devices of the processes {processes}"
+        hint = "every rank of a DeviceMesh has one device of JAX; an xshard.Mesh counts devices"
+        raise MeshError(what, hint=hint)
     return tuple(of_rank[rank] for rank in ranks)
 
 

@@ -28,6 +28,7 @@ from torch_bridge.dtensor.placements import local_of
 from xshard import Layout
 from xshard.errors import MeshError
 
+Arrays = Sequence[jax.Array]
 Group = list[Tensor]  # the tensors of one array, one for each device of this process
 OPTIONS = Options()
 
@@ -74,7 +75,6 @@ class _JaxFunction:
     def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
         self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
         self._programs: dict[Any, VjpProgram] = {}
-        self._pullbacks: dict[VjpProgram, _JaxFunction] = {}
 
     def __call__(self, *args: Any) -> Any:
         meshes = mesh_pair(self.mesh)
@@ -86,67 +86,71 @@ class _JaxFunction:
         leaves, tree = jax.tree.flatten(args, is_group)
         layouts = tuple(map(Layout.parse, layouts_of("in_layouts", self.in_layouts, tree)))
         device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
-        if device_mesh is not None:
-            _check_mesh(mesh_pair(self.mesh, device_mesh))
-        groups: list[Group | None] = []
+        if device_mesh is not None and not (both := mesh_pair(self.mesh, device_mesh)).are_the_same:
+            reason = f"the DTensor's mesh {both.axes!r} is not JAX's {both.jax_axes!r}"
+            hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
+            raise MeshError(f"{reason} with the same order of devices", hint=hint)
+        groups: list[Group | None] = []  # None: not of tensors
         for x, layout in zip(leaves, layouts, strict=True):
             if isinstance(x, Tensor):
                 x = [local_of(x, layout, str(layout)) if isinstance(x, DTensor) else x]
             groups.append(x if isinstance(x, list) else None)
-        flat = [x for group in groups for x in group or ()]
         records = torch.is_grad_enabled()
         wrt = [i for i, g in enumerate(groups) if records and any(x.requires_grad for x in g or ())]
         others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
-        sizes = [0 if group is None else len(group) for group in groups]
-        invocation = _Invocation(self, meshes, tree, layouts, others, sizes, tuple(wrt))
+        flat, structure = jax.tree.flatten(groups)
+        invocation = _Invocation(self, meshes, tree, layouts, others, structure, tuple(wrt))
         results = _Apply.apply(invocation, *flat)
         program = invocation.program
         assert program is not None  # the call has made it
-        out_groups = _divided(results, [len(meshes.local)] * len(program.out_avals))
-        out: list[Any] = [group if several else group[0] for group in out_groups]
+        out: list[Any] = [group if several else group[0] for group in invocation.divided(results)]
         if device_mesh is not None:
             types = zip(out, program.out_layouts, program.out_avals, strict=True)
             out = [as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types]
         return jax.tree.unflatten(program.out_tree, out)
 
-    def program(self, call: _Invocation, leaves: Sequence[Any]) -> VjpProgram:
+    def program(self, call: _Invocation, leaves: Arrays) -> VjpProgram:
         """The program for such arguments, made on the first call."""
-        key = call.tree, call.layouts, tuple(map(jax.typeof, leaves)), call.wrt
-        if key not in self._programs:
-            structure = call.meshes, call.tree, call.layouts, self.out_layouts
-            self._programs[key] = make_vjp_program(self.fn, *structure, leaves, call.wrt)
-        return self._programs[key]
+        fn, tree, avals = self.fn, call.tree, tuple(map(jax.typeof, leaves))
+        key = tree, call.layouts, avals, call.wrt
+        if key in self._programs:
+            return self._programs[key]
 
-    def pullback(self, program: VjpProgram) -> _JaxFunction:
-        """The gradients as a function of the leaves and the cotangents."""
-        if program not in self._pullbacks:
-            ins = list(program.in_layouts), list(program.cotangent_layouts)
-            self._pullbacks[program] = _JaxFunction(
-                program.gradients, ins, list(program.gradient_layouts), self.mesh
-            )
-        return self._pullbacks[program]
+        def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
+
+        with jax.set_mesh(self.mesh):
+            out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
+        out_avals, out_tree = jax.tree.flatten(out)
+        layouts = tuple(map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree)))
+        for layout, aval in zip(layouts, out_avals, strict=True):
+            array_sharding(layout, call.meshes, aval.shape)  # raises before anything runs
+        types = call.meshes, avals, call.layouts, call.wrt, out_tree, tuple(out_avals), layouts
+        return self._programs.setdefault(key, VjpProgram(of_leaves, *types))
 
 
 @dataclass
 class _Invocation:
-    """One call without its tensors. others: leaves that are not tensors; sizes: tensors per leaf, or 0."""
+    """One call without its tensors. others: leaves that are not tensors; structure: of the groups."""
 
     function: _JaxFunction
     meshes: MeshPair
     tree: Any
     layouts: tuple[Layout, ...]
     others: list[Any]
-    sizes: list[int]
+    structure: Any
     wrt: tuple[int, ...]
     program: VjpProgram | None = None
 
     def leaves(self, flat: Sequence[Tensor], hand: Callable[[Group, Layout], Any]) -> list[Any]:
         """All leaves; `hand` makes leaves of tensors."""
-        groups = _divided(flat, self.sizes)
-        return [
-            hand(group, layout) if group else other
-            for group, layout, other in zip(groups, self.layouts, self.others, strict=True)
-        ]
+        parts = zip(jax.tree.unflatten(self.structure, flat), self.layouts, self.others, strict=True)
+        return [hand(group, layout) if group else other for group, layout, other in parts]
+
+    def divided(self, flat: Sequence[Tensor]) -> list[Group]:
+        """The tensors of each output."""
+        n = len(self.meshes.local)
+        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
 
     def to_jax(self, group: Group, layout: Layout) -> jax.Array:
         return prepare_to_jax(group, layout, self.function.mesh, None, OPTIONS)()
@@ -165,9 +169,7 @@ class _Apply(torch.autograd.Function):
         leaves = invocation.leaves(flat, invocation.to_jax)
         program = invocation.program = invocation.function.program(invocation, leaves)
         outputs, ctx.pull = program.forward(leaves)
-        groups = [
-            invocation.to_torch(x, layout) for x, layout in zip(outputs, program.out_layouts, strict=True)
-        ]
+        groups = list(map(invocation.to_torch, outputs, program.out_layouts))
         # An argument that the function returns unchanged must not be the caller's own tensor.
         arguments = {x.data_ptr() for x in flat}
         groups = [[x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups]
@@ -178,9 +180,8 @@ class _Apply(torch.autograd.Function):
             # Saved so that torch notices writes to memory that the pullback reads.
             borrowed = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
             ctx.save_for_backward(*flat, *borrowed)
-        ctx.mark_non_differentiable(
-            *(x for i, group in enumerate(groups) if i not in program.smooth for x in group)
-        )
+        rough = (group for i, group in enumerate(groups) if i not in program.smooth)
+        ctx.mark_non_differentiable(*(x for group in rough for x in group))
         return tuple(x for group in groups for x in group)
 
     @staticmethod
@@ -192,37 +193,21 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def _pull(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved, invocation = ctx.saved_tensors, ctx.invocation
-        program, n = invocation.program, len(invocation.meshes.local)
-        out_groups = _divided(cotangents, [n] * len(program.out_avals))
-        smooth = [out_groups[i] for i in program.smooth]
+        program, n, structure = invocation.program, len(invocation.meshes.local), invocation.structure
+        out_groups = invocation.divided(cotangents)
+        smooth, flat = [out_groups[i] for i in program.smooth], saved[: structure.num_leaves]
         if torch.is_grad_enabled():  # the backward pass is recorded
             argument = (lambda group, _: group) if n > 1 else (lambda group, _: group[0])
-            leaves = invocation.leaves(saved[: sum(invocation.sizes)], argument)
-            pullback = invocation.function.pullback(program)
-            results = pullback(leaves, [argument(group, None) for group in smooth])
+            leaves = invocation.leaves(flat, argument)
+            results = program.pullback(leaves, [argument(group, None) for group in smooth])
             gradients = [x if n > 1 else [x] for x in results]
         else:
             arrays = list(map(invocation.to_jax, smooth, program.cotangent_layouts))
             results = program.backward(ctx.pull, arrays)
             gradients = list(map(invocation.to_torch, results, program.gradient_layouts))
         by_leaf = dict(zip(program.wrt, gradients, strict=True))
-        groups = (by_leaf.get(i, [None] * size) for i, size in enumerate(invocation.sizes))
-        return None, *(x for group in groups for x in group)
-
-
-def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
-    rest = iter(flat)
-    return [[next(rest) for _ in range(size)] for size in sizes]
-
-
-def _check_mesh(meshes: MeshPair) -> None:
-    if not meshes.are_the_same:
-        reason = f"the DTensor's mesh {meshes.axes!r} is not JAX's {meshes.jax_axes!r}"
-        hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
-        raise MeshError(f"{reason} with the same order of devices", hint=hint)
-
-
-Arrays = Sequence[jax.Array]
+        of_tensors = (i for i, group in enumerate(jax.tree.unflatten(structure, flat)) if group)
+        return None, *(x for i in of_tensors for x in by_leaf.get(i, [None] * n))
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,17 +239,22 @@ class VjpProgram:
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
         with jax.set_mesh(self.meshes.jax_mesh):  # for specs without a mesh; threads of autograd have none
-            return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
+            return self._run(*leaves)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
         """The gradients of the leaves `wrt`. Complex gradients are torch's: the conjugates of JAX's."""
         with jax.set_mesh(self.meshes.jax_mesh):
             return self._pulled(pull, list(cotangents))
 
-    def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
+    @cached_property
+    def pullback(self) -> _JaxFunction:
         """`backward` as a function of leaves and cotangents."""
-        _, pull = self._vjp(*leaves)
-        return list(self._pull(pull, cotangents))
+
+        def gradients(leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
+            return list(self._pull(self._vjp(*leaves)[1], cotangents))
+
+        ins = list(self.in_layouts), list(self.cotangent_layouts)
+        return _JaxFunction(gradients, ins, list(self.gradient_layouts), self.meshes.jax_mesh)
 
     def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
         """Indices of the outputs that share memory with the pullback."""
@@ -272,11 +262,7 @@ class VjpProgram:
         return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
 
     @cached_property
-    def _outputs(self) -> Callable[..., tuple[jax.Array, ...]]:
-        return jax.jit(self.fn, out_shardings=self._shardings(self.out_layouts, self.out_avals))
-
-    @cached_property
-    def _with_pullback(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+    def _run(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
         return jax.jit(self._vjp, out_shardings=(self._shardings(self.out_layouts, self.out_avals), None))
 
     @cached_property
@@ -285,6 +271,9 @@ class VjpProgram:
         return jax.jit(self._pull, out_shardings=self._shardings(self.gradient_layouts, avals))
 
     def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        if not self.wrt:
+            return self.fn(*leaves), None
+
         def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
             replaced = dict(zip(self.wrt, some, strict=True))
             return self.fn(*(replaced.get(i, x) for i, x in enumerate(leaves)))
@@ -299,31 +288,6 @@ class VjpProgram:
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True))
-
-
-def make_vjp_program(
-    fn: Callable[..., Any],
-    meshes: MeshPair,
-    tree: Any,
-    in_layouts: tuple[Layout, ...],
-    out_layouts: Any,
-    leaves: Arrays,
-    wrt: tuple[int, ...],
-) -> VjpProgram:
-    """The program of a function for these leaves of its arguments; `tree` is their structure."""
-
-    def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
-
-    with jax.set_mesh(meshes.jax_mesh):
-        out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
-    avals, out_tree = jax.tree.flatten(out)
-    layouts = tuple(map(Layout.parse, layouts_of("out_layouts", out_layouts, out_tree)))
-    for layout, aval in zip(layouts, avals, strict=True):
-        array_sharding(layout, meshes, aval.shape)  # raises before anything runs
-    return VjpProgram(
-        of_leaves, meshes, tuple(map(jax.typeof, leaves)), in_layouts, wrt, out_tree, tuple(avals), layouts
-    )
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

@@ -65,12 +65,11 @@ def from_torch(
     >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
     Array([4.], dtype=float32)
     """
-    call = _TorchFunction(
-        _of_module(fn) if isinstance(fn, torch.nn.Module) else fn, in_layouts, out_layouts, mesh
-    )
+    call = _of_module(fn) if isinstance(fn, torch.nn.Module) else fn
+    prepared = _TorchFunction(call, in_layouts, out_layouts, mesh)
 
     def function(*args: Any) -> Any:
-        return call(*args)
+        return prepared(*args)
 
     function.__name__ = function.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     function.__doc__ = fn.__doc__
@@ -95,31 +94,29 @@ class _TorchFunction:
         return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
     def _prepare(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
-        meshes = mesh_pair(self.mesh)
-        for x in arrays:
-            buffers.torch_dtype(x.dtype)  # raises for a dtype that torch lacks
+        meshes, dtypes = mesh_pair(self.mesh), [buffers.torch_dtype(x.dtype) for x in arrays]
         enters = tuple(
             _plan(sides_or_one(layout), meshes, x.shape, x.dtype.name, enters=True)
             for layout, x in zip(layouts_of("in_layouts", self.in_layouts, tree), arrays, strict=True)
         )
-        trees: list[Any] = []
 
-        def flat(*tensors: Tensor) -> Sequence[Tensor]:
-            out, structure = jax.tree.flatten(self.fn(*jax.tree.unflatten(tree, tensors)))
-            trees.append(structure)
-            return out
+        def of_tensors(*tensors: Tensor) -> Any:
+            return self.fn(*jax.tree.unflatten(tree, tensors))
 
-        blocks, out_tree = _results(flat, enters, meshes), trees.pop()
+        shapes = (p.target.local_shape(0) for p in enters)
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            types = zip(shapes, dtypes, strict=True)
+            out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
+        blocks, out_tree = jax.tree.flatten(out)
+        if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
+            raise XshardError(f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them")
         leaves = []
         for layout, block in zip(layouts_of("out_layouts", self.out_layouts, out_tree), blocks, strict=True):
             parsed = sides_or_one(layout)
             shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
             leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
-
-        def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
-            return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
-
-        return HostCall(of_tensors, meshes, enters, tuple(leaves)), out_tree
+        call = HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves))
+        return call, out_tree
 
 
 def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
@@ -130,18 +127,6 @@ def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *
         src, dst = (whole, dst) if enters else (src, whole)
     array_sharding(src if enters else dst, meshes, shape)  # raises before anything is traced
     return plan((src, dst), meshes.jax_axes, shape, dtype)
-
-
-def _results(fn: Flat, enters: Sequence[Plan], meshes: MeshPair) -> Sequence[Tensor]:
-    """Fake results of a function for blocks of these shapes and dtypes."""
-    types = [(p.target.local_shape(0), buffers.torch_dtype(p.dtype)) for p in enters]
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        results = fn(*(torch.empty(shape, dtype=dtype, device=meshes.kind) for shape, dtype in types))
-    for x in results:
-        if not isinstance(x, Tensor):
-            hint = "tensors, or pytrees of them"
-            raise XshardError(f"the torch function returns {type(x).__name__}", hint=hint)
-    return results
 
 
 def _placed(x: jax.Array, plan: Plan, meshes: MeshPair) -> jax.Array:
@@ -217,10 +202,9 @@ class HostCall:
                 actual = tuple(x.shape), x.dtype
                 expected = p.source.local_shape(0), buffers.torch_dtype(p.dtype)
                 if actual != expected:
-                    raise ShapeError(
-                        f"the torch function returns {actual}, and {expected} for fake tensors of its shapes",
-                        hint="shapes and dtypes of its results may depend only on those of its arguments",
-                    )
+                    both = f"{actual}, and {expected} for fake tensors of its shapes"
+                    hint = "shapes and dtypes of its results may depend only on those of its arguments"
+                    raise ShapeError(f"the torch function returns {both}", hint=hint)
                 from_dlpack(result).copy_(x)
 
     def _backward(self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_bridge.arrays.stored import are_the_same, check_order, remember
 from jax_bridge.state.execute import Blocks, assembled, blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
-from jax_bridge.torch_interop.route import Options, Profiles, Route, by_jax, by_torch
+from jax_bridge.torch_interop.route import Options, Profiles, by_jax, by_torch
 from jax_bridge.trees import leaves_of
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
@@ -78,9 +79,7 @@ def to_jax(
         is_list = isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
         return is_list and len(mesh_pair(mesh).local) > 1
 
-    def prepare(leaf: Any, rule: Layout | Expression) -> Callable[[], Any]:
-        return prepare_to_jax(leaf, rule, mesh, torch_mesh, options)
-
+    prepare = partial(prepare_to_jax, mesh=mesh, torch_mesh=torch_mesh, options=options)
     return _hand_over(x, layout, prepare, "to JAX", progress, is_leaf)
 
 
@@ -117,10 +116,7 @@ def to_torch(
     tensor(6.)
     """
     options = Options(copy=copy, writable=writable, dtensor=dtensor, profile=profile, via=via)
-
-    def prepare(leaf: Any, rule: Layout | Expression) -> Callable[[], Any]:
-        return prepare_to_torch(leaf, rule, mesh, options)
-
+    prepare = partial(prepare_to_torch, mesh=mesh, options=options)
     return _hand_over(array, layout, prepare, "to torch", progress)
 
 
@@ -156,16 +152,24 @@ def prepare_to_jax(
         torch_mesh, shape = x.device_mesh, whole_of(x, torch_mesh, shape, "torch_mesh")
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    dtype = _common_dtype(blocks)
-    local_shape = tuple(blocks[0].shape)
+    dtypes, local_shape = sorted({buffers.jax_name(block.dtype) for block in blocks}), tuple(blocks[0].shape)
+    if len(dtypes) > 1:
+        what = f"the tensors are of several dtypes: {', '.join(dtypes)}"
+        raise DtypeError(what, hint="one array has one")
     blocks = blocks if meshes.local else []  # without the meta tensor
     devices = [meshes.devices[i] for i in meshes.local]
-    for block in blocks:
-        if block.device.type != meshes.kind:
-            hint = f"move the tensor: x.to({meshes.kind!r}), or make the mesh of other devices"
-            raise MeshError(f"the tensor is on {block.device}, JAX's mesh has {devices[0]}", hint=hint)
-    route = options.route(layout, meshes, local_shape, shape, dtype, to_jax=True)
-    _check_shapes(blocks, route, meshes)
+    if wrong := [block.device for block in blocks if block.device.type != meshes.kind]:
+        hint = f"move the tensor: x.to({meshes.kind!r}), or make the mesh of other devices"
+        raise MeshError(f"the tensor is on {wrong[0]}, JAX's mesh has {devices[0]}", hint=hint)
+    route = options.route(layout, meshes, local_shape, shape, dtypes[0], to_jax=True)
+    for i, block in zip(meshes.local, blocks, strict=True):
+        if tuple(block.shape) != (expected := route.blocks.local_shape(i)):
+            raise ShapeError(
+                f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}",
+                text=route.text,
+                hint=f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} "
+                f"of a {route.shape} array; if blocks differ in size, pass shape= (the global shape)",
+            )
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
@@ -183,7 +187,7 @@ def prepare_to_jax(
         parts: Blocks = {d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)}
         if route.side == "jax":
             parts = by_jax(parts, route.plan, meshes.by_number)
-        return remember(assembled(parts, route.shape, dtype, route.array), route.stored)
+        return remember(assembled(parts, route.shape, dtypes[0], route.array), route.stored)
 
     return run
 
@@ -259,26 +263,6 @@ def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list
     return blocks
 
 
-def _common_dtype(blocks: Sequence[Tensor]) -> str:
-    dtypes = {buffers.jax_name(block.dtype) for block in blocks}
-    if len(dtypes) > 1:
-        hint = "one array has one"
-        raise DtypeError(f"the tensors are of several dtypes: {', '.join(sorted(dtypes))}", hint=hint)
-    return dtypes.pop()
-
-
-def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> None:
-    for i, block in zip(meshes.local, blocks, strict=True):
-        expected = route.blocks.local_shape(i)
-        if tuple(block.shape) != expected:
-            raise ShapeError(
-                f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}",
-                text=route.text,
-                hint=f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} "
-                f"of a {route.shape} array; if blocks differ in size, pass shape= (the global shape)",
-            )
-
-
 def _check_array(array: Any) -> None:
     """Raise XshardError for an argument without memory that torch could read."""
     if isinstance(array, Tracer):
@@ -288,7 +272,6 @@ def _check_array(array: Any) -> None:
         hint = "to_torch takes an array, or a tree and rules"
         raise XshardError(f"{type(array).__name__} is not a jax.Array", hint=hint)
     if array.is_deleted():
-        raise XshardError(
-            f"the array, {array.dtype.name}{list(array.shape)}, was donated or deleted: torch cannot read it",
-            hint="hand it over before, and donate a copy: jnp.array(x, copy=True)",
-        )
+        what = f"the array, {array.dtype.name}{list(array.shape)}, was donated or deleted"
+        hint = "hand it over before, and donate a copy: jnp.array(x, copy=True)"
+        raise XshardError(f"{what}: torch cannot read it", hint=hint)

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,31 +41,19 @@ Profiles = AnyProfile | Mapping[str, AnyProfile]
 
 @dataclass(frozen=True)
 class Route:
-    """One array's way from one framework to the other.
-
-    text: the user's text, for errors. blocks: the sharding of torch's blocks. array, stored: JAX's sharding
-    and its layout. side: the side that executes the plan; None if nothing moves.
-    """
+    """One array's way: the sharding of torch's blocks and of JAX's array, and the side that runs the plan."""
 
     src: Layout
-    text: str
+    text: str  # the user's own
     blocks: Sharding
     array: NamedSharding
-    stored: Sharding
+    stored: Sharding  # of the array
     plan: Plan
-    side: str | None
+    side: str | None  # None if nothing moves
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.blocks.shape
-
-
-class _Choice(NamedTuple):
-    """The profiles of both sides; the side that the user names; the reason why torch cannot, if any."""
-
-    profiles: tuple[AnyProfile, ...]
-    via: str | None
-    torch_refuses: str | None
 
 
 @dataclass(frozen=True)
@@ -81,8 +69,7 @@ class Options:
 
     def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
         """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
-        choice = _Choice(self.profiles, self.via, _torch_refuses(meshes))
-        return _route(layout, meshes, *array, choice, to_jax)
+        return _route(layout, meshes, *array, self.profiles, self.via, _torch_refuses(meshes), to_jax)
 
     @property
     def profiles(self) -> tuple[AnyProfile, ...]:
@@ -127,13 +114,17 @@ def _route(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     dtype: str,
-    choice: _Choice,
+    profiles: tuple[AnyProfile, ...],
+    via: str | None,
+    torch_refuses: str | None,
     to_jax: bool,
 ) -> Route:
+    """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
     src, dst, text = sides_or_one(layout)
     torch_end, jax_end = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    src_end, dst_end = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = src_end, dst_end
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = (
+        (torch_end, jax_end) if to_jax else (jax_end, torch_end)
+    )
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
         check_axes(src, src_mesh, text)
@@ -141,36 +132,24 @@ def _route(
         whole = global_shape(src, src_mesh, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, meshes.axes, whole)
         array, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
-        if choice.via not in (None, *SIDES):
-            raise PlanError(f"via={choice.via!r}", hint='"torch", "jax", or None for the cheaper side')
-        meshes_and_devices: Any = {
-            "src_mesh": src_mesh,
-            "src_devices": meshes.numbers(src_devices),
-            "dst_mesh": dst_mesh,
-            "dst_devices": meshes.numbers(dst_devices),
-        }
-        plans = {
-            side: plan((src, dst), shape=whole, dtype=dtype, profile=profile, **meshes_and_devices)
-            for side, profile in zip(SIDES, choice.profiles, strict=True)
-        }
-        side = _cheaper_side(plans, meshes, choice)
-    return Route(src, text, blocks, array, stored, plans[side or "torch"], side)
-
-
-def _cheaper_side(plans: Mapping[str, Plan], meshes: MeshPair, choice: _Choice) -> str | None:
-    """The side that moves the blocks; None if nothing moves. Raises PlanError if neither side can."""
-    first = plans["torch"]
-    if all(step.kind == "retag" or (step is first.transfer and step.is_in_place) for step in first.steps):
-        return None
-    refusals = {"torch": choice.torch_refuses, "jax": _jax_refuses(plans["jax"], meshes)}
-    able = [side for side in SIDES if refusals[side] is None and choice.via in (None, side)]
-    if not able:
-        cannot = "neither torch nor JAX can" if choice.via is None else f"{choice.via} cannot"
-        raise PlanError(
-            f"{cannot} bring '{first.src}' to '{first.dst}' here",
-            hint="\n  ".join(f"{side}: {reason}" for side, reason in refusals.items() if reason),
-        )
-    return min(able, key=lambda side: plans[side].cost)
+        if via not in (None, *SIDES):
+            raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
+        options: Any = {"src_mesh": src_mesh, "src_devices": meshes.numbers(src_devices)}
+        options |= {"dst_mesh": dst_mesh, "dst_devices": meshes.numbers(dst_devices)}
+        options |= {"shape": whole, "dtype": dtype}
+        in_torch, in_jax = (plan((src, dst), profile=profile, **options) for profile in profiles)
+        if all(s.kind == "retag" or (s is in_torch.transfer and s.is_in_place) for s in in_torch.steps):
+            return Route(src, text, blocks, array, stored, in_torch, None)
+        refusals = {"torch": torch_refuses, "jax": _jax_refuses(in_jax, meshes)}
+        plans = {"torch": in_torch, "jax": in_jax}
+        able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
+        if not able:
+            cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
+            reasons = (f"{side}: {reason}" for side, reason in refusals.items() if reason)
+            what = f"{cannot} bring '{in_torch.src}' to '{in_torch.dst}' here"
+            raise PlanError(what, hint="\n  ".join(reasons))
+        side = min(able, key=lambda side: plans[side].cost)
+    return Route(src, text, blocks, array, stored, plans[side], side)
 
 
 def _torch_refuses(meshes: MeshPair) -> str | None:
@@ -192,9 +171,8 @@ def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
         else:
             mesh = plan_mesh(plan, meshes.devices)
-            make_program(
-                (plan,), ArrayMesh(mesh, mesh), (plan.shape,), (jnp.dtype(plan.dtype),), False, "h100"
-            )
+            shapes, dtypes = (plan.shape,), (jnp.dtype(plan.dtype),)
+            make_program((plan,), ArrayMesh(mesh, mesh), shapes, dtypes, False, "h100")
     except XshardError as error:
         return error.reason
     return None

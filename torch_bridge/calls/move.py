@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
 PLAIN = (Tensor, torch.nn.Parameter)  # the types of most blocks
+F = TypeVar("F", bound=Callable[..., Any])
 
 # A verb -> a function of blocks, expression, mesh and options that makes the call while a compiler records.
 TRACED: dict[str, Callable[..., Tensor]] = {}
@@ -165,6 +166,20 @@ def unless_fake(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any)
         return cached(*key, world())
     with mode:
         return cached.__wrapped__(*key, world())  # type: ignore[attr-defined]
+
+
+def between_graphs(function: F) -> F:
+    """A function that torch.compile calls between two graphs, and does not record."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return function(*arguments, **options)
+        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
+
+        return compiled.eagerly(function, *arguments, **options)
+
+    return cast(F, call)
 
 
 def check_no_transform() -> None:

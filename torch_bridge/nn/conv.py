@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from torch_bridge.nn.placed import Placement, check_whole
+from torch_bridge.nn.placed import Outputs, Placement, check_whole
 from torch_bridge.nn.window import Geometry, Ints, apply_windows, geometry_of, no_outputs, window_frames
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
@@ -46,9 +47,19 @@ class Convolution:
     outputs: str = ""
 
 
+def rank_of(layer: Any) -> int:
+    """The number of spatial dims, as in `Conv2d`."""
+    return int(type(layer).__name__[-2])
+
+
+def each(value: Any, rank: int) -> tuple[Any, ...]:
+    """A number per spatial dim."""
+    return tuple(value) if isinstance(value, Sequence) else (value,) * rank
+
+
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
-) -> tuple[Tensor, Placement]:
+) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the outputs, and its placement; unsharded weight, bias.
 
     All processes raise, before anything is sent, NotationError for sharded channels, or ShapeError.
@@ -85,7 +96,7 @@ def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
             raise ShapeError(what, text=str(placement.layout), hint=f"from 0 to {n + most}")
 
 
-def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> tuple[Tensor, Placement]:
+def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
     """A block -> the block of the array padded by `F.pad` along its last dims, and its placement."""
     _check_padding(placement, pads, mode)
     boundary = Boundary("constant", value) if mode == "constant" else Boundary(BOUNDARIES[mode])
@@ -114,17 +125,22 @@ def check_channels(placement: Placement, dim: int, channels: int) -> None:
 
 
 def conv_transpose(
-    x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, windows: Windows, groups: int
-) -> tuple[Tensor, Placement]:
+    layer: Any, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
+) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
-    rank, (_, stride, dilation, *_) = len(windows), zip(*windows, strict=True)
-    transposed = _transposed_geometry(placement, windows, weight.shape, groups)
+    options, extra = (layer.kernel_size, layer.stride, layer.dilation, layer.padding), layer.output_padding
+    rank, groups = len(layer.kernel_size), layer.groups
+    if output_size is not None:  # a global length
+        lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
+        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths)
+    windows = tuple(zip(*options, extra, strict=True))
+    transposed = _transposed_geometry(placement, windows, layer.weight.shape, groups)
 
     def spread(rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
         if 0 in rows.shape:  # outputs that no input reaches
             y = no_outputs([0], rows, weight).sum().expand(transposed.result.local_shape)
         else:
-            full = _CONV_TRANSPOSE[rank - 1](rows, weight, None, stride, 0, 0, groups, dilation)
+            full = _CONV_TRANSPOSE[rank - 1](rows, weight, None, layer.stride, 0, 0, groups, layer.dilation)
             crop: list[int] = []
             for run, (_, s, _, p, _), n in reversed([*zip(runs, windows, full.shape[-rank:], strict=True)]):
                 offset = run.start + p - run.first * s
@@ -132,7 +148,7 @@ def conv_transpose(
             y = F.pad(full, crop)
         return y if bias is None else y + bias.view(-1, *(1,) * rank)
 
-    return apply_windows(x, placement, transposed, spread, weight, bias)
+    return apply_windows(x, placement, transposed, spread, layer.weight, layer.bias)
 
 
 @lru_cache(maxsize=4096)
@@ -166,60 +182,62 @@ def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation:
     return tuple((p, p) for p in padding)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """The windows of a pool, one number per spatial dim; `outputs` as in `Convolution`."""
-
-    kernel: Ints
-    stride: Ints
-    padding: Ints
-    dilation: Ints
-    ceil_mode: bool = False
-    outputs: str = ""
+def check_max_pool(module: Any) -> None:
+    if module.return_indices:
+        raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
 
 
-def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> the block of the maxima, and its placement. Raises ShapeError."""
-    pooled, _, padding = _pool_geometry(placement, pool, Boundary("constant", float("-inf")))
+def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """A block `(..., *spatial)` -> the block of the maxima."""
+    pooled, windows, padding = _pool_geometry(placement, *_pool(layer, Boundary("constant", float("-inf"))))
 
     def maxima(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
-        options = pool.kernel, pool.stride, padding, pool.dilation
-        return _MAX[len(pool.kernel) - 1](rows, *options, ceil_mode=pool.ceil_mode)
+        options = layer.kernel_size, layer.stride, padding, layer.dilation
+        return _MAX[len(windows) - 1](rows, *options, ceil_mode=layer.ceil_mode)
 
     return apply_windows(x, placement, pooled, maxima)
 
 
-def avg_pool(
-    x: Tensor, placement: Placement, pool: Pool, *, count_include_pad: bool = True, divisor: int | None = None
-) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> the block of the averages; divisor: instead of the number of rows."""
-    pooled, windows, padding = _pool_geometry(placement, pool, Boundary())
-    lengths, options = placement.shape[-len(windows) :], (pool.padding, count_include_pad)
+def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """A block `(..., *spatial)` -> the block of the averages."""
+    given, ceil = _pool(layer, Boundary())
+    pooled, windows, padding = _pool_geometry(placement, given, ceil)
+    options = placement.shape[-len(windows) :], windows, tuple(w.padding[0] for w in given)
+    kernel, stride = (tuple(getattr(w, name) for w in windows) for name in "ks")
 
     def averages(rows: Tensor, runs: Sequence[OutputRun]) -> Tensor:
-        if len(pool.kernel) == 1:  # torch has no sums over windows of one dim
-            windows_2d = (1, *pool.kernel), (1, *pool.stride), (0, *padding)
-            y = F.avg_pool2d(rows.unsqueeze(-2), *windows_2d, pool.ceil_mode, divisor_override=1).squeeze(-2)
+        if len(windows) == 1:  # torch has no sums over windows of one dim
+            windows_2d = (1, *kernel), (1, *stride), (0, *padding)
+            y = F.avg_pool2d(rows.unsqueeze(-2), *windows_2d, ceil, divisor_override=1).squeeze(-2)
         else:
-            sums = F.avg_pool2d if len(pool.kernel) == 2 else F.avg_pool3d
-            y = sums(rows, pool.kernel, pool.stride, padding, pool.ceil_mode, divisor_override=1)
-        return y / (divisor or _counts(lengths, windows, tuple(runs), *options, y.dtype, y.device))
+            sums = F.avg_pool2d if len(windows) == 2 else F.avg_pool3d
+            y = sums(rows, kernel, stride, padding, ceil, divisor_override=1)
+        divisor = getattr(layer, "divisor_override", None)  # one dim has none
+        return y / (divisor or _counts(*options, tuple(runs), layer.count_include_pad, y.dtype, y.device))
 
     return apply_windows(x, placement, pooled, averages)
 
 
+def _pool(layer: Any, beyond: Boundary) -> tuple[PoolWindows, bool]:
+    """The windows of a pool, without what `ceil_mode` adds, and this mode."""
+    options = (layer.kernel_size, layer.stride, getattr(layer, "dilation", 1), layer.padding)
+    numbers = zip(*(each(value, rank_of(layer)) for value in options), strict=True)
+    windows = (Window(k, s, d, (p, p), layer.outputs, beyond, beyond) for k, s, d, p in numbers)
+    return tuple(windows), layer.ceil_mode
+
+
 @lru_cache(maxsize=4096)
-def _pool_geometry(placement: Placement, pool: Pool, beyond: Boundary) -> tuple[Geometry, PoolWindows, Ints]:
+def _pool_geometry(
+    placement: Placement, windows: PoolWindows, ceil: bool
+) -> tuple[Geometry, PoolWindows, Ints]:
     """The geometry of a pool, its windows, and the rows that torch pads, per spatial dim."""
-    windows, padding = [], []
-    numbers = zip(pool.kernel, pool.stride, pool.dilation, pool.padding, strict=True)
-    for i, (k, s, d, p) in enumerate(numbers, len(placement.shape) - len(pool.kernel)):
-        if not 0 <= p <= (d * (k - 1) + 1) // 2:
-            raise ShapeError(f"padding {p} of a pool with kernel {k}", hint="at most half the kernel")
-        window = Window(k, s, d, (p, p), pool.outputs, beyond, beyond)
-        windows.append(pool_window(placement.shape[i], window, ceil=pool.ceil_mode))
+    wider, padding = [], []
+    for i, window in enumerate(windows, len(placement.shape) - len(windows)):
+        if not 0 <= (p := window.padding[0]) <= (window.d * (window.k - 1) + 1) // 2:
+            raise ShapeError(f"padding {p} of a pool with kernel {window.k}", hint="at most half the kernel")
+        wider.append(pool_window(placement.shape[i], window, ceil=ceil))
         padding.append(0 if placement.cuts(i) else p)
-    return geometry_of(placement, window_frames(placement, windows)), tuple(windows), tuple(padding)
+    return geometry_of(placement, window_frames(placement, wider)), tuple(wider), tuple(padding)
 
 
 @lru_cache(maxsize=1024)
@@ -227,8 +245,8 @@ def _pool_geometry(placement: Placement, pool: Pool, beyond: Boundary) -> tuple[
 def _counts(
     lengths: Ints,
     windows: PoolWindows,
-    runs: tuple[OutputRun, ...],
     padding: Ints,
+    runs: tuple[OutputRun, ...],
     include_pad: bool,
     dtype: torch.dtype,
     tensor_device: torch.device,
@@ -242,15 +260,19 @@ def _counts(
     return every if (counts == every).all() else torch.from_numpy(counts).to(tensor_device, dtype)
 
 
-def global_avg_pool(x: Tensor, placement: Placement, rank: int) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> the means over the last `rank` dims, which the result does not shard."""
-    first = len(placement.shape) - rank
-    over = range(first, len(placement.shape))
-    dims, shape, n = list(placement.layout.dims), list(placement.shape), math.prod(placement.shape[first:])
+def check_global_avg_pool(module: Any) -> None:
+    if set(each(module.output_size, 1)) != {1}:
+        hint = "for sharded dims, only 1 has an exact form here"
+        raise XshardError(f"output_size={module.output_size}", hint=hint)
+
+
+def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """A block `(..., *spatial)` -> the means over the spatial dims, which the result does not shard."""
+    over = range(first := len(placement.shape) - rank_of(layer), len(placement.shape))
+    dims, n = list(placement.layout.dims), math.prod(placement.shape[first:])
     axes = tuple(axis for d in over for axis in dims[d].axes)
-    for d in over:
-        dims[d], shape[d] = Dim(dims[d].name), 1
-    result = placement.remade(dims, shape)
+    dims[first:] = [Dim(dim.name) for dim in dims[first:]]
+    result = placement.remade(dims, (*placement.shape[:first], *(1 for _ in over)))
     total = x.sum(tuple(over), keepdim=True)
     if axes:
         partial = replace(result.layout, tags=(("sum", axes),))

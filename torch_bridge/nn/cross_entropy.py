@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
@@ -22,6 +23,7 @@ from xshard.ops import dims as dim_names
 from xshard.ops import tag
 
 
+@between_graphs
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -58,12 +60,6 @@ def cross_entropy(
     >>> xt.testing.run_ranks(2, loss), round(torch.logsumexp(torch.arange(4.0), 0).item() - 1.5, 4)
     ([1.9402, 1.9402], 1.9402)
     """
-    if torch.compiler.is_dynamo_compiling():
-        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
-
-        options: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index, "shape": shape}
-        options |= {"label_smoothing": label_smoothing, "classes": classes, "profile": profile}
-        return compiled.eagerly(cross_entropy, logits, labels, layout, mesh, **options)
     logits, labels = as_tensor(logits, "logits"), as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
         hint = "labels are numbers of classes"

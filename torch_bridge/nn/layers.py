@@ -10,25 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import (
-    Convolution,
-    Pool,
-    avg_pool,
-    conv,
-    conv_transpose,
-    global_avg_pool,
-    max_pool,
-    padding_pairs,
-)
-from torch_bridge.nn.placed import Placement, check_whole, placed_as, record, recorded
+from torch_bridge.nn.conv import Convolution, conv, padding_pairs
+from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.resample import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Layout, Mesh, XshardError
 from xshard.errors import MeshError, ShapeError, with_path
 from xshard.ops import Axes, HaloWidth
 
-Outputs = tuple[Tensor, Placement]
 HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
 
 
@@ -111,14 +102,6 @@ def same_state(module: nn.Module, kind: type[Any]) -> Any:
     return new
 
 
-def _each(value: Any, rank: int) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * rank
-
-
-def _rank(layer: Any) -> int:
-    return int(type(layer).__name__[-2])  # spatial dims, as in Conv2d
-
-
 def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     padding = padding_pairs(layer.padding, layer.kernel_size, layer.dilation)
     windows = (layer.kernel_size, layer.stride, padding, layer.dilation)
@@ -126,107 +109,24 @@ def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     return conv(x, placement, layer.weight, layer.bias, convolution)
 
 
-def _conv_transpose(
-    layer: Any, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
-) -> Outputs:
-    options, extra = (layer.kernel_size, layer.stride, layer.dilation, layer.padding), layer.output_padding
-    if output_size is not None:  # a global length
-        rank = len(layer.kernel_size)
-        lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
-        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths)
-    windows = tuple(zip(*options, extra, strict=True))
-    return conv_transpose(x, placement, layer.weight, layer.bias, windows, layer.groups)
-
-
-def _pool(layer: Any, dilation: Any = 1) -> Pool:
-    windows = (layer.kernel_size, layer.stride, layer.padding, dilation)
-    kernel, stride, padding, dilation = (_each(v, _rank(layer)) for v in windows)
-    return Pool(kernel, stride, padding, dilation, layer.ceil_mode, layer.outputs)
-
-
-def _check_max_pool(module: Any) -> None:
-    if module.return_indices:
-        raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
-
-
-def _avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    divisor = getattr(layer, "divisor_override", None)  # one dim has none
-    return avg_pool(x, placement, _pool(layer), count_include_pad=layer.count_include_pad, divisor=divisor)
-
-
-def _check_global_avg_pool(module: Any) -> None:
-    if set(_each(module.output_size, 1)) != {1}:
-        hint = "for sharded dims, only 1 has an exact form here"
-        raise XshardError(f"output_size={module.output_size}", hint=hint)
-
-
 def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     options = {name: getattr(layer, name) for name in ("align_corners", "recompute_scale_factor")}
     return interpolate(x, placement, layer.size, layer.scale_factor, layer.mode, **options)
 
 
-def _group_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    return norms.group_norm(x, placement, layer.num_groups, (layer.weight, layer.bias), layer.eps), placement
-
-
-def _layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    parameters = layer.weight, layer.bias
-    return norms.layer_norm(x, placement, layer.normalized_shape, parameters, layer.eps, True), placement
-
-
-def _rms_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    eps, parameters = layer.eps, (layer.weight, None)
-    if eps is None:
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return norms.layer_norm(x, placement, layer.normalized_shape, parameters, eps, False), placement
-
-
-def _instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    layer._check_input_dim(x)
-    if x.ndim == layer._get_no_batch_dim():
-        raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
-    return norms.group_norm(x, placement, x.shape[1], (layer.weight, layer.bias), layer.eps), placement
-
-
-def _check_instance_norm(module: Any) -> None:
-    if module.track_running_stats:
-        raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
-
-
-def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """All devices have equal running statistics."""
-    check_whole(placement, (1,), "this layer")
-    layer._check_input_dim(x)
-    if placement.shape[1] != layer.num_features:
-        what = f"{placement.shape[1]} channels, the layer has {layer.num_features}"
-        raise ShapeError(what, text=str(placement.layout))
-    if not layer.training and layer.running_mean is not None:
-        statistics = layer.running_mean, layer.running_var
-        weight, bias = placement.copied(layer.weight, layer.bias)
-        return nn.functional.batch_norm(x, *statistics, weight, bias, False, 0.0, layer.eps), placement
-    y, mean, variance = norms.batch_norm(x, placement, (layer.weight, layer.bias), layer.eps)
-    if layer.training and layer.running_mean is not None:
-        layer.num_batches_tracked.add_(1)
-        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-        layer.running_mean.lerp_(mean.to(layer.running_mean), part)
-        layer.running_var.lerp_(variance.to(layer.running_var), part)
-    return y, placement
-
-
 _BY_RANK = {
-    "AdaptiveAvgPool": Form(lambda layer, x, p: global_avg_pool(x, p, _rank(layer)), _check_global_avg_pool),
-    "AvgPool": Form(_avg_pool),
-    "BatchNorm": Form(_batch_norm),
+    "AdaptiveAvgPool": Form(convs.global_avg_pool, convs.check_global_avg_pool),
+    "AvgPool": Form(convs.avg_pool),
+    "BatchNorm": Form(norms.batch_norm),
     "Conv": Form(_conv),
-    "ConvTranspose": Form(_conv_transpose),
-    "InstanceNorm": Form(_instance_norm, _check_instance_norm),
-    "MaxPool": Form(lambda layer, x, p: max_pool(x, p, _pool(layer, layer.dilation)), _check_max_pool),
+    "ConvTranspose": Form(convs.conv_transpose),
+    "InstanceNorm": Form(norms.instance_norm, norms.check_instance_norm),
+    "MaxPool": Form(convs.max_pool, convs.check_max_pool),
 }
 # Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
 FORMS: dict[type[nn.Module], Form] = {
-    nn.GroupNorm: Form(_group_norm),
-    nn.LayerNorm: Form(_layer_norm),
-    nn.RMSNorm: Form(_rms_norm),
+    nn.GroupNorm: Form(norms.group_norm),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), Form(norms.layer_norm)),
     **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)),
     **{getattr(nn, f"{name}{rank}d"): form for name, form in _BY_RANK.items() for rank in (1, 2, 3)},
 }

@@ -1,108 +1,120 @@
-"""Normalisation of blocks with the statistics of the whole array, which redistributions sum."""
+"""Normalising layers of blocks, with the statistics of the whole array, which redistributions sum."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_bridge.nn.conv import check_channels
-from torch_bridge.nn.placed import Placement
+from torch_bridge.nn.placed import Outputs, Placement, check_whole
 from torch_bridge.redistribution import redistribute
-from xshard.errors import ShapeError
-from xshard.ops import dims as dim_names
-from xshard.ops import tag
+from xshard.errors import ShapeError, XshardError
+from xshard.ops import move, tag
 
-Parameters = tuple[Tensor | None, Tensor | None]  # weight and bias
-
-
-class _Sums:
-    """Means over `n` elements: over the dims `dims` of blocks, which become 1, and `over` of the array."""
-
-    def __init__(self, placement: Placement, dims: Sequence[int], over: Sequence[int], n: int) -> None:
-        self.processes, self.dims, self.n = placement.processes, tuple(dims), n
-        self.axes = tuple(axis for d in over for axis in placement.layout.dims[d].axes)
-
-    def mean(self, x: Tensor) -> Tensor:
-        total = x.sum(self.dims, keepdim=True)
-        if self.axes:
-            names = dim_names(total.shape)
-            expression = f"{names}{tag('sum', self.axes)} -> {names}{tag('copy', self.axes)}"
-            total = redistribute(total, expression, self.processes)
-        return total / self.n
-
-    def standardised(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """A block with mean 0 and variance 1; the mean, and the biased variance."""
-        mean = self.mean(x)
-        # The mean of squares minus the square of the mean would cancel.
-        variance = self.mean((x - mean).square())
-        return (x - mean) * (variance + eps).rsqrt(), mean, variance
+Ints = Sequence[int]
 
 
-def _wide(x: Tensor) -> Tensor:
-    """A block in a dtype that is wide enough for sums over many elements, as in torch's own norms."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def _standardised(
+    x: Tensor, placement: Placement, dims: Ints, over: Ints, n: int, eps: float, centred: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block with mean 0, unless not `centred`, and variance 1; the mean, and the biased variance.
 
-
-def group_norm(x: Tensor, placement: Placement, groups: int, parameters: Parameters, eps: float) -> Tensor:
-    """A block `(b, c, ...)`, normalised over each group of channels and all dims after them.
-
-    Raises NotationError for sharded channels, ShapeError if groups do not divide them.
+    They are over `n` elements: over `dims` of the block, which may be a view of one, and `over` of the array.
     """
-    channels, weight = placement.shape[1], parameters[0]
-    check_channels(placement, 1, channels if weight is None else len(weight))
+    axes = tuple(axis for d in over for axis in placement.layout.dims[d].axes)
+
+    def mean(x: Tensor) -> Tensor:
+        total = x.sum(tuple(dims), keepdim=True)
+        if axes:
+            expression = move(total.shape, tag("sum", axes), tag("copy", axes))
+            total = redistribute(total, expression, placement.processes)
+        return total / n
+
+    # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    centre = mean(wide) if centred else wide.new_zeros(())
+    wide = wide - centre if centred else wide
+    variance = mean(wide.square())  # the mean of squares minus the square of the mean would cancel
+    return (wide * (variance + eps).rsqrt()).to(x.dtype), centre, variance
+
+
+def group_norm(layer: Any, x: Tensor, placement: Placement, groups: int | None = None) -> Outputs:
+    """A block `(b, c, ...)`, normalised over each group of channels and all dims after them."""
+    channels, groups = placement.shape[1], layer.num_groups if groups is None else groups
+    check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
     if channels % groups:
         raise ShapeError(f"{channels} channels in {groups} groups", text=str(placement.layout))
     n = channels // groups * math.prod(placement.shape[2:])
-    grouped = _wide(x).reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
-    sums = _Sums(placement, range(2, grouped.ndim), range(2, x.ndim), n)
-    y = sums.standardised(grouped, eps)[0]
-    return _scaled(y.reshape(x.shape).to(x.dtype), placement.copied(*parameters), x.ndim - 2)
+    grouped = x.reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
+    over = range(2, grouped.ndim), range(2, x.ndim)
+    y, *_ = _standardised(grouped, placement, *over, n, layer.eps)
+    return _scaled(y.reshape(x.shape), placement.copied(layer.weight, layer.bias), x.ndim - 2), placement
 
 
-def layer_norm(
-    x: Tensor, placement: Placement, lengths: Sequence[int], parameters: Parameters, eps: float, centred: bool
-) -> Tensor:
+def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    layer._check_input_dim(x)
+    if x.ndim == layer._get_no_batch_dim():
+        raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
+    return group_norm(layer, x, placement, x.shape[1])
+
+
+def check_instance_norm(module: Any) -> None:
+    if module.track_running_stats:
+        raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
+
+
+def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block normalised over its last dims, which may be sharded; each device uses its part of the weights.
 
-    centred: mean 0 and variance 1, else a mean square of 1. Raises ShapeError for other `lengths`.
+    `RMSNorm` divides by the root of the mean square alone. Raises ShapeError for other lengths.
     """
-    normalized, first = tuple(lengths), len(placement.shape) - len(lengths)
+    normalized, centred = tuple(layer.normalized_shape), isinstance(layer, nn.LayerNorm)
+    first, eps = len(placement.shape) - len(normalized), layer.eps
     if placement.shape[first:] != normalized:
         what = f"the last dims of {placement.shape} are not {normalized}"
         raise ShapeError(what, text=str(placement.layout))
     last, over = placement.layout.dims[first:], range(first, len(placement.shape))
     used = {axis for dim in last for axis in dim.axes}
-    others = tuple(axis for axis in placement.axes if axis not in used)
-    names = " ".join(dim.name for dim in last) + (tag("copy", placement.axes))
-    part = " ".join(map(str, last)) + (tag("copy", others) if others else "")
-    copies = placement.copied(*parameters)
+    copies = placement.copied(layer.weight, layer.bias if centred else None)
     if used:
-        move = partial(redistribute, layouts=f"{names} -> {part}", mesh=placement.processes, shape=normalized)
-        copies = [p if p is None else move(p) for p in copies]
-    wide, sums = _wide(x), _Sums(placement, over, over, math.prod(normalized))
-    y = sums.standardised(wide, eps)[0] if centred else wide * (sums.mean(wide.square()) + eps).rsqrt()
-    return _scaled(y.to(x.dtype), copies, 0)
+        others = tuple(axis for axis in placement.axes if axis not in used)
+        names = " ".join(dim.name for dim in last) + (tag("copy", placement.axes))
+        part = " ".join(map(str, last)) + (tag("copy", others) if others else "")
+        options: Any = {"mesh": placement.processes, "shape": normalized}
+        copies = [p if p is None else redistribute(p, f"{names} -> {part}", **options) for p in copies]
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
+    y, *_ = _standardised(x, placement, over, over, math.prod(normalized), eps, centred)
+    return _scaled(y, copies, 0), placement
 
 
-def batch_norm(
-    x: Tensor, placement: Placement, parameters: Parameters, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A block `(b, c, ...)` -> normalised over all dims except c; the mean and the unbiased variance, `(c,)`.
-
-    Raises NotationError for sharded channels, ShapeError if there is only one value per channel.
-    """
+def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """A block `(b, c, ...)`, normalised over all dims except c. All devices have equal running statistics."""
+    check_whole(placement, (1,), "this layer")
+    layer._check_input_dim(x)
+    if placement.shape[1] != layer.num_features:
+        what = f"{placement.shape[1]} channels, the layer has {layer.num_features}"
+        raise ShapeError(what, text=str(placement.layout))
+    weight, bias = copies = placement.copied(layer.weight, layer.bias)
+    if not layer.training and layer.running_mean is not None:
+        statistics = layer.running_mean, layer.running_var
+        return nn.functional.batch_norm(x, *statistics, weight, bias, False, 0.0, layer.eps), placement
     n = math.prod(placement.shape) // max(1, placement.shape[1])
     if n <= 1:
         what = f"one value per channel of a {placement.shape} array"
         raise ShapeError(what, hint="normalise over more, or call eval()")
     over = [d for d in range(x.ndim) if d != 1]
-    y, mean, variance = _Sums(placement, over, over, n).standardised(_wide(x), eps)
-    y = _scaled(y.to(x.dtype), placement.copied(*parameters), x.ndim - 2)
-    return y, mean.detach().flatten(), (variance.detach() * (n / (n - 1))).flatten()
+    y, mean, variance = _standardised(x, placement, over, over, n, layer.eps)
+    if layer.training and layer.running_mean is not None:
+        layer.num_batches_tracked.add_(1)
+        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+        unbiased = variance.detach() * (n / (n - 1))
+        for running, own in ((layer.running_mean, mean.detach()), (layer.running_var, unbiased)):
+            running.lerp_(own.flatten().to(running), part)
+    return _scaled(y, copies, x.ndim - 2), placement
 
 
 def _scaled(x: Tensor, parameters: Sequence[Tensor | None], dims_after: int) -> Tensor:

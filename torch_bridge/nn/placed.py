@@ -101,6 +101,9 @@ class Placement:
         return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
 
 
+Outputs = tuple[Tensor, Placement]
+
+
 def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
     """Raise NotationError if one of the dims is sharded."""
     for d in dims:

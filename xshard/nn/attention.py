@@ -171,13 +171,6 @@ class Attention:
             visible = visible & (place - k <= self.left)
         return visible
 
-    def cells(self, device: int) -> Rows:
-        """A number of its own for each batch and head of a device's queries: `[batch, heads]`."""
-        held, shape = self.queries.held, self.q.shape
-        parts = [row_numbers(held(d, device)) for d in range(len(shape) + SEQUENCE)]
-        numbers = np.ravel_multi_index(np.meshgrid(*parts, indexing="ij"), shape[:SEQUENCE])
-        return numbers.reshape(-1, len(parts[-1]))
-
     @property
     def block_rows(self) -> int:
         """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
@@ -273,26 +266,6 @@ def _sight(window: Any) -> tuple[int | None, int | None]:
         raise XshardError(f"window={shown(window)}", hint=hint)
     left, right = (None if n is None else n - less for n in sides)
     return left, right
-
-
-def check_options(
-    attn: Attention, softcap: float | None, slopes: Any, dropout: float, seed: Any, documents: Sequence[Any]
-) -> None:
-    """Raise XshardError for options that make no sense. slopes: alibi, one per head. documents: two."""
-    heads, shape = attn.q.shape[HEADS], tuple(getattr(slopes, "shape", ()))
-    is_constant = not getattr(slopes, "requires_grad", False)
-    of_rows, of_keys = (numbers is not None for numbers in documents)
-    needs_both = of_keys or attn.q.layout.names != attn.kv.layout.names
-    for is_right, what, hint in (
-        (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
-        (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
-        (slopes is None or shape == (heads,), f"alibi {shape}, {heads} heads", "one slope for each head"),
-        (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
-        (not dropout or seed is not None, f"dropout={dropout} without seed=", "one number on all devices"),
-        (of_rows == of_keys or not needs_both, "documents of one sequence", "documents= and kv_documents="),
-    ):
-        if not is_right:
-            raise XshardError(what, text=str(attn.kv.layout), hint=hint)
 
 
 def dropped(seed: Any, *numbers: Any, part: float) -> Any:

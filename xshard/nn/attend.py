@@ -1,0 +1,165 @@
+"""One call of `attention` on a device: the flow around kernels, by operators that arrays share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from xshard.errors import XshardError
+from xshard.layout import Layout, Sharding
+from xshard.nn import attention as core
+from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The options of `attention` in both bridges, and its flow.
+
+    documents: of queries, and of keys; while scores are computed, numbers for all rows: `[batch or 1, rows]`.
+    A bridge adds `xp`, its functions, and `empty`, the score of a key that does not count; `enter`, `move`,
+    `choose` and `compute` for the flow; `held`, the numbers of this device's batches, heads or queries;
+    `product` of rows and rows, `wide` constants, in the dtype of scores, and `whole` numbers.
+    """
+
+    how: str
+    causal: bool
+    documents: tuple[Any, Any]
+    window: Any
+    offset: int
+    scale: float | None
+    softcap: float | None
+    alibi: Any
+    dropout: float
+    seed: Any
+    return_lse: bool
+    kv_layout: Layout | str | None
+    shape: Sequence[int | None] | None
+    kv_heads: int | None
+    kv_length: int | None
+    sequence: str
+    heads: str
+    attn: Any  # an `Attention`, None until its method is chosen
+
+    if TYPE_CHECKING:  # what a framework adds
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
+        """The result, in the order of `layout`; with `return_lse` the log-sum-exps too, as arrays 1 wide."""
+        xp, layout, kv_layout = self.xp, Layout.parse(layout), Layout.parse(self.kv_layout or layout)
+        names = core.dim_order(layout, self.sequence, self.heads)
+        q, of_q = self.enter(q, layout, self.shape)
+        kv_names = core.key_order(kv_layout, names)
+        lengths = core.key_lengths(of_q, kv_layout, self.heads, self.kv_heads, self.kv_length)
+        kv_shape = [lengths.get(name) for name in kv_layout.names]
+        (k, of_k), (v, of_v) = (self.enter(x, kv_layout, kv_shape) for x in (k, v))
+
+        def ordered(x: Any, src: Sequence[str], dst: Sequence[str]) -> Any:
+            return xp.moveaxis(x, tuple(map(src.index, dst)), tuple(range(x.ndim)))
+
+        q, (k, v) = ordered(q, layout.names, names), (ordered(x, kv_layout.names, kv_names) for x in (k, v))
+        in_order = of_q.in_order(names), of_k.in_order(kv_names), of_v.in_order(kv_names)
+        sight = {"causal": self.causal, "window": self.window, "offset": self.offset}
+        attn = core.attention(*in_order, how=self.how, **sight)
+        self._check(attn)
+        has_documents, has_more = (
+            self.documents[0] is not None,
+            self.softcap or self.dropout or self.return_lse,
+        )
+        is_plain = attn.sees_some(has_documents) and not has_more
+        attn, documents = self.choose(attn, is_plain), list[Any]()
+        for numbers, order in zip(self.documents, (layout, kv_layout), strict=True):
+            if numbers is not None:
+                layouts, whole, dims = core.document_move(attn, order, numbers.ndim, bool(documents))
+                numbers = xp.moveaxis(self.move(numbers, layouts, whole), dims, tuple(range(len(dims))))
+                documents.append(numbers.reshape(-1, numbers.shape[-1]))
+        both = (documents[0], documents[-1]) if documents else (None, None)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        blocks, batch = replace(self, attn=attn, documents=both, scale=scale), q.shape[:HEADS]
+        q = blocks.moved(q, attn.q, attn.queries)
+        kv = blocks.moved(xp.concat((k, v), axis=-1), attn.kv, attn.keys)
+        q, kv = (x.reshape(math.prod(batch), *x.shape[HEADS:]) for x in (q, kv))
+        y, lse = blocks.compute(q, kv, is_plain)
+        y, lse = (x.reshape(*batch, *x.shape[1:]) for x in (y, lse[..., None]))
+        if attn.how == REDUCE:
+            y, lse = blocks._merged(y, lse)
+        results = [y, lse] if self.return_lse else [y]
+        if attn.how != REDUCE:
+            results = [blocks.moved(x, attn.result, attn.target) for x in results]
+        return [ordered(x, names, layout.names) for x in results]
+
+    def moved(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+        """An array of any width."""
+        if src.layout == dst.layout:
+            return x
+        return self.move(x, (src.layout, dst.layout), (*src.shape[:-1], x.shape[-1]))
+
+    def _merged(self, y: Any, lse: Any) -> tuple[Any, Any]:
+        """Results and log-sum-exps of queries by each device's keys -> by all keys."""
+        xp, result, target = self.xp, self.attn.result, self.attn.target
+        dims = result.layout.dims
+        whole, highest = (result.with_layout(Layout(dims, tags)) for tags in ((), (("max", self.attn.axes),)))
+        top = xp.clip(self.moved(self.wide(lse), highest, whole), xp.finfo(lse.dtype).min)
+        weight = xp.exp(lse - top)
+        total = self.moved(xp.concat((y * weight, weight), axis=-1), result, target)
+        total, share = total[..., :-1], total[..., -1:]
+        counted = xp.where(share == 0, 1, share)
+        lse = xp.where(share == 0, -math.inf, self.moved(top, whole, target) + xp.log(counted))
+        return total / counted, lse
+
+    def _check(self, attn: Attention) -> None:
+        """Raise XshardError for options that make no sense."""
+        softcap, alibi, dropout, heads = self.softcap, self.alibi, self.dropout, attn.q.shape[HEADS]
+        is_constant, shape = not getattr(alibi, "requires_grad", False), tuple(getattr(alibi, "shape", ()))
+        of_rows, of_keys = (numbers is not None for numbers in self.documents)
+        fits = of_rows == of_keys or not (of_keys or attn.q.layout.names != attn.kv.layout.names)
+        has_seed = self.seed is not None
+        for is_right, what, hint in (
+            (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
+            (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
+            (alibi is None or shape == (heads,), f"alibi {shape}, {heads} heads", "one slope for each head"),
+            (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
+            (not dropout or has_seed, f"dropout={dropout} without seed=", "one number on all devices"),
+            (fits, "documents of one sequence", "documents= and kv_documents="),
+        ):
+            if not is_right:
+                raise XshardError(what, text=str(attn.kv.layout), hint=hint)
+
+    def visible(self, rows: Any, keys: Any) -> Any:
+        """The scores that count, `[batch or 1, 1, rows, keys]`."""
+        visible: Any = self.attn.visible(rows[:, None], keys)[None, None]
+        if self.documents[0] is not None:
+            of_rows, of_keys = (d[:, x] for d, x in zip(self.documents, (rows, keys), strict=True))
+            visible = visible & (of_rows[:, None, :, None] == of_keys[:, None, None])
+        return visible
+
+    def bias(self, rows: Any, keys: Any) -> Any:
+        """`[1, heads, rows, keys]`: minus the slope of a head times the distance; None without slopes."""
+        if self.alibi is None:
+            return None
+        slopes = self.wide(self.alibi)[self.held(HEADS)][None, :, None, None]
+        return -slopes * abs(rows[:, None] + self.attn.offset - keys)
+
+    def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
+        """The scores, and their derivative by the products."""
+        slope: Any = self.scale
+        scores = self.product(q, k) * slope
+        if self.softcap is not None:
+            part = self.xp.tanh(scores / self.softcap)
+            scores, slope = part * self.softcap, (1 - part * part) * slope
+        if self.alibi is not None:
+            scores = scores + self.bias(rows, keys)
+        return self.xp.where(self.visible(rows, keys), scores, self.empty), slope
+
+    def kept(self, rows: Any, keys: Any) -> Any:
+        """The factors of weights, `[batch, heads, rows, keys]`, some of them dropped."""
+        if not self.dropout:
+            return 1.0
+        cells: Any = self.whole(0)
+        for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
+            cells = cells[..., None] * length + self.whole(self.held(dim))
+        numbers = cells.reshape(-1, cells.shape[-1], 1, 1), rows[:, None], keys
+        drop = core.dropped(*map(self.whole, (self.seed, *numbers)), part=self.dropout)
+        return self.wide(~drop) / (1 - self.dropout)
