@@ -12,9 +12,8 @@ import jax
 
 from jax_bridge import calls, ops
 from jax_bridge.mesh.axis_types import axis_size
-from jax_bridge.ops import Grad
 from xshard import compat
-from xshard.ops import Axes, HaloWidth
+from xshard.ops import Axes, Grad, HaloWidth
 
 AXIS = "domain"
 

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 
 from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
-from jax_bridge.ops import Grad, all_gather, all_reduce
+from jax_bridge.ops import all_gather, all_reduce
 from xshard import compat
-from xshard.ops import Axes
+from xshard.ops import Axes, Grad
 
 # Dtypes that are added in a wider one: a sum of bools counts, and one of bfloat16 is rounded once.
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}

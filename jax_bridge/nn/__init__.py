@@ -4,8 +4,8 @@ from jax_bridge.nn.attention import attention
 from jax_bridge.nn.conv import avg_pool, conv_general_dilated, max_pool, reduce_window
 from jax_bridge.nn.cross_entropy import cross_entropy
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
-from jax_bridge.nn.resample import interpolate, resize
 from jax_bridge.nn.sharded import Sharded
+from jax_bridge.nn.window import interpolate, resize
 
 __all__ = [
     "Sharded", "attention", "avg_pool", "batch_norm", "conv_general_dilated", "cross_entropy", "group_norm",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jax_bridge.calls import as_array
 from jax_bridge.lower.row_tables import without_padding
@@ -20,23 +20,23 @@ from xshard.nn.attention import AUTO, BITS, dim_order
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     layout: Layout | str,
     mesh: AnyMesh | None = None,
     *,
     how: str = AUTO,
     causal: bool = False,
-    documents: Array | None = None,
-    kv_documents: Array | None = None,
+    documents: jax.Array | None = None,
+    kv_documents: jax.Array | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     offset: int = 0,
     scale: float | None = None,
     softcap: float | None = None,
-    alibi: Array | None = None,
+    alibi: jax.Array | None = None,
     dropout: float = 0.0,
-    seed: int | Array | None = None,
+    seed: int | jax.Array | None = None,
     return_lse: bool = False,
     kv_layout: Layout | str | None = None,
     shape: Sequence[int | None] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -63,15 +63,10 @@ def conv_general_dilated(
         what = f"features {str(lhs.layout.dims[channel])!r} are sharded, and a convolution adds over them"
         raise ShapeError(what, text=str(lhs.layout), hint="x.to(...) a layout with unsharded features")
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
-    convolve = partial(
-        lax.conv_general_dilated,
-        lhs_dilation=base,
-        rhs_dilation=dilation,
-        dimension_numbers=numbers,
-        feature_group_count=feature_group_count,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
+    options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
+    options |= {"feature_group_count": feature_group_count, "precision": precision}
+    options |= {"preferred_element_type": preferred_element_type}
+    convolve: Callable[..., jax.Array] = partial(lax.conv_general_dilated, **options)
     # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
@@ -79,19 +74,13 @@ def conv_general_dilated(
     windows = windows_of([shape[d] for d in space], kernel, strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
-    return apply_windows(
-        lhs,
-        dict(zip(space, windows, strict=True)),
-        lambda x, local: convolve(
-            x, rhs, [local[d].stride for d in space], [local[d].padding for d in space]
-        ),
-        fill=0.0,
-        boundary=boundary,
-        outputs=outputs,
-        base=dict(zip(space, base, strict=True)),
-        order=order,
-        features={channel: rhs.shape[out]},
-    )
+    by_dim, bases = dict(zip(space, windows, strict=True)), dict(zip(space, base, strict=True))
+
+    def convolved(x: jax.Array, local: Mapping[int, Local]) -> jax.Array:
+        return convolve(x, rhs, [local[d].stride for d in space], [local[d].padding for d in space])
+
+    rules: Any = {"fill": 0.0, "boundary": boundary, "outputs": outputs, "base": bases, "order": order}
+    return apply_windows(lhs, by_dim, convolved, **rules, features={channel: rhs.shape[out]})
 
 
 def windows_of(
@@ -140,15 +129,8 @@ def reduce_window(
         reduce = lax.reduce_window if dilation == ones else _by_phases
         return reduce(block, init, computation, window_dimensions, stride, pads, base, dilation)
 
-    return apply_windows(
-        operand,
-        windows,
-        reduced,
-        fill=float(init_value),
-        boundary=boundary,
-        outputs=outputs,
-        base=dict(enumerate(base)),
-    )
+    rules: Any = {"fill": float(init_value), "boundary": boundary, "outputs": outputs}
+    return apply_windows(operand, windows, reduced, **rules, base=dict(enumerate(base)))
 
 
 def max_pool(
@@ -214,18 +196,11 @@ def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
 def _by_phases(
     x: jax.Array, init: Any, op: Reducer, window: Ints, strides: Ints, pads: Pads, base: Ints, dilation: Ints
 ) -> jax.Array:
-    """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum.
-
-    Rows r, r + d, ... become a dim. Windows begin at every row; those that a stride skips are dropped.
-    """
+    """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum."""
     x = lax.pad(x, init, [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)])
     starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]
     x = lax.pad(x, init, [(0, -n % d, 0) for n, d in zip(x.shape, dilation, strict=True)])
-    x = x.reshape(_pairs((n // d, d) for n, d in zip(x.shape, dilation, strict=True)))
-    y = lax.reduce_window(x, init, op, _pairs((k, 1) for k in window), None, "VALID")
+    x = x.reshape([*chain(*((n // d, d) for n, d in zip(x.shape, dilation, strict=True)))])
+    y = lax.reduce_window(x, init, op, [*chain(*((k, 1) for k in window))], None, "VALID")
     y = y.reshape([m * d for m, d in zip(y.shape[::2], dilation, strict=True)])
     return lax.slice(y, (0,) * y.ndim, starts, strides)
-
-
-def _pairs(pairs: Iterable[tuple[int, int]]) -> list[int]:
-    return list(chain.from_iterable(pairs))

@@ -19,7 +19,7 @@ from jax_bridge.ops import positions
 from xshard import Layout, Profile, Sharding
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim
-from xshard.ops import dims, tag
+from xshard.ops import move, tag
 
 
 def cross_entropy(
@@ -63,12 +63,12 @@ def cross_entropy(
         raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=text, hint=hint)
     here, machine = machine_here(mesh, (layout.resolved(logits.ndim),), text, profile)
     sharding = block_sharding(logits, layout.resolved(logits.ndim), here, shape)
-    dim = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
-    d = dim.index
+    d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
+    n = sharding.shape[d]
 
     def reduced(x: jax.Array, kind: str, axes: tuple[str, ...]) -> jax.Array:
-        names = dims(x.shape)
-        return redistribute(x, f"{names}{tag(kind, axes)} -> {names}", here, profile=machine) if axes else x
+        text = move(x.shape, tag(kind, axes), "")
+        return redistribute(x, text, here, profile=machine) if axes else x
 
     rest = replace(sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :]))
     tokens = Sharding(rest, here, (*sharding.shape[:d], *sharding.shape[d + 1 :]))
@@ -77,17 +77,17 @@ def cross_entropy(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     own = positions(sharding.layout, here, shape=sharding.shape, dim=d)
     known = jnp.where(own < 0, -jnp.inf, x)
-    top = reduced(lax.stop_gradient(known).max(-1), "max", dim.axes)
+    top = reduced(lax.stop_gradient(known).max(-1), "max", axes)
     addends = [jnp.exp(known - top[..., None]), jnp.where(own == labels[..., None], x, 0)]
     addends += [x] if label_smoothing else []
-    total, picked, *sums = reduced(jnp.stack([part.sum(-1) for part in addends]), "sum", dim.axes)
+    total, picked, *sums = reduced(jnp.stack([part.sum(-1) for part in addends]), "sum", axes)
     losses = top + jnp.log(total) - (1 - label_smoothing) * picked
     if label_smoothing:
-        losses -= label_smoothing / dim.length * sums[0]
-    losses = jnp.where((labels < 0) | (labels >= dim.length), jnp.nan, losses)
+        losses -= label_smoothing / n * sums[0]
+    losses = jnp.where((labels < 0) | (labels >= n), jnp.nan, losses)
     losses = jnp.where(ignored, 0, losses)
     if reduction == "none":
         return losses
     counted = jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)])
-    loss, count = reduced(counted, "sum", dim.token_axes)
+    loss, count = reduced(counted, "sum", token_axes)
     return loss / count if reduction == "mean" else loss

@@ -1,6 +1,4 @@
-"""Attention in blocks, merged by log-sum-exps. In every round of a ring a device uses the keys and values of
-another, while the next ones are sent; the backward pass sends the blocks again, and their gradients
-with them: a rule for reverse mode."""
+"""Attention in blocks, merged by log-sum-exps; in a ring, blocks of keys travel, and back with gradients."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""Ops over windows of sharded dims: fetch the rows, run the local op, and keep the device's outputs.
-One program runs on all devices, so what differs between them is a table with a row per part."""
+"""Ops over windows of sharded dims, and interpolation: one program, with tables of what differs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, reduce
+from operator import add, mul
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_bridge.lower.row_tables import VOID, Table, pick
+from jax_bridge.lower.row_tables import VOID, Table, mine, pick
 from jax_bridge.nn.sharded import Sharded
 from xshard.errors import PlanError, ShapeError
-from xshard.nn.windows import Frame, window_frame
+from xshard.nn.windows import Frame, Taps, resampled_frame, taps, window_frame
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
 
@@ -21,15 +23,12 @@ Boundaries = str | Mapping[str, str] | None
 
 
 class Local(NamedTuple):
-    """The arguments of the local op along one dim.
+    """The arguments of the local op along one dim."""
 
-    rows, outputs: positions of its rows in the block and of outputs in the result; None: all, the first ones.
-    """
-
-    rows: Table | None
+    rows: Table | None  # their positions in the block; None: all
     stride: int
     padding: tuple[int, int]
-    outputs: Table | None
+    outputs: Table | None  # their positions in the result; None: the first ones
 
 
 def apply_windows(
@@ -136,3 +135,84 @@ def _table(rows: Sequence[Sequence[int]]) -> Table:
     for part, positions in enumerate(rows):
         table[part, : len(positions)] = positions
     return table
+
+
+def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = True) -> Sharded:
+    """`jax.image.resize` of the global array: dims of other lengths, interpolated.
+
+    shape: global, of the result. method, antialias: as in `jax.image`. Unlike `interpolate` it widens the
+    kernel when it samples down, its cubic kernel has constant -0.5, not -0.75, nearest takes the centre of a
+    pixel (`nearest-exact`), and taps beyond the ends are left out, not clamped.
+
+    >>> larger = jax.pmap(lambda x: resize(Sharded(x, "h/sp"), (8,), "linear"), "sp")
+    >>> larger(jnp.ones((1, 4))).block.shape  # one block on one device
+    (1, 8)
+    """
+    changed = {d: n for d, n in enumerate(shape) if n != x.sharding.shape[d]}
+    dtype = jnp.result_type(float)
+    jax_taps = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
+    return _resampled(x, jax_taps)
+
+
+def interpolate(
+    x: Sharded,
+    shape: Sequence[int],
+    mode: str,
+    *,
+    align_corners: bool = False,
+    scale: Sequence[float | None] | None = None,
+) -> Sharded:
+    """torch's `interpolate` of the global array: dims of other lengths, interpolated.
+
+    shape: global, of the result. mode: nearest, nearest-exact, linear (in two dims bilinear), cubic.
+    scale: outputs per input for every dim; None for the ratio of the lengths.
+    """
+    scales = scale or (None,) * len(shape)
+    torch_taps = {
+        d: taps(mode, x.sharding.shape[d], n, align_corners=align_corners, scale=scales[d])
+        for d, n in enumerate(shape)
+        if n != x.sharding.shape[d] or scales[d] is not None
+    }
+    return _resampled(x, torch_taps)
+
+
+@lru_cache(maxsize=256)
+def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
+    """The taps of `jax.image.resize`, from its response to every single input."""
+    with jax.ensure_compile_time_eval():
+        eye = jnp.eye(length, dtype=dtype)
+        each = jax.image.resize(eye, (outputs, length), method, antialias=antialias)
+    matrix = np.asarray(each, np.float64)
+    first = (matrix != 0).argmax(axis=1)
+    last = length - (matrix[:, ::-1] != 0).argmax(axis=1)
+    inputs = first[:, None] + np.arange((last - first).max())
+    weights = np.take_along_axis(matrix, np.minimum(inputs, length - 1), 1) * (inputs < last[:, None])
+    return Taps(np.minimum(inputs, last[:, None] - 1), weights)
+
+
+def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
+    """taps_of: the taps of every dim that is interpolated."""
+    mesh, shape = x.sharding.mesh, list(x.sharding.shape)
+    dims = [replace(dim, overlap=None) for dim in x.layout.dims]
+    sizes = [mesh.sizes_of(dim.axes) for dim in dims]
+    frames = {d: resampled_frame(dims[d], shape[d], sizes[d], some) for d, some in taps_of.items()}
+    fetched = [frames[d].source if d in frames else dim for d, dim in enumerate(dims)]
+    block = x.to(replace(x.layout, dims=tuple(fetched))).block
+    for d, frame in frames.items():
+        inputs, weights = taps_of[d]
+        longest = max(run.outputs for runs in frame.runs for run in runs)
+        positions = np.full((len(frame.runs), longest, inputs.shape[1]), VOID, np.int64)
+        factors = np.zeros(positions.shape, weights.dtype)
+        for part, runs in enumerate(frame.runs):
+            for first, _, start, n in runs:
+                positions[part, :n] = inputs[start : start + n] - first
+                factors[part, :n] = weights[start : start + n]
+        axes, along = dims[d].axes, [1] * block.ndim
+        along[d] = -1
+        numbers = range(inputs.shape[1])
+        parts = [pick(block, d, positions[..., tap], axes) for tap in numbers]
+        if (weights != 1).any():
+            shares = [mine(factors[..., tap], axes).astype(block.dtype).reshape(along) for tap in numbers]
+            parts = list(map(mul, parts, shares))
+        block, dims[d], shape[d] = reduce(add, parts), frame.result, frame.length
+    return x.with_block(block, dims, shape)

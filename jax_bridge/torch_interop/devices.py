@@ -44,11 +44,6 @@ class MeshPair:
         return tuple(self.jax_mesh.devices.flat)
 
     @cached_property
-    def are_the_same(self) -> bool:
-        """True if the meshes have the same axes, and every device the same index in both."""
-        return self.axes == self.jax_axes and self.devices == self.jax_devices
-
-    @cached_property
     def local(self) -> tuple[int, ...]:
         """This process's devices in torch's mesh, in its order."""
         return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
@@ -86,11 +81,7 @@ class MeshPair:
 
 
 def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPair:
-    """Match the two meshes; without torch_mesh, torch's mesh equals JAX's.
-
-    Each rank of a `DeviceMesh` has one device, in JAX's mesh or in all of JAX. Device i of an `xshard.Mesh`
-    is the i-th, by process and id, of JAX's mesh if that has as many, else of all of JAX.
-    """
+    """Match the two meshes; without torch_mesh, torch's mesh equals JAX's."""
     if not isinstance(jax_mesh, JaxMesh):
         hint = "pass a jax.sharding.Mesh of devices"
         raise MeshError(f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices", hint=hint)
@@ -132,7 +123,7 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
 def _torch_devices(
     torch_mesh: TorchMesh, axes: Mesh, jax_devices: tuple[jax.Device, ...]
 ) -> tuple[jax.Device, ...]:
-    """The device of JAX for every device of torch's mesh. jax_devices: the devices of JAX's mesh."""
+    """The device of JAX for each rank of a `DeviceMesh`, or in order for an `xshard.Mesh`."""
     every = all_devices(jax_devices[0])
     if not isinstance(torch_mesh, DeviceMesh):
         if len(jax_devices) == axes.n_devices:

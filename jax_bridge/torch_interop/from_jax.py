@@ -1,8 +1,4 @@
-"""`from_jax`: a JAX function on sharded arrays as a differentiable torch function on sharded tensors.
-
-The forward pass saves the function's pullback, and the backward pass runs it: two programs, compiled once. If
-torch records the backward pass, for second derivatives, the pullback becomes another such function.
-"""
+"""`from_jax`: a JAX function as a torch function; the forward pass saves the pullback of the backward."""
 
 from __future__ import annotations
 
@@ -86,7 +82,8 @@ class _JaxFunction:
         leaves, tree = jax.tree.flatten(args, is_group)
         layouts = tuple(map(Layout.parse, layouts_of("in_layouts", self.in_layouts, tree)))
         device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
-        if device_mesh is not None and not (both := mesh_pair(self.mesh, device_mesh)).are_the_same:
+        both = mesh_pair(self.mesh, device_mesh)
+        if (both.axes, both.devices) != (both.jax_axes, both.jax_devices):
             reason = f"the DTensor's mesh {both.axes!r} is not JAX's {both.jax_axes!r}"
             hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
             raise MeshError(f"{reason} with the same order of devices", hint=hint)

@@ -1,8 +1,4 @@
-"""`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
-
-The gradient is another such function, which runs the torch function again and pulls back through it. So no
-graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order exist.
-"""
+"""`from_torch`: a torch function as a JAX function; its gradient is another, which runs it again."""
 
 from __future__ import annotations
 

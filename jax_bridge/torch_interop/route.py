@@ -1,7 +1,4 @@
-"""The route of one array between torch and JAX: its shardings, and the side that moves its blocks.
-
-The cheaper side that can execute the plan does; torch at equal costs, as it does not compile.
-"""
+"""The route of one array between torch and JAX: its shardings, and the cheaper side that can move blocks."""
 
 from __future__ import annotations
 
@@ -148,7 +145,7 @@ def _route(
             reasons = (f"{side}: {reason}" for side, reason in refusals.items() if reason)
             what = f"{cannot} bring '{in_torch.src}' to '{in_torch.dst}' here"
             raise PlanError(what, hint="\n  ".join(reasons))
-        side = min(able, key=lambda side: plans[side].cost)
+        side = min(able, key=lambda side: plans[side].cost)  # torch at equal costs: it does not compile
     return Route(src, text, blocks, array, stored, plans[side], side)
 
 

@@ -25,12 +25,12 @@ from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.nn.layers import layer_of, same_state
 from torch_bridge.nn.placed import Placement, placed_as, record
-from torch_bridge.nn.resample import interpolate
-from torch_bridge.ops import Grad, all_gather, halo_exchange
+from torch_bridge.nn.window import interpolate
+from torch_bridge.ops import all_gather, halo_exchange
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError
-from xshard.ops import HaloWidth
+from xshard.ops import Grad, HaloWidth
 
 AXIS = "domain"
 Shape = Sequence[int] | None

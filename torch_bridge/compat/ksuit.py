@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
-from torch_bridge.ops import Grad, all_gather, all_reduce
+from torch_bridge.ops import all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
 from xshard import compat, ops
 
@@ -148,7 +148,7 @@ def _world() -> MeshLike:
 
 
 def _gathered(
-    x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    x: Values, dim: int, grad: ops.Grad, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():

@@ -1,8 +1,4 @@
-"""Attention in blocks, by torch's fused kernels, merged by log-sum-exps, with first derivatives.
-
-In a ring, a device uses the keys and values of another in every round, while the next ones are sent; the
-backward pass sends the blocks again with their gradients. All send all blocks, so that none waits.
-"""
+"""Attention in blocks by torch's fused kernels, merged by log-sum-exps; in a ring, blocks of keys travel."""
 
 from __future__ import annotations
 
@@ -45,11 +41,8 @@ aten = torch.ops.aten
 _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
 
 
-class Mask(NamedTuple):
-    """The scores of a tile that count, `visible` (None: all of them), and a bias, which is added to them.
-
-    rows, keys: their numbers. is_causal: each query sees its own key and earlier ones; as many as queries.
-    """
+class TileMask(NamedTuple):
+    """The scores of a tile that count, and a bias of these; rows, keys: their numbers."""
 
     rows: Tensor
     keys: Tensor
@@ -160,22 +153,22 @@ class ProcessAttention(AttentionCall):
     def product(self, q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
 
-    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> Mask:
+    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> TileMask:
         """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
         rows = self.whole(self.attn.query_rows(self.device)[tile.q])
         keys = self.whole(self.attn.key_rows(self.device, turn)[tile.k])
         bias = self.bias(rows, keys)
         causal = tile.kind == CAUSAL and bias is None and (any_length or len(rows) == len(keys))
         if self.documents is not None or not (causal or tile.kind == ALL):
-            return Mask(rows, keys, self.visible(rows, keys), False, bias)
-        return Mask(rows, keys, None, causal, bias)
+            return TileMask(rows, keys, self.visible(rows, keys), False, bias)
+        return TileMask(rows, keys, None, causal, bias)
 
     def kernel(self, q: Tensor) -> str:
         """The device whose fused kernel computes; "" for none."""
         is_fused = self.softcap is None and not self.dropout and (not q.is_cuda or q.dtype in _FUSED)
         return q.device.type if is_fused and (q.is_cuda or q.device.type == "cpu") else ""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> tuple[Tensor, Tensor]:
         """The result of a tile, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf."""
         width, kernel = v.shape[-1], self.kernel(q)
         if kernel == "cpu":
@@ -200,7 +193,7 @@ class ProcessAttention(AttentionCall):
         return y[..., :width], log_sum
 
     def pull(
-        self, dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: Mask
+        self, dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's addends to the gradients of q, k and v; dy, result, log_sum are over all tiles."""
         widths, kernel = (q.shape[-1], k.shape[-1], v.shape[-1]), self.kernel(q)
@@ -252,7 +245,7 @@ class BlockAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         y = q.new_zeros((*q.shape[:3], blocks.attn.value_width), dtype=wide)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for turn, block in blocks.attn.in_turn(kv, blocks.send):
+        for turn, block in blocks.attn.in_turn(kv, blocks.send):  # all send all blocks: none waits
             for tile in tiles(blocks.attn, blocks.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])
                 part, added = blocks.attend(q[:, :, tile.q], k, v, blocks.mask(tile, turn))

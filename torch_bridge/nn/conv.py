@@ -60,10 +60,7 @@ def each(value: Any, rank: int) -> tuple[Any, ...]:
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> Outputs:
-    """A block `(..., c, *spatial)` -> the block of the outputs, and its placement; unsharded weight, bias.
-
-    All processes raise, before anything is sent, NotationError for sharded channels, or ShapeError.
-    """
+    """A block `(..., c, *spatial)` -> the block of the outputs; raises before anything is sent."""
     rank, flat = len(convolution.kernel), _own_padding(placement, convolution.padding)
     mode = "constant" if convolution.padding_mode == "zeros" else convolution.padding_mode
 

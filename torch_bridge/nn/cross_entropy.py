@@ -19,8 +19,7 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Profile, Sharding
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim, rows_of_classes
-from xshard.ops import dims as dim_names
-from xshard.ops import tag
+from xshard.ops import move, tag
 
 
 @between_graphs
@@ -65,29 +64,29 @@ def cross_entropy(
         hint = "labels are numbers of classes"
         raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=str(layout), hint=hint)
     placement = placed_as(logits, layout, mesh, shape)
-    dim = class_dim(placement.sharding, classes, logits.shape, labels.shape, reduction)
+    sharding, processes = placement.sharding, placement.processes
+    d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
 
     def reduced(x: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
-        names = dim_names(x.shape)
-        text = f"{names}{tag(kind, axes)} -> {names}"
-        return redistribute(x, text, placement.processes, profile=profile) if axes else x
+        text = move(x.shape, tag(kind, axes), "")
+        return redistribute(x, text, processes, profile=profile) if axes else x
 
-    x = logits.movedim(dim.index, -1)
+    x = logits.movedim(d, -1)
     x, n, ignored = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1], labels == ignore_index
-    rows = _rows_of_classes(placement.sharding, dim.index, placement.processes.device, x.device)
+    rows = _rows_of_classes(sharding, d, processes.device, x.device)
     row = F.embedding(labels.masked_fill(ignored, 0).long(), rows[:, None])[..., 0]
-    top = reduced(x.detach().logsumexp(-1), "max", dim.axes)
+    top = reduced(x.detach().logsumexp(-1), "max", axes)
     chosen = x.gather(-1, row[..., None] % n)[..., 0].masked_fill(row == n, 0) if n else x.sum(-1)
     addends = [(x - top[..., None]).exp().sum(-1), chosen, *([x.sum(-1)] if label_smoothing else [])]
-    total, chosen, *sums = reduced(torch.stack(addends), "sum", dim.axes)
+    total, chosen, *sums = reduced(torch.stack(addends), "sum", axes)
     losses = top + total.log() - (1 - label_smoothing) * chosen
     if label_smoothing:
-        losses = losses - label_smoothing / dim.length * sums[0]
+        losses = losses - label_smoothing / sharding.shape[d] * sums[0]
     losses = losses.masked_fill(ignored, 0)
     if reduction == "none":
         return losses
     both = torch.stack([losses.sum(), (~ignored).sum().to(losses)])
-    total, count = reduced(both, "sum", dim.token_axes)
+    total, count = reduced(both, "sum", token_axes)
     return total / count if reduction == "mean" else total
 
 

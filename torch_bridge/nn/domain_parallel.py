@@ -24,16 +24,14 @@ from xshard.errors import ShapeError
 from xshard.notation.parser import ELLIPSIS
 
 # Modules of torch that call functions with rules.
+_PADS = ("Constant", "Zero", "Circular", "Reflection", "Replication")
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
     nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
     nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
     nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
     nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
-    nn.Tanh, nn.Tanhshrink, nn.Threshold, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
-    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
-    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d,
-    nn.ReplicationPad2d, nn.ReplicationPad3d,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold, *(getattr(nn, f"{pad}Pad{n}d") for pad in _PADS for n in (1, 2, 3)),
 )  # fmt: skip
 
 
@@ -216,10 +214,7 @@ def _check_followed(module: nn.Module, path: str) -> None:
 
 
 class _Converted(nn.Module):
-    """Calls a module of the user's own, which keeps the lengths of sharded dims, on blocks.
-
-    The placement of its first block is recorded for results, unless layers inside it recorded others.
-    """
+    """Calls a module of the user's own, which keeps the lengths of sharded dims, on blocks."""
 
     module: nn.Module
 

@@ -56,10 +56,6 @@ def register_attention(
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
         documents: Tensor | None = None,
         position_ids: Tensor | None = None,
         **options: Any,
@@ -70,7 +66,7 @@ def register_attention(
         if attention_mask is not None and attention_mask.ndim != 2:
             what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
             raise XshardError(what, hint="a mask of tokens, [batch, rows]; documents= of packed tokens")
-        if dropout:
+        if dropout := options.get("dropout"):
             raise XshardError(f"dropout={dropout}", hint="attention_dropout=0.0 in the model's configuration")
         if query.shape[2] != key.shape[2]:
             what = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
@@ -85,9 +81,10 @@ def register_attention(
                 checked.add(whole)
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT
+        is_causal, own = options.get("is_causal"), getattr(module, "is_causal", True)
         y = attention(
-            q, k, v, layout, mesh, how=how, documents=documents, window=sliding_window, scale=scaling,
-            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            q, k, v, layout, mesh, how=how, documents=documents, window=options.get("sliding_window"),
+            scale=options.get("scaling"), causal=own if is_causal is None else is_causal,
             softcap=options.get("softcap"), shape=shape,
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None

@@ -14,7 +14,7 @@ from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, conv, padding_pairs
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
-from torch_bridge.nn.resample import interpolate
+from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Layout, Mesh, XshardError
 from xshard.errors import MeshError, ShapeError, with_path
@@ -31,10 +31,7 @@ class Form(NamedTuple):
 
 
 class Layer:
-    """A mixin before the torch class of a layer: block -> block of the outputs, with their placement.
-
-    An input without a record has the layer's `layout`, or is an error if the layer is part of a model.
-    """
+    """A mixin before the torch class of a layer: block -> block of the outputs, with their placement."""
 
     form: Form
     layout: Layout
@@ -78,10 +75,7 @@ def layer_of(
     outputs: str = "",
     in_model: bool = False,
 ) -> Any:
-    """A module of a class in `LAYERS` -> the layer with its parameters. Options: as in `domain_parallel`.
-
-    path: the name of the layer in errors. Raises XshardError for a module without an exact form.
-    """
+    """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in errors."""
     layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
     layer.layout, layer.mesh = Layout.parse(layout), mesh
     layer.shape = None if shape is None else tuple(shape)

@@ -21,10 +21,7 @@ Ints = Sequence[int]
 def _standardised(
     x: Tensor, placement: Placement, dims: Ints, over: Ints, n: int, eps: float, centred: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block with mean 0, unless not `centred`, and variance 1; the mean, and the biased variance.
-
-    They are over `n` elements: over `dims` of the block, which may be a view of one, and `over` of the array.
-    """
+    """A block with mean 0 and variance 1 over `n` elements, `dims` of it; its mean and biased variance."""
     axes = tuple(axis for d in over for axis in placement.layout.dims[d].axes)
 
     def mean(x: Tensor) -> Tensor:
@@ -68,10 +65,7 @@ def check_instance_norm(module: Any) -> None:
 
 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block normalised over its last dims, which may be sharded; each device uses its part of the weights.
-
-    `RMSNorm` divides by the root of the mean square alone. Raises ShapeError for other lengths.
-    """
+    """A block normalised over its last dims, which may be sharded, by parts of the weights; `RMSNorm` too."""
     normalized, centred = tuple(layer.normalized_shape), isinstance(layer, nn.LayerNorm)
     first, eps = len(placement.shape) - len(normalized), layer.eps
     if placement.shape[first:] != normalized:

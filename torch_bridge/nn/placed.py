@@ -1,7 +1,4 @@
-"""Placements: the global shape and the layout of a block, recorded as an attribute of its tensor.
-
-A record is set where a model is entered and at every layer. It is equal on all processes, so nothing is sent.
-"""
+"""Placements of blocks, recorded at the entrance and by every layer: equal on all processes, sent by none."""
 
 from __future__ import annotations
 
@@ -32,14 +29,11 @@ COPIES: ContextVar[Copies] = ContextVar("COPIES")
 
 @dataclass(frozen=True)
 class Placement:
-    """The sharding of a global array, and the processes that hold it.
-
-    shares: axes along which each process keeps its share of a parameter's gradient, which is not summed.
-    """
+    """The sharding of a global array, and the processes that hold it."""
 
     sharding: Sharding
     processes: ProcessMesh
-    shares: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()  # axes along which processes keep their shares of gradients
 
     def __reduce__(self) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
         return type(None), ()
@@ -144,10 +138,7 @@ def placement_of(x: Tensor) -> Placement:
 def placed_as(
     x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Sequence[int | None] | None = None
 ) -> Placement:
-    """The placement of a block: the recorded one, else the one under `layout`.
-
-    shape: the global shape; None, for it or for one length, means blocks of equal lengths along that dim.
-    """
+    """The placement of a block: recorded, else under `layout`; lengths of None are equal blocks' lengths."""
     lengths = None if shape is None else tuple(shape)
     return recorded(x) or _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
 

@@ -68,7 +68,6 @@ _READING = frozenset((
 # Functions of a block and of parameters -> the number of the block's last dims that they need whole.
 _WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
 
-
 # They merge and split neighbouring dims, so that the array without data must be contiguous.
 _MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
 _PARTS = frozenset(("imag", "real"))
@@ -322,11 +321,7 @@ def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) ->
 
 
 def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool) -> Placement:
-    """The placement of a view of an array without data. Raises NotationError if it changes a sharded dim.
-
-    splits: lengths of the block may have split a dim. Then rows in groups of as many as the block has look
-    like the rows of the block beside a dim of length 1.
-    """
+    """The placement of a view of an array without data; splits: lengths of the block may have split a dim."""
     dims, lengths = list(itertools.islice(_new_dims(placement.layout), aim.ndim)), list(aim.shape)
     whole, sharded = dict[int, tuple[Dim, int]](), dict[int, tuple[Dim, int]]()
     for d, dim in enumerate(placement.layout.dims):
@@ -343,6 +338,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
             continue
         place = _grouped(placement, empty, d, aim) if e is None else {e: (dim, placement.shape[d])}
         check_whole(placement, (d,) if place.keys() <= sharded.keys() else (), what)
+        # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
         if splits and any(map(gt, _ones_beside(aim, *place), _ones_beside(empty, d))):
             raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
         sharded |= place

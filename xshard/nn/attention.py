@@ -1,5 +1,4 @@
-"""Attention over sharded sequences: the moves around it, and the scores that every device computes.
-Dims are in the order (*batch, heads, sequence, width); masks follow from the rows' positions."""
+"""Attention over sharded sequences: shardings, and scores that count; (*batch, heads, sequence, width)."""
 
 from __future__ import annotations
 
@@ -269,11 +268,7 @@ def _sight(window: Any) -> tuple[int | None, int | None]:
 
 
 def dropped(seed: Any, *numbers: Any, part: float) -> Any:
-    """Whether weights are dropped: arrays of whole numbers that broadcast -> booleans.
-
-    The bits of a weight follow from its numbers (cell, row, key) in the whole array, so they are equal on any
-    devices. Integers of 64 bits, or unsigned ones of 32 bits, give the same bits.
-    """
+    """Whether weights are dropped, by the bits of their numbers: int64 and uint32 give the same ones."""
     bits = seed & BITS
     for each in (0, *numbers):  # the seed first: near ones share no masks
         bits = ((bits ^ each) + 0x1E3779B9) & BITS
@@ -286,11 +281,7 @@ def dropped(seed: Any, *numbers: Any, part: float) -> Any:
 def document_move(
     attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
 ) -> tuple[tuple[Layout, Layout], list[int], list[int]]:
-    """The move that unshards the sequence of document numbers: layouts, global shape, and the order of dims.
-
-    layout: orders the dims. ndim: 1 for one sequence that all batches share; else each has its own. The
-    permutation by the order puts the sequence last.
-    """
+    """The move that unshards document numbers: layouts, shape, the order that puts the sequence last."""
     array = attn.kv if of_keys else attn.q
     names = array.layout.names
     kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +12,13 @@ from xshard.layout import Sharding
 from xshard.layout.runs import row_numbers
 
 REDUCTIONS = ("mean", "sum", "none")
-
-
-@dataclass(frozen=True)
-class ClassDim:
-    """The dim of classes in logits: its index, its global length, and the axes that shard it, and tokens."""
-
-    index: int
-    length: int
-    axes: tuple[str, ...]
-    token_axes: tuple[str, ...]
+Axes = tuple[str, ...]
 
 
 def class_dim(
     sharding: Sharding, name: str, block: Sequence[int], labels: Sequence[int], reduction: str
-) -> ClassDim:
-    """The dim `name` of logits. block, labels: shapes of this device's blocks. Raises XshardError."""
+) -> tuple[int, Axes, Axes]:
+    """The dim `name` of logits, the axes that shard it, and tokens. block, labels: shapes of blocks."""
     if reduction not in REDUCTIONS:
         raise XshardError(f"unknown reduction={reduction!r}", hint=f"one of {', '.join(REDUCTIONS)}")
     dims, d = sharding.layout.dims, sharding.layout.dim_index(name)
@@ -36,7 +26,7 @@ def class_dim(
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
         raise ShapeError(what, text=str(sharding.layout), hint=f"labels are {tokens}, all dims but {name!r}")
     token_axes = tuple(axis for dim in (*dims[:d], *dims[d + 1 :]) for axis in dim.axes)
-    return ClassDim(d, sharding.shape[d], dims[d].axes, token_axes)
+    return d, dims[d].axes, token_axes
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:

@@ -1,5 +1,4 @@
-"""Windows over one sharded dim: the rows that every part reads, and the outputs that it computes.
-A `Frame` describes a convolution, its transpose, a pool or an interpolation, by torch's formulas."""
+"""Windows over one sharded dim, by torch's formulas: the rows that every part reads, and its outputs."""
 
 from __future__ import annotations
 
@@ -38,10 +37,7 @@ class OutputRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """One dim of an op: input dim with its overlap, output dim, global length, and the runs of every part.
-
-    A part's block holds the rows of each of its runs in turn.
-    """
+    """One dim of an op; a part's block holds the rows of each of its runs in turn."""
 
     source: Dim
     result: Dim
@@ -51,11 +47,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
-    """The frame of a convolution or a pool. base: dilation of the rows, with the boundary's value in between.
-
-    Raises ShapeError if no layout can express how the outputs are sharded, or if rows are dilated or cropped
-    and the parts of the dim are not intervals.
-    """
+    """The frame of a convolution or a pool; base: dilation of rows, the boundary's value between them."""
     before, after = window.padding
     s, span = window.s, window.d * (window.k - 1) + 1
     if base > 1 or min(before, after) < 0:
@@ -76,10 +68,7 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
 def transposed_frame(
     dim: Dim, length: int, sizes: Sizes, *, k: int, s: int = 1, d: int = 1, p: int = 0, extra: int = 0
 ) -> Frame:
-    """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`.
-
-    extra: rows added at the end of the output (torch's output_padding).
-    """
+    """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
     span = d * (k - 1) + 1
     outputs = max(0, (length - 1) * s - 2 * p + span + extra) if length else 0
     return interval_frame(dim, length, sizes, outputs, _tap_rows(span, 1, s, span - 1 - p))
@@ -152,10 +141,7 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
 def pool_counts(
     length: int, window: Window, outputs: Sequence[int], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
-    """The number of rows by which each output of an average pool is divided, as in torch.
-
-    padding: rows after the array that count as padding; rows that `ceil_mode` reads beyond them never do.
-    """
+    """The rows by which an average pool divides, as in torch; padding: rows after the array that count."""
     first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
