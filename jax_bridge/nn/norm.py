@@ -16,15 +16,11 @@ from xshard.errors import ShapeError
 from xshard.notation.parser import Dim
 
 Groups = tuple[int, int]  # the dim of the features, and the number of groups that they form
+Numbers = jax.Array | None
 
 
 def layer_norm(
-    x: Sharded,
-    dims: Sequence[int],
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    epsilon: float = 1e-5,
+    x: Sharded, dims: Sequence[int], scale: Numbers = None, bias: Numbers = None, *, epsilon: float = 1e-5
 ) -> Sharded:
     """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
@@ -37,8 +33,8 @@ def layer_norm(
 def group_norm(
     x: Sharded,
     num_groups: int,
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    scale: Numbers = None,
+    bias: Numbers = None,
     *,
     feature_dim: int = -1,
     epsilon: float = 1e-5,
@@ -60,11 +56,11 @@ def group_norm(
 
 def batch_norm(
     x: Sharded,
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    scale: Numbers = None,
+    bias: Numbers = None,
     *,
-    mean: jax.Array | None = None,
-    variance: jax.Array | None = None,
+    mean: Numbers = None,
+    variance: Numbers = None,
     feature_dim: int = -1,
     epsilon: float = 1e-5,
 ) -> Sharded:
@@ -116,9 +112,7 @@ def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | No
     return total / count if groups is None else (total / count).repeat(size, feature)
 
 
-def _affine(
-    x: Sharded, normal: jax.Array, dims: Sequence[int], scale: jax.Array | None, bias: jax.Array | None
-) -> Sharded:
+def _affine(x: Sharded, normal: jax.Array, dims: Sequence[int], scale: Numbers, bias: Numbers) -> Sharded:
     normal = normal if scale is None else normal * _parameter(x, scale, dims)
     normal = normal if bias is None else normal + _parameter(x, bias, dims)
     return Sharded(normal, x.sharding).owned()

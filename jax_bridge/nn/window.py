@@ -20,6 +20,7 @@ from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
 
 Boundaries = str | Mapping[str, str] | None
+Scales = Sequence[float | None] | None
 
 
 class Local(NamedTuple):
@@ -155,12 +156,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
 
 
 def interpolate(
-    x: Sharded,
-    shape: Sequence[int],
-    mode: str,
-    *,
-    align_corners: bool = False,
-    scale: Sequence[float | None] | None = None,
+    x: Sharded, shape: Sequence[int], mode: str, *, align_corners: bool = False, scale: Scales = None
 ) -> Sharded:
     """torch's `interpolate` of the global array: dims of other lengths, interpolated.
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import torch
@@ -32,16 +33,10 @@ class MeshPair:
     """JAX's mesh and torch's `axes`; devices: the device of JAX for each device of torch's mesh."""
 
     jax_mesh: JaxMesh
+    jax_axes: Mesh
+    jax_devices: tuple[jax.Device, ...]
     axes: Mesh
     devices: tuple[jax.Device, ...]
-
-    @cached_property
-    def jax_axes(self) -> Mesh:
-        return xshard_mesh(self.jax_mesh)
-
-    @cached_property
-    def jax_devices(self) -> tuple[jax.Device, ...]:
-        return tuple(self.jax_mesh.devices.flat)
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -109,12 +104,12 @@ def check_processes() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
-    jax_devices = tuple(jax_mesh.devices.flat)
-    axes = xshard_mesh(jax_mesh) if torch_mesh is None else mesh_of(torch_mesh)
-    devices = jax_devices if torch_mesh is None else _torch_devices(torch_mesh, axes, jax_devices)
-    meshes = MeshPair(jax_mesh, axes, devices)
+    in_jax = in_torch = xshard_mesh(jax_mesh), tuple(jax_mesh.devices.flat)
+    if torch_mesh is not None:
+        in_torch = (axes := mesh_of(torch_mesh)), _torch_devices(torch_mesh, axes, in_jax[1])
+    meshes = MeshPair(jax_mesh, *in_jax, *in_torch)
     if all(d.process_index != jax.process_index() for d in meshes.every):
-        torchs = "" if torch_mesh is None else f" or torch's {axes!r}"
+        torchs = "" if torch_mesh is None else f" or torch's {meshes.axes!r}"
         reason = f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}"
         raise MeshError(reason, hint="call this in the processes of the mesh only")
     return meshes
@@ -195,11 +190,9 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", local_devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            *(address[0], dist.get_world_size(), dist.get_rank()),
-            local_device_ids=[local_rank] if _on_gpus() else None,
-            initialization_timeout=timeout_s,
-        )
+        options: Any = {"local_device_ids": [local_rank] if _on_gpus() else None}
+        options |= {"num_processes": dist.get_world_size(), "process_id": dist.get_rank()}
+        jax.distributed.initialize(address[0], initialization_timeout=timeout_s, **options)
     except RuntimeError as error:
         reason = f"JAX cannot join the {dist.get_world_size()} processes of torch: {error}"
         hint = "call initialize() before JAX makes its devices: before its first array or computation"

@@ -54,12 +54,7 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
     >>> w.grad[0]
     tensor([4., 4.])
     """
-    call = _JaxFunction(fn, in_layouts, out_layouts, mesh)
-
-    @torch.compiler.disable
-    def function(*args: Any) -> Any:
-        return call(*args)
-
+    function: Any = torch.compiler.disable(_JaxFunction(fn, in_layouts, out_layouts, mesh).__call__)
     function.__name__ = function.__qualname__ = getattr(fn, "__name__", "from_jax")
     function.__doc__ = fn.__doc__
     return function

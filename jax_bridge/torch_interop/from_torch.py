@@ -30,6 +30,7 @@ from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.steps.base import without_tags
 
+Arrays = Sequence[jax.Array]
 Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
 
 
@@ -62,57 +63,50 @@ def from_torch(
     Array([4.], dtype=float32)
     """
     call = _of_module(fn) if isinstance(fn, torch.nn.Module) else fn
-    prepared = _TorchFunction(call, in_layouts, out_layouts, mesh)
+    prepared: dict[Any, tuple[HostCall, Any]] = {}
 
     def function(*args: Any) -> Any:
-        return prepared(*args)
+        leaves, tree = jax.tree.flatten(args)
+        arrays = [jnp.asarray(x) for x in leaves]
+        key = tree, tuple((x.shape, x.dtype) for x in arrays)
+        if key not in prepared:
+            prepared[key] = _prepare(call, in_layouts, out_layouts, mesh_pair(mesh), tree, arrays)
+        host, out_tree = prepared[key]
+        placed = (_placed(x, p, host.meshes) for x, p in zip(arrays, host.enters, strict=True))
+        return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
     function.__name__ = function.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     function.__doc__ = fn.__doc__
     return function
 
 
-class _TorchFunction:
-    """A torch function with its layouts, and the calls that are prepared for it, by shapes and dtypes."""
+def _prepare(
+    fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, meshes: MeshPair, tree: Any, arrays: Arrays
+) -> tuple[HostCall, Any]:
+    """The call for arrays of these shapes and dtypes, and the structure of its results."""
+    dtypes = [buffers.torch_dtype(x.dtype) for x in arrays]
+    enters = tuple(
+        _plan(sides_or_one(layout), meshes, x.shape, x.dtype.name, enters=True)
+        for layout, x in zip(layouts_of("in_layouts", in_layouts, tree), arrays, strict=True)
+    )
 
-    def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
-        self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
-        self._calls: dict[Any, tuple[HostCall, Any]] = {}
+    def of_tensors(*tensors: Tensor) -> Any:
+        return fn(*jax.tree.unflatten(tree, tensors))
 
-    def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        arrays = [jnp.asarray(x) for x in leaves]
-        key = tree, tuple((x.shape, x.dtype) for x in arrays)
-        if key not in self._calls:
-            self._calls[key] = self._prepare(tree, arrays)
-        host, out_tree = self._calls[key]
-        placed = (_placed(x, p, host.meshes) for x, p in zip(arrays, host.enters, strict=True))
-        return jax.tree.unflatten(out_tree, host.differentiable(*placed))
-
-    def _prepare(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
-        meshes, dtypes = mesh_pair(self.mesh), [buffers.torch_dtype(x.dtype) for x in arrays]
-        enters = tuple(
-            _plan(sides_or_one(layout), meshes, x.shape, x.dtype.name, enters=True)
-            for layout, x in zip(layouts_of("in_layouts", self.in_layouts, tree), arrays, strict=True)
-        )
-
-        def of_tensors(*tensors: Tensor) -> Any:
-            return self.fn(*jax.tree.unflatten(tree, tensors))
-
-        shapes = (p.target.local_shape(0) for p in enters)
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            types = zip(shapes, dtypes, strict=True)
-            out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
-        blocks, out_tree = jax.tree.flatten(out)
-        if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
-            raise XshardError(f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them")
-        leaves = []
-        for layout, block in zip(layouts_of("out_layouts", self.out_layouts, out_tree), blocks, strict=True):
-            parsed = sides_or_one(layout)
-            shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
-            leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
-        call = HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves))
-        return call, out_tree
+    shapes = (p.target.local_shape(0) for p in enters)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        types = zip(shapes, dtypes, strict=True)
+        out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
+    blocks, out_tree = jax.tree.flatten(out)
+    if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
+        raise XshardError(f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them")
+    leaves = []
+    for layout, block in zip(layouts_of("out_layouts", out_layouts, out_tree), blocks, strict=True):
+        parsed = sides_or_one(layout)
+        shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
+        leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
+    call = HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves))
+    return call, out_tree
 
 
 def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:

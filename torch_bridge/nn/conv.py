@@ -15,7 +15,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Outputs, Placement, check_whole
-from torch_bridge.nn.window import Geometry, Ints, apply_windows, geometry_of, no_outputs, window_frames
+from torch_bridge.nn.window import (
+    DtypeAndDevice,
+    Geometry,
+    Ints,
+    apply_windows,
+    geometry_of,
+    no_outputs,
+    window_frames,
+)  # fmt: skip
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
 from xshard.nn.windows import OutputRun, pool_counts, pool_window, transposed_frame
@@ -24,6 +32,7 @@ from xshard.notation.parser import Dim
 
 Windows = tuple[Ints, ...]  # kernel, stride, dilation, padding and output padding, per spatial dim
 PoolWindows = tuple[Window, ...]
+Runs = tuple[OutputRun, ...]
 Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
 
 # torch's padding modes, as boundaries.
@@ -179,11 +188,6 @@ def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation:
     return tuple((p, p) for p in padding)
 
 
-def check_max_pool(module: Any) -> None:
-    if module.return_indices:
-        raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
-
-
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the block of the maxima."""
     pooled, windows, padding = _pool_geometry(placement, *_pool(layer, Boundary("constant", float("-inf"))))
@@ -210,7 +214,7 @@ def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
             sums = F.avg_pool2d if len(windows) == 2 else F.avg_pool3d
             y = sums(rows, kernel, stride, padding, ceil, divisor_override=1)
         divisor = getattr(layer, "divisor_override", None)  # one dim has none
-        return y / (divisor or _counts(*options, tuple(runs), layer.count_include_pad, y.dtype, y.device))
+        return y / (divisor or _counts(*options, tuple(runs), layer.count_include_pad, (y.dtype, y.device)))
 
     return apply_windows(x, placement, pooled, averages)
 
@@ -240,13 +244,7 @@ def _pool_geometry(
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _counts(
-    lengths: Ints,
-    windows: PoolWindows,
-    padding: Ints,
-    runs: tuple[OutputRun, ...],
-    include_pad: bool,
-    dtype: torch.dtype,
-    tensor_device: torch.device,
+    lengths: Ints, windows: PoolWindows, padding: Ints, runs: Runs, include_pad: bool, like: DtypeAndDevice
 ) -> int | Tensor:
     """The divisors of some outputs; a single number if they are equal."""
     counts = np.ones((), np.int64)
@@ -254,13 +252,7 @@ def _counts(
         outputs = range(run.start, run.start + run.outputs)
         counts = counts[..., None] * pool_counts(length, window, outputs, padding=p, include_pad=include_pad)
     every = math.prod(window.k for window in windows)
-    return every if (counts == every).all() else torch.from_numpy(counts).to(tensor_device, dtype)
-
-
-def check_global_avg_pool(module: Any) -> None:
-    if set(each(module.output_size, 1)) != {1}:
-        hint = "for sharded dims, only 1 has an exact form here"
-        raise XshardError(f"output_size={module.output_size}", hint=hint)
+    return every if (counts == every).all() else torch.from_numpy(counts).to(like[1], like[0])
 
 
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:

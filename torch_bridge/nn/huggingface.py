@@ -20,16 +20,12 @@ from xshard.nn.attention import AUTO
 # stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
 _MASKS = ["causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks"]
 _MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
+Lengths = Sequence[int | None] | None
 _REFUSED = ("s_aux", "position_bias", "cache", "head_mask")
 
 
 def register_attention(
-    layout: Layout | str,
-    mesh: MeshLike,
-    *,
-    name: str = "xshard",
-    how: str = AUTO,
-    shape: Sequence[int | None] | None = None,
+    layout: Layout | str, mesh: MeshLike, *, name: str = "xshard", how: str = AUTO, shape: Lengths = None
 ) -> None:
     """Make `attn_implementation=name` of a model of `transformers` attention over a sharded sequence.
 

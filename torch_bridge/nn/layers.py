@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, conv, padding_pairs
+from torch_bridge.nn.conv import Convolution, conv, each, padding_pairs
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
@@ -24,10 +24,12 @@ HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_
 
 
 class Form(NamedTuple):
-    """How the modules of a class compute on blocks; `check` raises for options without an exact form."""
+    """How the modules of a class compute on blocks, and the one value of an option that has an exact form."""
 
     compute: Callable[..., Outputs]
-    check: Callable[[Any], None] = lambda module: None
+    option: str = ""
+    only: int = 0
+    hint: str = ""
 
 
 class Layer:
@@ -80,10 +82,9 @@ def layer_of(
     layer.layout, layer.mesh = Layout.parse(layout), mesh
     layer.shape = None if shape is None else tuple(shape)
     layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, in_model
-    try:
-        layer.form.check(module)
-    except XshardError as error:
-        raise with_path(error, layer.path) from None
+    _, option, only, hint = layer.form
+    if option and {*each(value := getattr(module, option), 1)} != {only}:
+        raise with_path(XshardError(f"{option}={value}", hint=hint), layer.path)
     return layer
 
 
@@ -109,13 +110,17 @@ def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 _BY_RANK = {
-    "AdaptiveAvgPool": Form(convs.global_avg_pool, convs.check_global_avg_pool),
+    "AdaptiveAvgPool": Form(
+        convs.global_avg_pool, "output_size", 1, "for sharded dims, only 1 has an exact form here"
+    ),
     "AvgPool": Form(convs.avg_pool),
     "BatchNorm": Form(norms.batch_norm),
     "Conv": Form(_conv),
     "ConvTranspose": Form(convs.conv_transpose),
-    "InstanceNorm": Form(norms.instance_norm, norms.check_instance_norm),
-    "MaxPool": Form(convs.max_pool, convs.check_max_pool),
+    "InstanceNorm": Form(
+        norms.instance_norm, "track_running_stats", False, "False: statistics of one sample at a time"
+    ),
+    "MaxPool": Form(convs.max_pool, "return_indices", False, "positions in the whole array are not computed"),
 }
 # Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
 FORMS: dict[type[nn.Module], Form] = {

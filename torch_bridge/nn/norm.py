@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Outputs, Placement, check_whole
 from torch_bridge.redistribution import redistribute
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import ShapeError
 from xshard.ops import move, tag
 
 Ints = Sequence[int]
@@ -57,11 +57,6 @@ def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     if x.ndim == layer._get_no_batch_dim():
         raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
     return group_norm(layer, x, placement, x.shape[1])
-
-
-def check_instance_norm(module: Any) -> None:
-    if module.track_running_stats:
-        raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
 
 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:

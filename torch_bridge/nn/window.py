@@ -17,6 +17,8 @@ from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, win
 from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
+Factors = tuple[float | None, ...]
+DtypeAndDevice = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def interpolate(
     lengths = placement.shape[2:]
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
-    factors: tuple[float | None, ...] = (None,) * rank
+    factors: Factors = (None,) * rank
     if scale_factor is None:
         outputs = (size,) * rank if isinstance(size, int) else tuple(size or ())
     else:
@@ -113,7 +115,7 @@ def interpolate(
         factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
-    options = dim_mode, bool(align_corners), x.dtype, x.device
+    options = dim_mode, bool(align_corners), (x.dtype, x.device)
     resampled, local_taps = _geometry(placement, outputs, factors, *options)
 
     def interpolated(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
@@ -130,27 +132,21 @@ LocalTaps = tuple[tuple[Tensor, Tensor], ...]  # the rows of the block and their
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _geometry(
-    placement: Placement,
-    outputs: Ints,
-    factors: tuple[float | None, ...],
-    mode: str,
-    align_corners: bool,
-    dtype: torch.dtype,
-    tensor_device: torch.device,
+    placement: Placement, outputs: Ints, factors: Factors, mode: str, aligned: bool, like: DtypeAndDevice
 ) -> tuple[Geometry, tuple[LocalTaps, ...]]:
     """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
     global_taps, frames = [], []
     dims, lengths = placement.layout.dims[2:], placement.shape[2:]
     for dim, length, n, factor in zip(dims, lengths, outputs, factors, strict=True):
-        global_taps.append(taps(mode, length, n, align_corners=align_corners, scale=factor))
+        global_taps.append(taps(mode, length, n, align_corners=aligned, scale=factor))
         sizes = placement.sharding.mesh.sizes_of(dim.axes)
         frames.append(resampled_frame(dim, length, sizes, global_taps[-1]))
     resampled = geometry_of(placement, frames)
 
     def local(every: Taps, runs: tuple[OutputRun, ...]) -> LocalTaps:
         ((first, _, start, n),) = runs or (OutputRun(0, 0, 0, 0),)
-        rows = torch.from_numpy(every.inputs[start : start + n] - first).to(tensor_device)
-        weights = torch.from_numpy(every.weights[start : start + n]).to(tensor_device, dtype)
+        rows = torch.from_numpy(every.inputs[start : start + n] - first).to(like[1])
+        weights = torch.from_numpy(every.weights[start : start + n]).to(like[1], like[0])
         return tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))
 
     return resampled, tuple(map(local, global_taps, resampled.runs))

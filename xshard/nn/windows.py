@@ -172,16 +172,14 @@ def taps(
         centre = output * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
     else:
         centre = (output + 0.5) * step - 0.5
-    if mode == "linear":
-        centre = np.maximum(centre, 0.0)
-        first = np.minimum(np.floor(centre).astype(np.int64), length - 1)
-        part = centre - first
-        second = np.minimum(first + 1, length - 1)
-        return Taps(np.stack([first, second], 1), np.stack([1 - part, part], 1))
+    centre = np.maximum(centre, 0.0) if mode == "linear" else centre
     first = np.floor(centre).astype(np.int64)
     part = centre - first
-    inputs = np.clip(first[:, None] + np.arange(-1, 3), 0, length - 1)
-    weights = _cubic_far(part + 1), _cubic_near(part), _cubic_near(1 - part), _cubic_far(2 - part)
+    if mode == "linear":
+        offsets, weights = range(2), [1 - part, part]
+    else:
+        offsets, weights = range(-1, 3), [*map(_cubic, (part + 1, part, 1 - part, 2 - part))]
+    inputs = np.clip(first[:, None] + np.array(offsets), 0, length - 1)
     return Taps(inputs, np.stack(weights, 1))
 
 
@@ -195,9 +193,6 @@ def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Fr
     return interval_frame(dim, length, sizes, len(resampling.inputs), reads)
 
 
-def _cubic_near(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
-
-
-def _cubic_far(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
+def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    near = ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+    return np.where(x <= 1, near, ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC)
