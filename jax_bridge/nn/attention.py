@@ -49,32 +49,29 @@ def attention(
 ) -> Any:
     """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.
 
-    Blocks have the dims of `layout`, the width of heads last. Sequences may be sharded in any order, and
-    heads and batch too: masks follow from the positions of the rows.
+    Blocks have the dims of `layout`, the width of heads last. Sequences, heads and batch may be sharded in
+    any order: masks follow from the positions of the rows.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence; "ring" passes blocks of keys and values on, so that no device holds all of them, and has first
-    derivatives in reverse mode only; "reduce" brings all queries to a device's keys and adds the results up,
-    for few queries and many keys; "auto" takes the cheapest on the machine of `profile`.
-    kv_layout: layout of keys and values, by default the queries' layout. Keys of another sequence have
-    another name for their rows, as in `b t/cp h k`, and a length of their own. They may have fewer heads,
-    each for a group of queries' heads, also fewer than there are devices.
-    causal: a row sees none after it. window: rows see only rows fewer than that away; (left, right): only so
-    many rows before and after their own, None: all. offset: row i of queries is row i + offset of keys.
+    sequence; "ring" passes blocks of keys and values on, with first derivatives in reverse mode only;
+    "reduce", for few queries and many keys, brings all queries to a device's keys and adds results up; "auto"
+    takes the cheapest on the machine of `profile`.
+    kv_layout: layout of keys and values, by default as of queries. Rows of another sequence have another
+    name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, also fewer than devices.
+    causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many rows
+    before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
     documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see only
-    their own document. kv_documents: the same of keys, if they are not one sequence.
+    their own document. kv_documents: of keys, sharded like `k`, if they are another sequence.
     scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi: slopes
-    `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et al. 2021);
-    without a gradient. dropout: the part of weights that is dropped, by numbers from `seed` and positions:
-    equal on any devices, and in torch.
+    `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et al. 2021),
+    constants. dropout: the part of weights that is dropped, by `seed` and positions: as in torch.
     return_lse: return `(y, lse)`, lse `[*batch, heads, sequence]` in the order of `layout`: the natural
-    logarithm of the sum of the exponentials of scores, in float32 or wider. A row that sees nothing has y = 0
-    and lse = -inf.
-    mesh: by default the one of the context. shape, kv_heads, kv_length: the global shape of `q`, the heads
-    and the rows of keys, if blocks differ in size; a length of None is the block's, times the number of
-    parts. sequence, heads: the names of these dims. implementation: passed to
-    `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in float64 or with softcap,
-    dropout, return_lse or masks of two sequences.
+    logarithm of the sum of the exponentials of scores, in float32 or wider; y = 0 and lse = -inf if a row
+    sees nothing.
+    mesh: by default the one of the context. shape, kv_heads, kv_length: global shape of `q`, heads and rows
+    of keys, if blocks differ in size; None: equal blocks. sequence, heads: the names of these dims.
+    implementation: of `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in float64 or
+    with softcap, dropout, return_lse or masks of two sequences.
 
     Raises as `redistribute` does; XshardError for options that make no sense.
 

@@ -51,21 +51,18 @@ def to_jax(
     For a tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to
     layouts. In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
     torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`, with the same
-    devices or others. A DTensor brings its mesh.
-    shape: the global shape, needed if blocks differ in size.
+    devices or others; a DTensor brings its own. shape: the global shape, needed if blocks differ in size.
     copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its reason in
-    "xshard.interop"; True always copies; False raises if a copy cannot be avoided.
-    A write to shared memory, `x.add_(1)`, changes the array, which JAX assumes to be immutable: pass
-    `copy=True` if the tensor is written to afterwards.
+    "xshard.interop"; True always copies; False raises if a copy cannot be avoided. A write to shared memory,
+    `x.add_(1)`, changes the array, which JAX assumes to be immutable.
     profile, via: if blocks have to move, the cheaper side moves them, by the costs of this profile (or of one
-    for "torch" and one for "jax"); `via` names the side instead.
-    progress: True for a bar, or a function called with the bytes done and the total; None shows a bar for
-    large trees on a terminal.
+    for "torch" and one for "jax"); `via` names the side instead. progress: True for a bar, or a function of
+    the bytes done and the total; None shows a bar for large trees on a terminal.
 
     It has no gradient: `torch_interop.from_jax` makes a differentiable function.
     Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
-    jax_enable_x64), MeshError (for kinds of devices or processes that differ), PlanError,
-    XshardError (for a copy that is not allowed, leaves without a rule, and rules without a leaf).
+    jax_enable_x64), MeshError (devices or processes differ), PlanError, XshardError (a copy that is not
+    allowed, leaves without a rule, rules without a leaf).
 
     >>> import torch
     >>> x = torch.arange(4.0)

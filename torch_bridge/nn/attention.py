@@ -47,20 +47,18 @@ def attention(
 ) -> Any:
     """Blocks of queries, keys and values -> this process's block of `softmax(q @ k * scale) @ v`.
 
-    All processes of the mesh call it. Blocks have the dims of `layout`, the width of heads last. Sequences
-    may be sharded in any order, and heads and batch too: masks follow from the positions of the rows.
+    All processes of the mesh call it. Blocks have the dims of `layout`, the width of heads last. Sequences,
+    heads and batch may be sharded in any order: masks follow from the positions of the rows.
 
     how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-    sequence; "ring" passes blocks of keys and values on, so that no device holds all of them; "reduce" brings
-    all queries to a device's keys and adds the results up, for few queries and many keys; "auto" takes the
-    cheapest on the machine of `profile`.
+    sequence; "ring" passes blocks of keys and values on; "reduce", for few queries and many keys, brings all
+    queries to a device's keys and adds results up; "auto" takes the cheapest on the machine of `profile`.
     kv_layout: layout of keys and values, by default as of queries. Rows of another sequence have another
-    name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, each for a group of queries'
-    heads, also fewer than there are devices.
+    name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, also fewer than devices.
     causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many rows
     before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
     documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see only
-    their own document. kv_documents: documents of keys, sharded like `k`, if keys are another sequence.
+    their own document. kv_documents: of keys, sharded like `k`, if they are another sequence.
     scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi: slopes
     `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et al. 2021).
     dropout: the part of weights that is dropped, by `seed` and positions: the same on any devices.

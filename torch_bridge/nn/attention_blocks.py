@@ -25,17 +25,7 @@ from xshard.dtypes import name_of
 from xshard.errors import XshardError
 from xshard.layout.runs import row_numbers
 from xshard.nn.attend import AttentionCall
-from xshard.nn.attention import (
-    ALL,
-    CAUSAL,
-    FIRST_DERIVATIVES,
-    METHODS,
-    REDUCE,
-    RING,
-    Attention,
-    Tile,
-    tiles,
-)  # fmt: skip
+from xshard.nn.attention import ALL, CAUSAL, FIRST_DERIVATIVES, METHODS, REDUCE, RING, Attention, Tile, tiles
 
 aten = torch.ops.aten
 _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs

@@ -15,15 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Outputs, Placement, check_whole
-from torch_bridge.nn.window import (
-    DtypeAndDevice,
-    Geometry,
-    Ints,
-    apply_windows,
-    geometry_of,
-    no_outputs,
-    window_frames,
-)  # fmt: skip
+from torch_bridge.nn.window import Geometry, Ints, Like, apply_windows, geometry_of, no_outputs, window_frames
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
 from xshard.nn.windows import OutputRun, pool_counts, pool_window, transposed_frame
@@ -244,7 +236,7 @@ def _pool_geometry(
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _counts(
-    lengths: Ints, windows: PoolWindows, padding: Ints, runs: Runs, include_pad: bool, like: DtypeAndDevice
+    lengths: Ints, windows: PoolWindows, padding: Ints, runs: Runs, include_pad: bool, like: Like
 ) -> int | Tensor:
     """The divisors of some outputs; a single number if they are equal."""
     counts = np.ones((), np.int64)

@@ -18,7 +18,7 @@ from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
 Factors = tuple[float | None, ...]
-DtypeAndDevice = tuple[torch.dtype, torch.device]
+Like = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ LocalTaps = tuple[tuple[Tensor, Tensor], ...]  # the rows of the block and their
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _geometry(
-    placement: Placement, outputs: Ints, factors: Factors, mode: str, aligned: bool, like: DtypeAndDevice
+    placement: Placement, outputs: Ints, factors: Factors, mode: str, aligned: bool, like: Like
 ) -> tuple[Geometry, tuple[LocalTaps, ...]]:
     """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
     global_taps, frames = [], []
