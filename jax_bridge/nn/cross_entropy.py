@@ -1,11 +1,15 @@
-"""Cross entropy of logits with sharded classes: no device holds the logits of all classes."""
+"""Cross entropy of logits with sharded classes: no device holds the logits of all classes.
+
+>>> logits, labels = jnp.arange(8.0).reshape(1, 2, 4), jnp.array([[3, 0]])  # one block on one device
+>>> loss = jax.pmap(lambda x, y: cross_entropy(x, y, "b v/tp"), "tp")
+>>> [round(x.item(), 4) for x in (loss(logits, labels)[0], jax.nn.logsumexp(jnp.arange(4.0)) - 1.5)]
+[1.9402, 1.9402]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +20,15 @@ from jax_bridge.lower.row_tables import valid, without_padding
 from jax_bridge.mesh.context import AnyMesh, machine_here
 from jax_bridge.nn.sharded import block_sharding
 from jax_bridge.ops import positions
-from xshard import Layout, Profile, Sharding
+from xshard import Layout, Sharding
+from xshard.contractions.attention import Verb
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim
 from xshard.ops import move, tag
 
 
-def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    layout: Layout | str,
-    mesh: AnyMesh | None = None,
-    *,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    shape: Sequence[int | None] | None = None,
-    classes: str = "v",
-    profile: str | Path | Profile = "auto",
-) -> jax.Array:
-    """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
-
-    Labels are numbers of classes, sharded as the dims of `layout` without the one of classes: `[b, s]` beside
-    `"b/dp s v/tp"`. Two reductions along the axes that shard classes send three numbers per token; the
-    backward pass sends nothing.
-
-    reduction: "mean" over all labels of the whole batch that are not ignored, "sum", both on every device; or
-    "none", this device's block of losses, 0 where the label is ignored and in padding.
-    ignore_index, label_smoothing: as in torch's `cross_entropy`. mesh: by default the one of the context.
-    shape: the global shape of the logits, if blocks differ in size. classes: the name of their dim. The loss
-    of float16 and bfloat16 is in float32, and NaN for a label that is not a class.
-
-    Raises as `redistribute` does; DtypeError for labels that are not whole numbers; ShapeError unless each
-    token has one.
-
-    >>> logits, labels = jnp.arange(8.0).reshape(1, 2, 4), jnp.array([[3, 0]])  # one block on one device
-    >>> loss = jax.pmap(lambda x, y: cross_entropy(x, y, "b v/tp"), "tp")
-    >>> [round(x.item(), 4) for x in (loss(logits, labels)[0], jax.nn.logsumexp(jnp.arange(4.0)) - 1.5)]
-    [1.9402, 1.9402]
-    """
+def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *options: Any) -> jax.Array:
+    reduction, ignore_index, label_smoothing, shape, classes, profile = options
     layout = Layout.parse(layout)
     text = str(layout)
     logits, labels = as_array(logits, text), as_array(labels, text)
@@ -91,3 +65,6 @@ def cross_entropy(
     counted = jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)])
     loss, count = reduced(counted, "sum", token_axes)
     return loss / count if reduction == "mean" else loss
+
+
+cross_entropy = Verb[jax.Array, AnyMesh](_cross_entropy).cross_entropy

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,20 @@ from jax_bridge.lower.row_tables import mine, table, without_padding
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.nn.sharded import block_sharding
 from jax_bridge.ops import positions
-from xshard import Layout, Mesh, Profile, Sharding
+from xshard import Layout, Sharding
+from xshard.contractions.attention import AttentionCall
 from xshard.contractions.prices import fastest_attention
-from xshard.nn.attend import AttentionCall
 from xshard.nn.attention import HEADS, REDUCE, RING, SEQUENCE, Attention, run_starts
 
-Implementation = Literal["xla", "cudnn"] | None
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceAttention(AttentionCall):
     """A call on this device, of arrays of a dtype."""
 
-    mesh: Mesh
-    machine: Profile
     dtype: Any
-    implementation: Implementation
+    implementation: Any  # of JAX's own attention
+    mesh: Any = None
+    machine: Any = None
     xp = jnp
 
     def enter(self, x: Array, layout: Layout, shape: Sequence[int | None] | None) -> tuple[Array, Sharding]:

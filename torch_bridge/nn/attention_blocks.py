@@ -20,11 +20,11 @@ from torch_bridge.mesh.process_mesh import ProcessMesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Profile, Sharding, load_profile
+from xshard.contractions.attention import AttentionCall
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import XshardError
 from xshard.layout.runs import row_numbers
-from xshard.nn.attend import AttentionCall
 from xshard.nn.attention import ALL, CAUSAL, FIRST_DERIVATIVES, METHODS, REDUCE, RING, Attention, Tile, tiles
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class TileMask(NamedTuple):
         return F.pad(bias, (0, -keys % 8))[..., :keys].expand(*q.shape[:2], -1, -1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ProcessAttention(AttentionCall):
     """A call in this process. like: an empty tensor of the queries' dtype and device."""
 

@@ -1,11 +1,18 @@
-"""Cross entropy of logits with sharded classes: no process holds the logits of all classes."""
+"""Cross entropy of logits with sharded classes: no process holds the logits of all classes.
+
+>>> import torch, torch_bridge as xt
+>>> from xshard import Mesh
+>>> def loss():
+...     block = xt.redistribute(torch.arange(8.0).view(2, 4), "b v -> b v/tp", Mesh(tp=2))
+...     return round(xt.nn.cross_entropy(block, torch.tensor([3, 0]), "b v/tp", Mesh(tp=2)).item(), 4)
+>>> xt.testing.run_ranks(2, loss), round(torch.logsumexp(torch.arange(4.0), 0).item() - 1.5, 4)
+([1.9402, 1.9402], 1.9402)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,49 +23,16 @@ from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Profile, Sharding
+from xshard import Layout, Sharding
+from xshard.contractions.attention import Verb
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim, rows_of_classes
 from xshard.ops import move, tag
 
 
 @between_graphs
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    layout: Layout | str,
-    mesh: MeshLike,
-    *,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    shape: Sequence[int | None] | None = None,
-    classes: str = "v",
-    profile: str | Path | Profile = "auto",
-) -> Tensor:
-    """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
-
-    All processes of the mesh call it. Labels are numbers of classes, sharded as the dims of `layout` without
-    the one of classes: `[b, s]` beside `"b/dp s v/tp"`. Two reductions along the axes that shard classes send
-    three numbers per token; the backward pass sends nothing.
-
-    reduction: "mean" over all labels of the whole batch that are not ignored, "sum", both on every process;
-    or "none", this process's block of losses, 0 where the label is ignored.
-    ignore_index, label_smoothing: as in torch's `cross_entropy`. shape: the global shape of the logits, if
-    blocks differ in size. classes: the name of their dim. The loss of float16 and bfloat16 is in float32.
-    Under torch.compile it runs between two graphs.
-
-    Raises as `redistribute` does; DtypeError for labels that are not whole numbers; ShapeError unless each
-    token has one; IndexError, on the processes that hold it, for a label that is not a class.
-
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def loss():
-    ...     block = xt.redistribute(torch.arange(8.0).view(2, 4), "b v -> b v/tp", Mesh(tp=2))
-    ...     return round(xt.nn.cross_entropy(block, torch.tensor([3, 0]), "b v/tp", Mesh(tp=2)).item(), 4)
-    >>> xt.testing.run_ranks(2, loss), round(torch.logsumexp(torch.arange(4.0), 0).item() - 1.5, 4)
-    ([1.9402, 1.9402], 1.9402)
-    """
+def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *options: Any) -> Tensor:
+    reduction, ignore_index, label_smoothing, shape, classes, profile = options
     logits, labels = as_tensor(logits, "logits"), as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
         hint = "labels are numbers of classes"
@@ -88,6 +62,9 @@ def cross_entropy(
     both = torch.stack([losses.sum(), (~ignored).sum().to(losses)])
     total, count = reduced(both, "sum", token_axes)
     return total / count if reduction == "mean" else total
+
+
+cross_entropy = Verb[Tensor, MeshLike](_cross_entropy).cross_entropy
 
 
 @lru_cache(maxsize=64)

@@ -1,16 +1,19 @@
-"""One call of `attention` on a device: the flow around kernels, by operators that arrays share."""
+"""Attention and cross entropy of both bridges: their options, and the flow of attention around kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
+from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
+from xshard.ops import A, M
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,7 @@ class AttentionCall:
     kv_length: int | None
     sequence: str
     heads: str
-    attn: Any  # an `Attention`, None until its method is chosen
+    attn: Any = field(default=None, kw_only=True)  # an `Attention`, once its method is chosen
 
     if TYPE_CHECKING:  # what a framework adds
 
@@ -163,3 +166,109 @@ class AttentionCall:
         numbers = cells.reshape(-1, cells.shape[-1], 1, 1), rows[:, None], keys
         drop = core.dropped(*map(self.whole, (self.seed, *numbers)), part=self.dropout)
         return self.wide(~drop) / (1 - self.dropout)
+
+
+@dataclass(frozen=True)
+class Verb(Generic[A, M]):
+    """A function of `nn` in both bridges, by the `call` that computes it from the arguments."""
+
+    call: Callable[..., Any]
+
+    def attention(
+        self,
+        q: A,
+        k: A,
+        v: A,
+        layout: Layout | str,
+        mesh: M | None = None,
+        *,
+        how: str = core.AUTO,
+        causal: bool = False,
+        documents: A | None = None,
+        kv_documents: A | None = None,
+        window: int | tuple[int | None, int | None] | None = None,
+        offset: int = 0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi: A | None = None,
+        dropout: float = 0.0,
+        seed: int | A | None = None,
+        return_lse: bool = False,
+        kv_layout: Layout | str | None = None,
+        shape: Sequence[int | None] | None = None,
+        kv_heads: int | None = None,
+        kv_length: int | None = None,
+        sequence: str = "s",
+        heads: str = "h",
+        profile: str | Path | Profile = "auto",
+        implementation: str | None = None,
+    ) -> Any:
+        """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.
+
+        All processes of the mesh call it. Blocks have the dims of `layout`, the width of heads last.
+        Sequences, heads and batch may be sharded in any order: masks follow from the rows' positions.
+
+        how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
+        sequence; "ring" passes blocks of keys and values on; "reduce", for few queries and many keys, brings
+        all queries to a device's keys and adds results up; "auto" takes the cheapest on the machine of
+        `profile`.
+        kv_layout: layout of keys and values, by default as of queries. Rows of another sequence have another
+        name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, also fewer than devices.
+        causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many
+        rows before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
+        documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see
+        only their own document. kv_documents: of keys, sharded like `k`, if they are another sequence.
+        scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi:
+        slopes `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et
+        al. 2021), constants. dropout: the part of weights that is dropped, by `seed` and positions: the same
+        on any devices, in torch and in JAX.
+        return_lse: return `(y, lse)`, lse `[*batch, heads, sequence]` in the order of `layout`: the natural
+        logarithm of the sum of the exponentials of scores, in float32 or wider; y = 0 and lse = -inf where a
+        row sees nothing.
+        mesh: in JAX, by default the context's. shape, kv_heads, kv_length: global shape of `q`, heads and
+        rows of keys, if blocks differ in size; None: equal blocks. sequence, heads: the names of these dims.
+        implementation: of `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in float64
+        or with softcap, dropout, return_lse or masks of two sequences. torch has `sdpa_kernel()` for that.
+
+        A ring has first derivatives in reverse mode. In torch, so have "reduce", softcap, dropout, return_lse
+        and masks between two sequences; none is under torch.func, and torch.compile calls it between graphs.
+
+        Raises as `redistribute` does; XshardError for options that make no sense, or miss each other.
+        """
+        return self.call(
+            (q, k, v), layout, mesh, profile, implementation, how, causal, (documents, kv_documents), window,
+            offset, scale, softcap, alibi, dropout, seed, return_lse, kv_layout, shape, kv_heads, kv_length,
+            sequence, heads,
+        )  # fmt: skip
+
+    def cross_entropy(
+        self,
+        logits: A,
+        labels: A,
+        layout: Layout | str,
+        mesh: M | None = None,
+        *,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        shape: Sequence[int | None] | None = None,
+        classes: str = "v",
+        profile: str | Path | Profile = "auto",
+    ) -> A:
+        """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
+
+        All processes of the mesh call it. Labels are numbers of classes, sharded as the dims of `layout`
+        without the one of classes: `[b, s]` beside `"b/dp s v/tp"`. Two reductions along the axes that shard
+        classes send three numbers per token; the backward pass sends nothing.
+
+        reduction: "mean" over all labels of the whole batch that are not ignored, "sum", both on all devices;
+        or "none", this device's block of losses, 0 where the label is ignored and in padding.
+        ignore_index, label_smoothing: as in torch's `cross_entropy`. mesh: in JAX, by default the context's.
+        shape: the global shape of the logits, if blocks differ in size. classes: the name of their dim. The
+        loss of float16 and bfloat16 is in float32. torch.compile calls it between two graphs.
+
+        Raises as `redistribute` does; DtypeError for labels that are not whole numbers; ShapeError unless
+        each token has one. A label that is not a class is an IndexError there in torch, and NaN in JAX.
+        """
+        options = reduction, ignore_index, label_smoothing, shape, classes, profile
+        return cast(A, self.call(logits, labels, layout, mesh, *options))
