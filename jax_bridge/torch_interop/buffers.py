@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -93,11 +92,6 @@ def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     block = from_dlpack(array)
     block = block.clone(memory_format=torch.contiguous_format) if copy else block
     return block if copy or writable else ReadOnlyTensor(block)
-
-
-def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
-    """A context for torch's work in a callback of XLA: on a GPU, XLA's stream."""
-    return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
 
 
 class ReadOnlyTensor(Tensor):

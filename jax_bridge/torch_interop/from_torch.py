@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -184,7 +185,8 @@ class HostCall:
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Call the function on copies of XLA's memory, and write its results to XLA's memory."""
-        with buffers.on_stream(context, self.meshes.kind):
+        on_gpu = self.meshes.kind == "cuda"  # XLA's stream there
+        with torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if on_gpu else nullcontext():
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 outputs = self.fn(*blocks)

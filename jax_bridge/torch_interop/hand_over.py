@@ -165,7 +165,7 @@ def prepare_to_jax(
                 f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}",
                 text=route.text,
                 hint=f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} "
-                f"of a {route.shape} array; if blocks differ in size, pass shape= (the global shape)",
+                f"of a {route.blocks.shape} array; if blocks differ in size, pass shape= (the global shape)",
             )
     if route.side is not None:
         options.check_moved(route)
@@ -184,7 +184,7 @@ def prepare_to_jax(
         parts: Blocks = {d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)}
         if route.side == "jax":
             parts = by_jax(parts, route.plan, meshes.by_number)
-        return remember(assembled(parts, route.shape, dtypes[0], route.array), route.stored)
+        return remember(assembled(parts, route.blocks.shape, dtypes[0], route.array), route.stored)
 
     return run
 

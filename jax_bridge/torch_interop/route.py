@@ -48,10 +48,6 @@ class Route:
     plan: Plan
     side: str | None  # None if nothing moves
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.blocks.shape
-
 
 @dataclass(frozen=True)
 class Options:

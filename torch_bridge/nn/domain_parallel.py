@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
@@ -18,7 +19,7 @@ from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.nn.layers import LAYERS, Layer, layer_of, same_state
 from torch_bridge.nn.placed import COPIES, Placement, placed_as, record, recorded
-from torch_bridge.nn.propagation import Propagation, is_followed, tensors_in
+from torch_bridge.nn.propagation import Propagation, tensors_in
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError
 from xshard.notation.parser import ELLIPSIS
@@ -142,7 +143,8 @@ class _Entrance:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        follows, knows = is_followed(), any(map(recorded, inputs))
+        follows = any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
+        knows = any(map(recorded, inputs))
         self.running.append(ExitStack())
         # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
         again = not knows and torch._C._current_graph_task_id() != -1

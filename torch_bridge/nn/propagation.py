@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from torch_bridge.nn.conv import pad
@@ -424,10 +424,6 @@ class Propagation(TorchFunctionMode):
         while frame is not None and id(frame.f_locals.get("self")) not in self.paths:
             frame = frame.f_back
         return "" if frame is None else self.paths[id(frame.f_locals["self"])]
-
-
-def is_followed() -> bool:
-    return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
 
 
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -55,8 +55,7 @@ class AttentionCall:
         names = core.dim_order(layout, self.sequence, self.heads)
         q, of_q = self.enter(q, layout, self.shape)
         kv_names = core.key_order(kv_layout, names)
-        lengths = core.key_lengths(of_q, kv_layout, self.heads, self.kv_heads, self.kv_length)
-        kv_shape = [lengths.get(name) for name in kv_layout.names]
+        kv_shape = core.key_lengths(of_q, kv_layout, self.heads, self.kv_heads, self.kv_length)
         (k, of_k), (v, of_v) = (self.enter(x, kv_layout, kv_shape) for x in (k, v))
 
         def ordered(x: Any, src: Sequence[str], dst: Sequence[str]) -> Any:
@@ -67,11 +66,8 @@ class AttentionCall:
         sight = {"causal": self.causal, "window": self.window, "offset": self.offset}
         attn = core.attention(*in_order, how=self.how, **sight)
         self._check(attn)
-        has_documents, has_more = (
-            self.documents[0] is not None,
-            self.softcap or self.dropout or self.return_lse,
-        )
-        is_plain = attn.sees_some(has_documents) and not has_more
+        has_more = self.softcap or self.dropout or self.return_lse
+        is_plain = attn.sees_some(self.documents[0] is not None) and not has_more
         attn, documents = self.choose(attn, is_plain), list[Any]()
         for numbers, order in zip(self.documents, (layout, kv_layout), strict=True):
             if numbers is not None:

@@ -222,14 +222,15 @@ def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def key_lengths(
     q: Sharding, kv_layout: Layout, heads: str, kv_heads: int | None, kv_length: int | None
-) -> dict[str, int | None]:
+) -> list[int | None]:
     """The global lengths of dims of keys and values; the width is the blocks' own, and so is None."""
     shared = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
     rows = {name: kv_length for name in kv_layout.names[:-1] if name not in shared}
     if kv_length is not None and not rows:
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    return {**shared, **rows, heads: kv_heads}
+    lengths = {**shared, **rows, heads: kv_heads}
+    return [lengths.get(name) for name in kv_layout.names]
 
 
 def attention(
