@@ -148,7 +148,7 @@ def _world() -> MeshLike:
 
 
 def _gathered(
-    x: Values, dim: int, grad: ops.Grad, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    x: Values, dim: int, grad: ops.Grad, shape: ops.Shape = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
