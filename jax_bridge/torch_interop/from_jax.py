@@ -90,21 +90,22 @@ class _JaxFunction:
         records = torch.is_grad_enabled()
         wrt = [i for i, g in enumerate(groups) if records and any(x.requires_grad for x in g or ())]
         others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
-        flat, structure = jax.tree.flatten(groups)
-        invocation = _Invocation(self, meshes, tree, layouts, others, structure, tuple(wrt))
-        results = _Apply.apply(invocation, *flat)
-        program = invocation.program
-        assert program is not None  # the call has made it
-        out: list[Any] = [group if several else group[0] for group in invocation.divided(results)]
+        parts = zip(groups, layouts, others, strict=True)
+        arrays: list[Any] = [_to_jax(g, layout, self.mesh) if g else other for g, layout, other in parts]
+        program = self._program(meshes, tree, layouts, arrays, tuple(wrt))
+        results = _Apply.apply(program, arrays, others, *(x for group in groups for x in group or ()))
+        out: list[Any] = [group if several else group[0] for group in program.divided(results)]
         if device_mesh is not None:
             types = zip(out, program.out_layouts, program.out_avals, strict=True)
             out = [as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types]
         return jax.tree.unflatten(program.out_tree, out)
 
-    def program(self, call: _Invocation, leaves: Arrays) -> VjpProgram:
+    def _program(
+        self, meshes: MeshPair, tree: Any, layouts: tuple[Layout, ...], leaves: Arrays, wrt: tuple[int, ...]
+    ) -> VjpProgram:
         """The program for such arguments, made on the first call."""
-        fn, tree, avals = self.fn, call.tree, tuple(map(jax.typeof, leaves))
-        key = tree, call.layouts, avals, call.wrt
+        fn, avals = self.fn, tuple(map(jax.typeof, leaves))
+        key = tree, layouts, avals, wrt
         if key in self._programs:
             return self._programs[key]
 
@@ -114,60 +115,32 @@ class _JaxFunction:
         with jax.set_mesh(self.mesh):
             out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
         out_avals, out_tree = jax.tree.flatten(out)
-        layouts = tuple(map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree)))
-        for layout, aval in zip(layouts, out_avals, strict=True):
-            array_sharding(layout, call.meshes, aval.shape)  # raises before anything runs
-        types = call.meshes, avals, call.layouts, call.wrt, out_tree, tuple(out_avals), layouts
+        out_layouts = tuple(map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree)))
+        for layout, aval in zip(out_layouts, out_avals, strict=True):
+            array_sharding(layout, meshes, aval.shape)  # raises before anything runs
+        types = meshes, avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
         return self._programs.setdefault(key, VjpProgram(of_leaves, *types))
 
 
-@dataclass
-class _Invocation:
-    """One call without its tensors. others: leaves that are not tensors; structure: of the groups."""
-
-    function: _JaxFunction
-    meshes: MeshPair
-    tree: Any
-    layouts: tuple[Layout, ...]
-    others: list[Any]
-    structure: Any
-    wrt: tuple[int, ...]
-    program: VjpProgram | None = None
-
-    def leaves(self, flat: Sequence[Tensor], hand: Callable[[Group, Layout], Any]) -> list[Any]:
-        """All leaves; `hand` makes leaves of tensors."""
-        parts = zip(jax.tree.unflatten(self.structure, flat), self.layouts, self.others, strict=True)
-        return [hand(group, layout) if group else other for group, layout, other in parts]
-
-    def divided(self, flat: Sequence[Tensor]) -> list[Group]:
-        """The tensors of each output."""
-        n = len(self.meshes.local)
-        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
-
-    def to_jax(self, group: Group, layout: Layout) -> jax.Array:
-        return prepare_to_jax(group, layout, self.function.mesh, None, OPTIONS)()
-
-    def to_torch(self, array: jax.Array, layout: Layout) -> Group:
-        array = stored_as(array, layout, self.function.mesh)
-        blocks: Any = prepare_to_torch(array, layout, self.function.mesh, OPTIONS)()
-        return blocks if isinstance(blocks, list) else [blocks]
+def _to_jax(group: Group, layout: Layout, mesh: JaxMesh) -> jax.Array:
+    return prepare_to_jax(group, layout, mesh, None, OPTIONS)()
 
 
 class _Apply(torch.autograd.Function):
-    """`_Apply.apply(invocation, *tensors)`: the tensors of all outputs, differentiable."""
+    """The tensors of all outputs, differentiable. leaves: arrays; others: None for tensors; flat: these."""
 
     @staticmethod
-    def forward(ctx: Any, invocation: _Invocation, *flat: Tensor) -> tuple[Tensor, ...]:
-        leaves = invocation.leaves(flat, invocation.to_jax)
-        program = invocation.program = invocation.function.program(invocation, leaves)
+    def forward(
+        ctx: Any, program: VjpProgram, leaves: list[Any], others: list[Any], *flat: Tensor
+    ) -> tuple[Tensor, ...]:
         outputs, ctx.pull = program.forward(leaves)
-        groups = list(map(invocation.to_torch, outputs, program.out_layouts))
+        groups = list(map(program.to_torch, outputs, program.out_layouts))
         # An argument that the function returns unchanged must not be the caller's own tensor.
         arguments = {x.data_ptr() for x in flat}
         groups = [[x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups]
         config: Any = jax.config
-        ctx.invocation, ctx.x64 = invocation, config.jax_enable_x64
-        ctx.precision = config.jax_default_matmul_precision
+        ctx.program, ctx.others, ctx.n_tensors = program, others, len(flat)
+        ctx.x64, ctx.precision = config.jax_enable_x64, config.jax_default_matmul_precision
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
             borrowed = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
@@ -184,22 +157,23 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def _pull(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        saved, invocation = ctx.saved_tensors, ctx.invocation
-        program, n, structure = invocation.program, len(invocation.meshes.local), invocation.structure
-        out_groups = invocation.divided(cotangents)
-        smooth, flat = [out_groups[i] for i in program.smooth], saved[: structure.num_leaves]
+        program, flat, n = ctx.program, ctx.saved_tensors[: ctx.n_tensors], len(ctx.program.meshes.local)
+        out_groups = program.divided(cotangents)
+        smooth = [out_groups[i] for i in program.smooth]
         if torch.is_grad_enabled():  # the backward pass is recorded
-            argument = (lambda group, _: group) if n > 1 else (lambda group, _: group[0])
-            leaves = invocation.leaves(flat, argument)
-            results = program.pullback(leaves, [argument(group, None) for group in smooth])
+            inputs, of_outputs = ([x if n > 1 else x[0] for x in g] for g in (program.divided(flat), smooth))
+            rest = iter(inputs)
+            leaves = [next(rest) if other is None else other for other in ctx.others]
+            results = program.pullback(leaves, of_outputs)
             gradients = [x if n > 1 else [x] for x in results]
         else:
-            arrays = list(map(invocation.to_jax, smooth, program.cotangent_layouts))
+            of_mesh = [program.meshes.jax_mesh] * len(smooth)
+            arrays = list(map(_to_jax, smooth, program.cotangent_layouts, of_mesh))
             results = program.backward(ctx.pull, arrays)
-            gradients = list(map(invocation.to_torch, results, program.gradient_layouts))
+            gradients = list(map(program.to_torch, results, program.gradient_layouts))
         by_leaf = dict(zip(program.wrt, gradients, strict=True))
-        of_tensors = (i for i, group in enumerate(jax.tree.unflatten(structure, flat)) if group)
-        return None, *(x for i in of_tensors for x in by_leaf.get(i, [None] * n))
+        of_tensors = (i for i, other in enumerate(ctx.others) if other is None)
+        return None, None, None, *(x for i in of_tensors for x in by_leaf.get(i, [None] * n))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +201,16 @@ class VjpProgram:
     @cached_property
     def gradient_layouts(self) -> tuple[Layout, ...]:
         return tuple(self.in_layouts[i].dual for i in self.wrt)
+
+    def divided(self, flat: Sequence[Tensor]) -> list[Group]:
+        """Tensors of several arrays, by array."""
+        n = len(self.meshes.local)
+        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+
+    def to_torch(self, array: jax.Array, layout: Layout) -> Group:
+        array = stored_as(array, layout, self.meshes.jax_mesh)
+        blocks: Any = prepare_to_torch(array, layout, self.meshes.jax_mesh, OPTIONS)()
+        return blocks if isinstance(blocks, list) else [blocks]
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
