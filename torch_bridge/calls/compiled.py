@@ -22,7 +22,7 @@ from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.calls.move import TRACED, MoveCall, check_no_transform
 from torch_bridge.comm_dtype import comm_dtype_of
-from torch_bridge.lower.rules import lower, lower_traced
+from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
 from xshard import Mesh, Plan
 from xshard.errors import PlanError, XshardError
@@ -130,7 +130,7 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
             break
         free -= sharded
     symbols = {names[d]: x.shape[d] for d in free}
-    return apply(lower_traced(plan, processes, x.device, symbols).casting(x.dtype, backward), x)
+    return apply(lower(plan, processes, x.device, symbols).casting(x.dtype, backward), x)
 
 
 TRACED["redistribute"] = _redistribute

@@ -18,7 +18,7 @@ from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_alo
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.lower.rules import lower_traced
+from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.desync import CallFacts, Sent, derivatives_of, plan_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
@@ -37,7 +37,6 @@ from xshard.plans.expression import check_block
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_lower_traced = partial(lower_traced, lengths={})
 HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 
 
@@ -154,7 +153,7 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
         call = EinsumCall.of(expression, mesh, **options)
         executable = _executable(call, lengths, differentiated, world())
-    lowering = replace(executable.lowering, lower=_lower_traced)
+    lowering = replace(executable.lowering, lower=partial(lower, lengths={}))
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
 

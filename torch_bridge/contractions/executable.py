@@ -14,15 +14,13 @@ from torch_bridge.autodiff.function import apply, is_transformed
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.contractions.local import LocalContraction, Rounds
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import Executable, in_dtype
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.views import named_block
-from xshard.dtypes import name_of
 from xshard.layout import Sharding
-from xshard.plans.plan import find_plan
 
 Move = Executable | None  # None: neither the block moves nor its gradient
 
@@ -110,15 +108,12 @@ class MoveAgain(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ContractionExecutable:
-    """The blocks of the operands -> the block of the result, of `shape`. lowering: made it of the plan.
-
-    views: numbers of the operands that are not written with one dim per name, and how they become so.
-    """
+    """The blocks of the operands -> the block of the result, of `shape`."""
 
     plan: ContractionPlan
-    lowering: Lowering
+    lowering: Lowering  # which made it of the plan
     parts: tuple[PartExecutable, ...]
-    views: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
+    views: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]  # to one dim per name, of operands without
     shape: torch.Size
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
@@ -137,16 +132,13 @@ class ContractionExecutable:
 
 @dataclass(frozen=True, eq=False)
 class Lowering:
-    """How plans become executables, on which processes and for which blocks.
-
-    differentiated: plan gradients now, when all processes are here to make their groups.
-    """
+    """How plans become executables, on which processes and for which blocks."""
 
     processes: ProcessMesh
     block: torch.dtype
     tensor_device: torch.device
     travels: CommDtype
-    differentiated: bool
+    differentiated: bool  # plan gradients now, when all processes are here to make their groups
     lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
@@ -185,10 +177,8 @@ class Lowering:
         if not plan.steps:
             return None
         forward = self.travels.forward if plan.bytes_received else self.block  # no cast without a message
-        if plan.dtype != (name := name_of(forward)):
-            plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
-        move = self.lower(plan, self.processes, self.tensor_device).casting(self.block, self.travels.backward)
-        move = replace(move, lends=lends, whole=text)
+        move = self.lower(in_dtype(plan, forward), self.processes, self.tensor_device)
+        move = replace(move.casting(self.block, self.travels.backward), lends=lends, whole=text)
         if self.differentiated:
             move.plan_gradient()
         return move

@@ -21,14 +21,15 @@ from torch_bridge.mesh.process_mesh import Group
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
 # torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
 # which may be of a subclass: ranks as threads have another.
-_ALL_GATHER, _ALL_TO_ALL, _REDUCE_SCATTER = (
-    new if hasattr(dist.ProcessGroup, new) else old
-    for new, old in (
-        ("all_gather_single", "_allgather_base"),
-        ("all_to_all_single", "alltoall_base"),
-        ("reduce_scatter_single", "_reduce_scatter_base"),
-    )
-)
+_OLD = {
+    "all_gather": "_allgather_base",
+    "all_to_all": "alltoall_base",
+    "reduce_scatter": "_reduce_scatter_base",
+}
+_METHODS = {
+    kind: f"{kind}_single" if hasattr(dist.ProcessGroup, f"{kind}_single") else old
+    for kind, old in _OLD.items()
+}
 
 # What torch can only see as other dtypes.
 FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
@@ -56,6 +57,10 @@ _OPTIONS: dict[str, Any] = {
 TAG, MESSAGES, _LARGE = 7011, "xshard.messages", 1 << 17
 
 
+_UNWATCHED = nullcontext()  # recording a name takes 6 us
+Pending = Callable[[], Tensor]  # waits for a result that is under way and returns it
+
+
 class Works(NamedTuple):
     """Several operations under way that are waited for as one."""
 
@@ -66,31 +71,21 @@ class Works(NamedTuple):
             work.wait()
 
 
-_UNWATCHED = nullcontext()  # recording a name takes 6 us
-
-
 def _in_turn(sizes: Sequence[int]) -> list[slice]:
     """The positions of messages, one after the other."""
     return [slice(*rows) for rows in pairwise(accumulate(sizes, initial=0))]
 
 
-# Waits for a result that is under way and returns it.
-Pending = Callable[[], Tensor]
-
-
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a group: every rank sends one flat tensor and receives another. kind: all_gather,
-    all_reduce, reduce_scatter, all_to_all, or permute: at most one message from every rank, not for
-    compilers. sent, received: elements per rank, or one number if all are the same. is_even: one size
-    everywhere."""
+    """One collective of a group: every rank sends one flat tensor and receives another."""
 
-    kind: str
+    kind: str  # as in `_OPTIONS`, or permute: at most one message from every rank, not for compilers
     group: Group
-    sent: Sequence[int] = field(compare=False)
+    sent: Sequence[int] = field(compare=False)  # elements per rank, or one number if all are the same
     received: Sequence[int] = field(compare=False)
     op: str | None = None
-    is_even: bool = field(default=False, compare=False)
+    is_even: bool = field(default=False, compare=False)  # messages have one size everywhere
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
         """A flat tensor of the messages to send -> the messages received, in a tensor of `shape`."""
@@ -120,8 +115,8 @@ class Collective:
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:
-        """The split sizes of an all-to-all: none where all messages have one size, which is faster. All ranks
-        give them or none: NCCL's call without them skips a rank with nothing to send, and others wait."""
+        """The split sizes of an all-to-all: none where all messages have one size, which is faster."""
+        # All ranks give them or none: NCCL's call without them skips a rank with nothing to send.
         return ([], []) if self.is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
@@ -145,21 +140,17 @@ class Collective:
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
-        if self.kind == "all_to_all":
-            return getattr(group, _ALL_TO_ALL)(out, messages, *self._splits, options)
-        if self.kind == "all_gather":
-            return getattr(group, _ALL_GATHER)(out, messages, options)
         if self.kind == "all_reduce":
             return group.allreduce([out], options)
-        return getattr(group, _REDUCE_SCATTER)(out, messages, options)
+        splits = self._splits if self.kind == "all_to_all" else ()
+        return getattr(group, _METHODS[self.kind])(out, messages, *splits, options)
 
     @cached_property
     def _is_a_pair(self) -> bool:
         return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether a collective of two ranks is large, and on gloo, which sends before it receives, so that
-        their messages would travel one after the other."""
+        """Whether a collective of two ranks is large, and on gloo, where it sends before it receives."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers
@@ -170,10 +161,8 @@ class Collective:
         group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
         is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
         with torch.profiler.record_function(MESSAGES) if is_watched else _UNWATCHED:
-            works = [group.recv([part], rank, TAG) for rank, _, rows in others if len(part := out[rows])]
-            works += [
-                group.send([part], rank, TAG) for rank, rows, _ in others if len(part := messages[rows])
-            ]
+            works = [group.recv([part], to, TAG) for to, _, rows in others if len(part := out[rows])]
+            works += [group.send([part], to, TAG) for to, rows, _ in others if len(part := messages[rows])]
         if arrives.stop > arrives.start:
             out[arrives] = messages[sent]
         return Works(works)
@@ -189,9 +178,9 @@ class Collective:
     @cached_property
     def _options(self) -> tuple[Any, Any]:
         """The options of a call that waits for its end, and of one that does not."""
-        options = _OPTIONS[self.kind](), _OPTIONS[self.kind]()
-        for each, async_op in zip(options, (False, True), strict=True):
-            each.asyncOp = async_op
+        options = waiting, _ = _OPTIONS[self.kind](), _OPTIONS[self.kind]()
+        for each in options:
+            each.asyncOp = each is not waiting
             if self.op is not None:
                 each.reduceOp = _OPS[self.op]
         return options

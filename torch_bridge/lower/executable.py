@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
-from torch_bridge.lower.first_use import compare_new
-from torch_bridge.lower.packed_collective import PackedCollective, run_together
+from torch_bridge.lower.packed_collective import PackedCollective, compare_new, run_together
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.failures import during, name_place
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import Plan, dtypes
+from xshard import Plan
+from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
@@ -57,10 +57,8 @@ def check_dense(block: Tensor) -> None:
     if block.is_nested:
         raise ShapeError("the block or gradient is nested", hint="x.to_padded_tensor(0.0)")
     if block.layout is not torch.strided:
-        raise ShapeError(
-            f"the block or gradient is sparse ({block.layout})",
-            hint="x.to_dense(); a gradient is dense with embedding(sparse=False)",
-        )
+        hint = "x.to_dense(); a gradient is dense with embedding(sparse=False)"
+        raise ShapeError(f"the block or gradient is sparse ({block.layout})", hint=hint)
 
 
 def dense(block: Tensor) -> Tensor:
@@ -70,6 +68,13 @@ def dense(block: Tensor) -> Tensor:
     return block.resolve_conj().resolve_neg()
 
 
+def in_dtype(plan: Plan, dtype: torch.dtype) -> Plan:
+    """The plan for values of another dtype."""
+    if plan.dtype == (name := name_of(dtype)):
+        return plan
+    return find_plan(replace(plan.request, dtype=name, memory_limit=None))
+
+
 def place_of(plan: Plan, step: int) -> str:
     """A step of a plan, as errors have it."""
     return f"step {step + 1} of {len(plan.steps)}, '{plan.steps[step]}', of '{plan.src} -> {plan.dst}'"
@@ -77,18 +82,16 @@ def place_of(plan: Plan, step: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A plan as this process executes it: its block -> a new tensor, its block under `plan.dst`. steps: the
-    step of every move. lower: another plan on these processes -> its executable. lends: the result, which is
-    only read, may be the block itself. whole: the contraction that it is a move of, for errors."""
+    """A plan as this process executes it: its block -> a new tensor, its block under `plan.dst`."""
 
     plan: Plan
     processes: ProcessMesh
     moves: tuple[Move, ...]
-    steps: tuple[int, ...]
-    lower: Callable[[Plan], Executable]
+    steps: tuple[int, ...]  # the step of every move
+    lower: Callable[[Plan], Executable]  # of another plan on these processes
     casts: Casts | None = None
-    lends: bool = False
-    whole: str = ""
+    lends: bool = False  # the result, which is only read, may be the block itself
+    whole: str = ""  # the contraction that it is a move of, for errors
     is_new: ClassVar[bool] = desync.NEW  # until ranks have compared the plan
 
     def __call__(self, block: Tensor) -> Tensor:
@@ -164,10 +167,8 @@ class Executable:
         """The same for blocks of another dtype, cast before and after. backward: the gradients'."""
         forward = self.dtypes[0]
         if not self.is_linear and forward != backward:
-            raise DtypeError(
-                f"the gradient of '{self.plan.src}' goes to the values that are equal to the result",
-                hint=f"it travels in the same dtype: comm_dtype={forward}",
-            )
+            what = f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
+            raise DtypeError(what, hint=f"it travels in the same dtype: comm_dtype={forward}")
         return self if block == forward == backward else replace(self, casts=Casts(block, forward, backward))
 
     @cached_property
@@ -182,7 +183,7 @@ class Executable:
             back = self.lower(self.plan.backward)
         else:
             block, forward, backward = self.casts
-            back = self.lower(self._planned(backward).backward).casting(block, forward)
+            back = self.lower(in_dtype(self.plan, backward).backward).casting(block, forward)
         return replace(back, whole=self.whole) if self.whole else back
 
     @property
@@ -210,12 +211,6 @@ class Executable:
     def batched(self, n: int) -> Executable:
         """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
         return replace(self.lower(find_plan(self.plan.request.batched(n))), casts=self.casts)
-
-    def _planned(self, dtype: torch.dtype) -> Plan:
-        name = dtypes.name_of(dtype)
-        if self.plan.dtype == name:
-            return self.plan
-        return find_plan(replace(self.plan.request, dtype=name, memory_limit=None))
 
 
 @dataclass(frozen=True, eq=False)

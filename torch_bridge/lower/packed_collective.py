@@ -1,15 +1,23 @@
-"""A move with communication in three parts: pack the messages, run the collective, unpack the result."""
+"""A move with communication in three parts: pack the messages, run the collective, unpack the result. Ranks
+compare a plan before its first use by a small reduction in its groups: all would ask a store at once."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_bridge.errors import DesyncError
 from torch_bridge.lower.collectives import Collective, Pending
 from torch_bridge.lower.packing import Packing
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import Group
 
 
@@ -96,3 +104,42 @@ def _dealt(joint: Tensor, sizes: Sizes) -> list[Sequence[Tensor]]:
     """One tensor with the messages of several moves, rank by rank -> the messages of every move."""
     parts = joint.split([n for each in zip(*sizes, strict=True) for n in each])
     return [parts[i :: len(sizes)] for i in range(len(sizes))]
+
+
+@functools.cache
+def _agreed(world: object) -> set[int]:
+    """Hashes of plans that ranks have compared: executables may be made again."""
+    return set()
+
+
+def compare_new(executables: Sequence[Any], device: torch.device) -> None:
+    """Raise DesyncError on all ranks that these executables send to unless they are about to run the same."""
+    agreed = _agreed(dist.group.WORLD)
+    keyed = {hash((e.plan, e.processes.ranks, e.processes.device, device.type)): e for e in executables}
+    new = [executable for key, executable in keyed.items() if key not in agreed]
+    moves = [move for each in new for move in each.moves if isinstance(move, PackedCollective)]
+    groups = list(dict.fromkeys(move.collective.group for move in moves))
+    if groups and device.type != "meta" and not groups[0].graph_name:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        new[0].guarded(moves[0], _compare, [each.plan for each in new], groups, device)
+    agreed.update(keyed)
+    for executable in executables:
+        executable.__dict__["is_new"] = False
+
+
+def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
+    text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
+    facts = {name: ", ".join(str(getattr(plan, name)) for plan in plans) for name in ("shape", "dtype")}
+    facts["plan"] = "; ".join(str(step) for plan in plans for step in plan.steps)
+    digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
+    number = int.from_bytes(digest[:7], "little")
+    with _disable_current_modes(), torch.no_grad():
+        values = torch.tensor([number, -number], device=device)
+        for group in groups:
+            values = Collective("all_reduce", group, (2,), (2,), "max").run(values, (2,))
+        most, least = values.tolist()
+    if most != -least:
+        for group in groups:
+            compare_ranks(group.ranks, text, functools.partial(CallFacts, facts, {}, group.ranks, {}))
+        raise DesyncError(f"other ranks run another plan than '{text}'", hint="all make the same calls")

@@ -19,15 +19,13 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A block of `shape` as messages in order. counts: messages per rank; None: one each. op: how messages
-    that share rows combine (max, min: all rows or none). fills: constant rows that no message brings, in
-    order."""
+    """A block of `shape` as messages in order."""
 
     shape: tuple[int, ...]
     messages: tuple[Subarray, ...]
-    counts: tuple[int, ...] | None = None
-    op: str | None = None
-    fills: tuple[Fill, ...] = ()
+    counts: tuple[int, ...] | None = None  # messages per rank; None: one each
+    op: str | None = None  # how messages that share rows combine (max, min: all rows or none)
+    fills: tuple[Fill, ...] = ()  # constant rows that no message brings, in order
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -222,10 +220,8 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the rows along every dim; (-1, -1) where they are not one run."""
     intervals = [(0, n) for n in shape]
     for d, rows in index:
-        if isinstance(rows, Tensor) or rows.step is not None:
-            intervals[d] = (-1, -1)
-        else:
-            intervals[d] = (rows.start, rows.stop)
+        is_one_run = isinstance(rows, slice) and rows.step is None
+        intervals[d] = (rows.start, rows.stop) if is_one_run else (-1, -1)
     return intervals
 
 

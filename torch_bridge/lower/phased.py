@@ -21,17 +21,16 @@ from xshard.steps.traffic import Phases
 
 def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
     """The slowest link first, while blocks are small. parts: rows of `dim`, one per device of the group."""
+    have, want = site.shapes
     *slow, last = _groups(phases, site)[::-1]
     moves, n = list[Move](), 1
-    for group in slow:
-        sent = _rows(site, 1, n, site.shapes[0]) if moves else site.whole(0)
-        received = _rows(site, len(group.devices), n, site.shapes[0])
-        collective = Collective("all_gather", group, sent.sizes, received.sizes)
-        moves.append(packed(collective, sent, received))
-        n *= len(group.devices)
-    sent, received = _rows(site, 1, n, site.shapes[0]), _parts(phases, site, site.shapes[1], dim, parts, last)
-    collective = Collective("all_gather", last, sent.sizes, received.sizes_by_rank)
-    return [*moves, packed(collective, sent, received)]
+    for group in (*slow, last):
+        m = len(group.devices)
+        sent = _rows(site, 1, n, have) if moves else site.whole(0)
+        here = _parts(phases, site, want, dim, parts, last) if group is last else _rows(site, m, n, have)
+        moves.append(packed(Collective("all_gather", group, sent.sizes, here.sizes_by_rank), sent, here))
+        n *= m
+    return moves
 
 
 def reduce_scatter(phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str) -> list[Move]:

@@ -16,68 +16,68 @@ from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.site import Site
-from torch_bridge.lower.subarray import Fill, Subarray
+from torch_bridge.lower.subarray import Subarray, box_rows
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, Sharding, steps
 from xshard.errors import DtypeError, PlanError
-from xshard.layout.runs import Run, Runs
 from xshard.steps.base import axes_of, even_parts
-from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
+from xshard.steps.exchange.messages import Message, fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import senders
 
-
-def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-        return _lowered(plan, processes, tensor_device)
-    return lower_traced(plan, processes, tensor_device, {})  # fake tensors must not be kept
+Lengths = Mapping[str, int] | None  # as in `Site`
 
 
-@functools.lru_cache(maxsize=4096)
-def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    again = functools.partial(lower, processes=processes, tensor_device=tensor_device)
-    moves = list(_moves(plan, processes, tensor_device, None))
-    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
-
-
-def lower_traced(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int]
+def lower(
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths = None
 ) -> Executable:
-    """As `lower`, for one trace of a compiler; tensors made here become part of it. lengths: as in `Site`."""
-    again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
-    moves = list(_moves(plan, processes, tensor_device, lengths))
-    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
+    """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
+    if lengths is None and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return _kept(plan, processes, tensor_device)
+    return _lowered(plan, processes, tensor_device, lengths or {})  # tensors made here are part of a trace
+
+
+def _lowered(
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths = None
+) -> Executable:
+    again = functools.partial(lower, processes=processes, tensor_device=tensor_device, lengths=lengths)
+    steps, moves = (
+        zip(*_moves(plan, processes, tensor_device, lengths), strict=True) if plan.steps else ((), ())
+    )
+    return Executable(plan, processes, moves, steps, again)
+
+
+_kept = functools.lru_cache(maxsize=4096)(_lowered)
 
 
 def _moves(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int] | None
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths
 ) -> Iterable[tuple[int, Move]]:
-    """Moves with the numbers of their steps, which take one each, or one per kind of link."""
+    """The number of the step and the move, for every move; a step takes one, or one per kind of link."""
     on_sub_axes = processes.factored(plan.split)
     views = steps.Slice | steps.Retag | steps.Mask | steps.Transpose
     last = max((i for i, step in enumerate(plan.steps) if not isinstance(step, views)), default=-1)
     for i, (step, before, after) in enumerate(plan.stages):
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
-            raise DtypeError(
-                f"torch has no '{step}' of {plan.dtype}",
-                hint="this dtype only moves: cast before the reduction",
-            )
-        rule = RULES.get(type(step))
-        if rule is None:
-            raise PlanError(
-                f"torch_bridge lacks a rule for the step '{step}'",
-                hint="add it to torch_bridge.lower.rules.RULES",
-            )
+            raise no_arithmetic(f"'{step}'", plan.dtype)
+        if (rule := RULES.get(type(step))) is None:
+            hint = "add it to torch_bridge.lower.rules.RULES"
+            raise PlanError(f"torch_bridge lacks a rule for the step '{step}'", hint=hint)
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
-        links = plan.profile.fabric(before.mesh)
-        place = functools.partial(place_of, plan, i)
+        links, place = plan.profile.fabric(before.mesh), functools.partial(place_of, plan, i)
         site = Site(before, after, *context, i >= last, is_given, links, place)
         moves = during(place, rule, step, site)  # groups may be made
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
+
+
+def no_arithmetic(what: str, dtype: str) -> DtypeError:
+    """The error of a reduction of a dtype in which torch cannot compute."""
+    return DtypeError(
+        f"torch has no {what} of {dtype}", hint="this dtype only moves: cast before the reduction"
+    )
 
 
 def _computes(step: steps.Step, before: Sharding) -> bool:
@@ -161,54 +161,40 @@ def _permute(step: steps.Permute, site: Site) -> Move:
 
 
 def _exchange(step: steps.Exchange, site: Site) -> Move:
-    shardings = site.before, site.after, site.device, step.node_devices
-    outgoing, incoming = messages_from(*shardings), messages_to(*shardings)
-
-    def rows(box: Any, end: int) -> dict[int, Runs]:
-        return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
-
+    """Messages in one collective of a group: some backends and torch.compile have no point-to-point calls. A
+    device copies rows for itself directly."""
+    shardings, op = (site.before, site.after, site.device, step.node_devices), step.op(site.before)
+    fills = tuple(site.fill(*fill) for fill in fill_boxes(site.after, site.device))
     # Near senders may differ from their receiver along any axis.
     axes = moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
-    return _messages(
-        site,
-        axes,
-        [(m.dst, site.subarray(site.shapes[0], rows(m.box, 0))) for m in outgoing],
-        [(m.src, replace(site.subarray(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
-        step.op(site.before),
-        [site.fill(*fill) for fill in fill_boxes(site.after, site.device)],
-    )
-
-
-def _messages(
-    site: Site,
-    axes: Sequence[str],
-    outgoing: Sequence[tuple[int, Subarray]],
-    incoming: Sequence[tuple[int, Subarray]],
-    op: str | None,
-    fills: Sequence[Fill],
-) -> Move:
-    """Messages to and from some devices, in one collective of the group along `axes`: some backends and
-    torch.compile have no point-to-point calls. A device copies rows for itself directly."""
     group = site.group(axes)
-    rank = group.devices.index(site.device)
+    rank, shapes = group.devices.index(site.device), site.shapes
 
-    def by_rank(messages: Sequence[tuple[int, Subarray]]) -> list[tuple[int, Subarray]]:
-        return sorted(((group.devices.index(d), m) for d, m in messages), key=lambda found: found[0])
+    def by_rank(messages: Iterable[Message], end: int) -> list[tuple[int, Subarray]]:
+        """The rank at the other end of every message, and its part of the block at this end."""
+        parts = []
+        for m in messages:
+            part = site.subarray(shapes[end], box_rows(m.box, end))
+            parts.append(
+                (group.devices.index((m.dst, m.src)[end]), replace(part, sign=m.sign) if end else part)
+            )
+        return sorted(parts, key=lambda message: message[0])
 
     def packing(shape: tuple[int, ...], messages: Sequence[tuple[int, Subarray]]) -> Packing:
-        theirs = [(peer, m) for peer, m in by_rank(messages) if peer != rank]
+        theirs = [(peer, m) for peer, m in messages if peer != rank]
         counts = [sum(peer == r for peer, _ in theirs) for r in range(len(group.devices))]
         return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
 
-    own = [m for peer, m in by_rank(outgoing) if peer == rank]
+    outgoing, incoming = by_rank(messages_from(*shardings), 0), by_rank(messages_to(*shardings), 1)
+    own = [m for peer, m in outgoing if peer == rank]
     # In the order of the ranks, so that replicas and copies add in one order; own rows first where none are.
-    order, layout = by_rank(incoming), site.after.layout
+    order, layout = [*incoming], site.after.layout
     if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
-        order.sort(key=lambda found: found[0] != rank)
-    whole = Packing(site.shapes[1], tuple(m for _, m in order), None, op, tuple(fills))
-    if not steps.Exchange(site.after.layout).traffic(site.before).received:  # of any device of the mesh
+        order.sort(key=lambda message: message[0] != rank)
+    whole = Packing(shapes[1], tuple(m for _, m in order), None, op, fills)
+    if not steps.Exchange(layout).traffic(site.before).received:  # of any device of the mesh
         return lambda block: whole.place(block, [m.read(block) for m in own])
-    sent, received = packing(site.shapes[0], outgoing), packing(site.shapes[1], incoming)
+    sent, received = packing(shapes[0], outgoing), packing(shapes[1], incoming)
 
     def put_together(block: Tensor, messages: Sequence[Tensor]) -> Tensor:
         theirs, mine = iter(messages), (m.read(block) for m in own)

@@ -19,20 +19,18 @@ from xshard.steps.traffic import Phases
 
 
 class Site(NamedTuple):
-    """The context of one step. lengths: a compiler's symbols for dims that no step cuts, by their names; None
-    if nothing is traced. is_last: the output of the step is the result. is_given: its input may be the
-    plan's. place: returns the name of the step and its plan."""
+    """The context of one step."""
 
     before: Sharding
     after: Sharding
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Mapping[str, int] | None = None
-    is_last: bool = True
-    is_given: bool = True
+    lengths: Mapping[str, int] | None = None  # symbols of dims that no step cuts; None if nothing is traced
+    is_last: bool = True  # the output of the step is the result
+    is_given: bool = True  # the input may be the plan's
     fabric: Fabric | None = None
-    place: Callable[[], str] = str
+    place: Callable[[], str] = str  # returns the name of the step and its plan
 
     @property
     def device(self) -> int:
@@ -41,31 +39,28 @@ class Site(NamedTuple):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
-        before, after = (
-            zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2]
-        )
+        sides = (zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2])
         symbols = self.lengths or {}
-        return tuple(symbols.get(d, n) for d, n in before), tuple(symbols.get(d, n) for d, n in after)
+        before, after = (tuple(symbols.get(name, n) for name, n in side) for side in sides)
+        return before, after
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
-        if self.lengths is not None:
-            return self.processes.group(axes).traced(self.place(), self.tensor_device)
-        if self.tensor_device.type == "meta":  # shapes alone: no process group is made
-            return Group(None, self.processes.mesh.group(self.device, axes))
-        return self.processes.group(axes)
+        return self._group(lambda: self.processes.group(axes), self.processes.mesh.group(self.device, axes))
+
+    def among(self, devices: Sequence[int]) -> Group:
+        """The processes of some devices along axes of the mesh, this one among them."""
+        return self._group(lambda: self.processes.among(tuple(devices)), tuple(devices))
+
+    def _group(self, make: Callable[[], Group], devices: tuple[int, ...]) -> Group:
+        if self.tensor_device.type == "meta" and self.lengths is None:  # shapes alone: no group is made
+            return Group(None, devices)
+        return make() if self.lengths is None else make().traced(self.place(), self.tensor_device)
 
     def phases(self, axes: Sequence[str]) -> Phases:
         """The phases of a collective along some axes of the mesh; one where several are no faster."""
         spans = self.fabric.spans if self.fabric and self.fabric.has_phases(axes) else ()
         return Phases.along(self.before.mesh, axes, spans, self.processes.ranks)
-
-    def among(self, devices: Sequence[int]) -> Group:
-        """The processes of some devices along axes of the mesh, this one among them."""
-        if self.tensor_device.type == "meta":
-            return Group(None, tuple(devices))
-        group = self.processes.among(tuple(devices))
-        return group if self.lengths is None else group.traced(self.place(), self.tensor_device)
 
     def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
         names = self.before.layout.names

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.layout.runs import Run, Runs, as_intervals, n_rows
+from xshard.layout.runs import Run, Runs, Segment, as_intervals, n_rows
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
@@ -30,13 +30,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Subarray:
-    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d (None: all rows), box by box.
-    sign: the factor by which it is multiplied when it is put into the block."""
+    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d (None: all), box by box."""
 
     shape: tuple[int, ...]
     rows: tuple[Runs | None, ...]
     boxes: tuple[Box, ...]
-    sign: int = 1
+    sign: int = 1  # the factor by which it is multiplied when it is put into the block
 
     @cached_property
     def is_view(self) -> bool:
@@ -105,6 +104,11 @@ def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch
         runs,
         tuple(Box(_index(own for own, _ in b), _index(r for _, r in b)) for b in boxes),
     )
+
+
+def box_rows(box: Sequence[Sequence[Segment]], end: int) -> dict[int, Runs]:
+    """The rows along each dim of a message's box, in the sender's (0) or the receiver's (1) block."""
+    return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
 
 
 def _index(rows: Iterable[slice | Tensor | None]) -> Index:

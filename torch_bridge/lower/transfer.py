@@ -16,35 +16,31 @@ from torch import Tensor
 from torch_bridge.lower.collectives import CARRIERS, Works
 from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.rules import lower
-from torch_bridge.lower.subarray import Subarray, subarray
+from torch_bridge.lower.rules import lower, no_arithmetic
+from torch_bridge.lower.subarray import Subarray, box_rows, subarray
 from torch_bridge.mesh.failures import call_backend, during
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import Mesh, Plan
-from xshard.errors import DtypeError, MeshError, PlanError
-from xshard.layout.runs import Run
+from xshard.errors import MeshError, PlanError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.plans.plan import Stage
-from xshard.steps.exchange.messages import Message as Box
 
 _ALIGNED = 16  # bytes of the largest element, a complex number
 
 
 @dataclass(frozen=True, eq=False)
 class TransferExecutable:
-    """A plan between two meshes as this process executes it: `before` on the source's mesh, `after` on the
-    destination's. sent, received: ranks, its own too, with the parts of its block that they get, or of its
-    new block that come from them, in the order in which `whole` has them."""
+    """A plan between two meshes as this process executes it."""
 
     plan: Plan
     tensor_device: torch.device
     group: dist.ProcessGroup
-    before: Executable | None
-    sent: tuple[tuple[int, Subarray], ...]
-    received: tuple[tuple[int, Subarray], ...]
+    before: Executable | None  # on the source's mesh
+    sent: tuple[tuple[int, Subarray], ...]  # ranks, its own too, and the part of its block for each
+    received: tuple[tuple[int, Subarray], ...]  # and the part of its new block from each, as in `whole`
     whole: Packing | None
-    after: Executable | None
+    after: Executable | None  # on the destination's mesh
 
     def __call__(self, block: Tensor) -> Tensor:
         return run_together([self], [block])[0]
@@ -71,10 +67,8 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     """A block for each of several crossings of a group -> results, in one message per pair of processes."""
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
-    outs = [
-        _stepped(each.before, start, dtype)
-        for each, start, dtype in zip(crossings, starts, dtypes, strict=True)
-    ]
+    steps = (each.before for each in crossings)
+    outs = [_stepped(*each) for each in zip(steps, starts, dtypes, strict=True)]
     sending = [i for i, each in enumerate(crossings) if _sends(each.plan)]
 
     def stay() -> None:  # what moves nowhere is copied while the others travel
@@ -138,8 +132,7 @@ def _transferred(
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors -> their bytes in one, or a view: whether booleans and complex numbers travel differs by
-    backend."""
+    """Tensors -> their bytes in one, or a view: not every backend sends booleans and complex numbers."""
     if len(parts) == 1:
         [x] = parts  # its strides count for nothing if it has one element, except in views
         return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
@@ -151,21 +144,14 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
 
 def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of a buffer of `packed`, one per part; parts may be on `meta`."""
-    stops = _ends(parts)
-    starts = (0, *stops[:-1])
-    return [
-        buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=True)
-    ]
+    starts = zip((0, *_ends(parts)[:-1]), parts, strict=True)
+    return [buffer[start : start + x.nbytes].view(x.dtype).view(x.shape) for start, x in starts]
 
 
 def _ends(parts: Sequence[Tensor]) -> list[int]:
     """The end of each part among their bytes: a view of a dtype begins at a multiple of its size."""
-    last = len(parts) - 1
-    sizes = (
-        part.nbytes if i == last else -(-part.nbytes // _ALIGNED) * _ALIGNED for i, part in enumerate(parts)
-    )
-    return list(itertools.accumulate(sizes))
+    *sizes, last = (part.nbytes for part in parts)
+    return list(itertools.accumulate([*(-(-n // _ALIGNED) * _ALIGNED for n in sizes), last]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,10 +160,7 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     Raises DtypeError where torch has no arithmetic for a reduced or scaled dtype, MeshError for threads."""
     rank, transfer = rank_in(group), plan.transfer
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
-        raise DtypeError(
-            f"torch has no {transfer.op} of {plan.dtype}",
-            hint="this dtype only moves: cast before the reduction",
-        )
+        raise no_arithmetic(transfer.op, plan.dtype)
     sending = plan.steps.index(transfer) if transfer else len(plan.steps)
 
     def steps(stages: tuple[Stage, ...], ranks: tuple[int, ...]) -> Executable | None:
@@ -192,21 +175,20 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     if transfer is None or not _sends(plan):
         return TransferExecutable(plan, tensor_device, group, before, (), (), None, after)
     if "threaded" in dist.get_backend_config(group):
-        raise MeshError(
-            "ranks that are threads cannot send messages to each other, which a move between meshes needs",
-            hint="run them as processes: torch_bridge.run_ranks, or torchrun",
-        )
+        what = "ranks that are threads cannot send messages to each other, which a move between meshes needs"
+        raise MeshError(what, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
         ranks = sorted({*plan.src_devices, *plan.dst_devices})
         during(lambda: _place(plan), call_backend, "an exchange", ranks, _connect, tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
-    for box in transfer.messages:
-        giver, taker = plan.src_devices[box.src], plan.dst_devices[box.dst]
+    for m in transfer.messages:
+        giver, taker = plan.src_devices[m.src], plan.dst_devices[m.dst]
+        shapes = transfer.source.local_shape(m.src), transfer.target.local_shape(m.dst)
         if giver == rank:
-            sent.append((taker, _part(box, 0, transfer.source.local_shape(box.src), tensor_device)))
+            sent.append((taker, subarray(shapes[0], box_rows(m.box, 0), tensor_device)))
         if taker == rank:
-            received.append((giver, _part(box, 1, transfer.target.local_shape(box.dst), tensor_device)))
+            received.append((giver, subarray(shapes[1], box_rows(m.box, 1), tensor_device)))
     whole = None
     if rank in plan.dst_devices:
         shape = transfer.target.local_shape(plan.dst_devices.index(rank))
@@ -234,11 +216,6 @@ def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> 
 def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """NCCL wants the whole group in its first call; later some processes may have nothing to send."""
     dist.all_reduce(torch.zeros(1, device=tensor_device), group=group)
-
-
-def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
-    rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
-    return subarray(shape, rows, tensor_device)
 
 
 def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
