@@ -22,10 +22,10 @@ from jax_bridge.trees import leaves_of
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import Layout, Plan, Profile, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
-from xshard.errors import DtypeError, NotationError, ShapeError, Span, located
+from xshard.errors import DtypeError, NotationError, Span, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import Dim, mark_errors
-from xshard.plans.expression import Sides, sides
+from xshard.plans.expression import Sides, check_given, sides
 from xshard.replicas import are_checked
 
 Derivatives = Literal["linear", "custom_vjp"]
@@ -45,12 +45,7 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        expression: Any,
-        mesh: AnyMesh | None,
-        shape: Sequence[int] | None,
-        ad: Derivatives,
-        **options: Any,
+        cls, expression: Any, mesh: AnyMesh | None, shape: Any, ad: Derivatives, **options: Any
     ) -> BlockCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
         if ad not in MODES:
@@ -66,7 +61,7 @@ class BlockCall(NamedTuple):
             if self.plan_given is not None:
                 here = planned_mesh_here(self.mesh, self.plan_given.mesh, self.plan_given.axes, text)
                 plan = replace(self.plan_given, mesh=here, devices=())
-                check_plan(plan, "the block", self.shape, x.dtype.name)
+                check_given("the block is", plan, x.dtype.name, self.shape)
             else:
                 here, machine = machine_here(self.mesh, (src, dst), text, self.profile)
                 shape = global_shape(src, here, x.shape, text) if self.shape is None else self.shape
@@ -75,11 +70,9 @@ class BlockCall(NamedTuple):
         return plan
 
     def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
-        """The block under the left layout -> the block under the right one.
-
-        mesh_axes: at the border of a `shard_map` all axes of the mesh: the block must be invariant along
-        those that the left side does not name, and equal sides leave it as it is. Default: the plan's.
-        """
+        """The block under the left layout -> the block under the right one."""
+        # mesh_axes: at the border of a `shard_map` all axes of the mesh: the block must be invariant along
+        # those that the left side does not name, and equal sides leave it as it is. Default: the plan's.
         text = self.sides.text
         x = as_array(x, text)
         if are_keys(x) and self.plan_given is None:
@@ -105,10 +98,8 @@ def sides_of(expression: Any) -> Sides:
         raise NotationError("an array in place of the layouts", hint="the array comes first")
     for layout in expression if isinstance(expression, tuple) else (expression,):
         if isinstance(layout, SPECS):
-            raise NotationError(
-                f"a {type(layout).__name__} in place of a layout",
-                hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
-            )
+            hint = "write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout"
+            raise NotationError(f"a {type(layout).__name__} in place of a layout", hint=hint)
     return sides(expression)
 
 
@@ -123,8 +114,8 @@ def as_array(x: Any, text: str) -> jax.Array:
     except (TypeError, ValueError):
         if isinstance(x, np.ndarray):
             check_dtype(x.dtype, text)
-        hint = "pass an array"
-        raise DtypeError(f"JAX cannot make an array of a {type(x).__name__}", text=text, hint=hint) from None
+        what = f"JAX cannot make an array of a {type(x).__name__}"
+        raise DtypeError(what, text=text, hint="pass an array") from None
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(x.dtype, text)
     return array
@@ -135,48 +126,29 @@ def check_dtype(dtype: np.dtype, text: str) -> None:
     if dtype.kind in "OSUMm":
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
     if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
-        raise DtypeError(
-            f"the block is {dtype.name}, which JAX would make {narrowed.name}",
-            text=text,
-            hint='jax.config.update("jax_enable_x64", True), or convert it',
-        )
-
-
-def check_plan(plan: Plan, what: str, shape: tuple[int, ...] | None, dtype: str) -> None:
-    """Raise for an array of another shape or dtype than a given plan is for."""
-    if dtype != plan.dtype:
-        raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
-    if shape not in (None, plan.shape):
-        raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
+        what = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
+        raise DtypeError(what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it')
 
 
 def with_entry_type(
     x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, layout: Span | None = None
 ) -> jax.Array:
-    """The block, declared as `apply` needs it: varying along the source's axes, invariant along others.
-
-    axes: the others; default: the plan's. layout: the part of the text that errors mark.
-    """
+    """The block, declared as `apply` needs it: varying along the source's axes, invariant along others, by
+    default the plan's. layout: the part of the text that errors mark."""
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)
     for axis in plan.axes if axes is None else axes:
+        what = hint = ""
         if kind != "sum" and axis in block_type.unreduced and axis not in plan.src.tagged(kind):
-            raise NotationError(
-                f"the block is unreduced along {axis!r}: its {kind} is pending",
-                text=text,
-                span=axis_span(axis, text, layout),
-                hint=f"write it on the left: {kind}({axis})",
-            )
-        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
-            continue
-        if axis_size(axis) > 1:
-            raise NotationError(
-                f"the block varies along {axis!r}, where the source holds one value",
-                text=text,
-                span=axis_span(axis, text, layout),
-                hint=f"if each device has its own copy, write copy({axis}) on the left",
-            )
-        x = lax.psum(x, axis)  # over one device: changes the type only
+            what = f"the block is unreduced along {axis!r}: its {kind} is pending"
+            hint = f"write it on the left: {kind}({axis})"
+        elif axis not in plan.src.axes and is_typed(axis) and axis in varying_axes(x):
+            what = f"the block varies along {axis!r}, where the source holds one value"
+            hint = f"if each device has its own copy, write copy({axis}) on the left"
+            if axis_size(axis) == 1:  # over one device a sum changes the type only
+                x, what = lax.psum(x, axis), ""
+        if what:
+            raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, plan.src.axes)
 
 

@@ -27,8 +27,9 @@ from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
 from xshard.contractions.shapes import Shapes, whole_shapes
 from xshard.contractions.views import named_block
-from xshard.errors import DtypeError, ShapeError
+from xshard.errors import ShapeError
 from xshard.notation.parser import text_spans
+from xshard.plans.expression import check_given
 
 Move = Callable[[jax.Array, Plan], jax.Array]
 
@@ -47,11 +48,10 @@ class Choices(NamedTuple):
         return planner.plan_contraction(call, mesh, shapes, dtype.name, self.profile, *limits, self.overlap)
 
 
-def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
+def check_operands(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
     """Raise for operands of other shapes or another dtype than a given plan is for."""
-    if dtype != plan.dtype:
-        what = f"the operands are {dtype}, the plan is for {plan.dtype}"
-        raise DtypeError(what, text=plan.text, hint="pass the expression, or a plan made for them")
+    about = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
+    check_given("the operands are", plan, dtype, **about)
     check_shapes(plan.shapes, shapes, plan.text)
 
 
@@ -76,7 +76,7 @@ def einsum_blocks(
     if isinstance(expression, ContractionPlan):
         plan = expression
         here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
-        check_given(plan, shapes or plan.shapes, dtype.name)
+        check_operands(plan, shapes or plan.shapes, dtype.name)
     else:
         here, machine = machine_here(mesh, (*call.operands, call.result), call.text, options.profile)
         whole = shapes or whole_shapes(call, here, tuple(x.shape for x in blocks))

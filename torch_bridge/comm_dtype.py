@@ -24,10 +24,8 @@ def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None
     """`comm_dtype=` -> a dtype for each direction. Raises DtypeError for another value."""
     pair = tuple(comm_dtype) if isinstance(comm_dtype, list | tuple) else (comm_dtype, comm_dtype)
     if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
-        raise DtypeError(
-            f"comm_dtype is {comm_dtype!r}",
-            hint="a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)",
-        )
+        hint = "a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)"
+        raise DtypeError(f"comm_dtype is {comm_dtype!r}", hint=hint)
     return pair
 
 
@@ -36,10 +34,8 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
     travels = CommDtype(*(block if d is None else d for d in comm_dtypes(comm_dtype)))
     for dtype in travels:
         if dtype != block and _kind(dtype) != _kind(block):
-            raise DtypeError(
-                f"blocks of {block} do not travel as {dtype}",
-                hint="floats travel as floats, complex numbers as complex ones, other dtypes unchanged",
-            )
+            hint = "floats travel as floats, complex numbers as complex ones, other dtypes unchanged"
+            raise DtypeError(f"blocks of {block} do not travel as {dtype}", hint=hint)
     return travels
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, remember
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import Choices, check_given, check_shapes, einsum_blocks
+from jax_bridge.einsum import Choices, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
 from xshard import ContractionPlan, Profile
@@ -99,7 +99,7 @@ def _program(
     free = mesh.free([axis for layout in call.arrays for axis in layout.axes], text)
     if isinstance(given, ContractionPlan):
         plan = given
-        check_given(plan, shapes, dtype.name)
+        check_operands(plan, shapes, dtype.name)
         mesh.free(plan.axes, text, plan.mesh)
     else:
         plan = options.plan(call, free, shapes, dtype)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
 from jax_bridge.autodiff.function import batch_dim, batched
-from jax_bridge.calls import BlockCall, check_plan
+from jax_bridge.calls import BlockCall
 from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes
 from jax_bridge.specs import storage_sharding
@@ -30,7 +30,7 @@ from xshard import Plan, Profile, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, sides
+from xshard.plans.expression import Expression, check_given, sides
 
 LOG = logging.getLogger("xshard.reshard")
 
@@ -65,7 +65,7 @@ def make_program(
             if isinstance(expression, Plan):
                 plan = expression
                 with mark_errors(text):
-                    check_plan(plan, "the array", shape, dtype.name)
+                    check_given("the array is", plan, dtype.name, shape)
                     mesh.free(plan.axes, text, plan.mesh)
             else:
                 free = mesh.free((*src.axes, *dst.axes), text)

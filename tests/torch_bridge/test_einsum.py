@@ -325,8 +325,8 @@ def test_errors_come_before_anything_is_sent() -> None:
             "PlanError: save is 'all'\n  \"used\": operands where they are contracted, or \"given\""),
         (lambda: call(x, w, mesh=TP, overlap="maybe"),
             "PlanError: no overlap 'maybe'\n  there are: never, auto, always"),
-        (lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP), "DtypeError: the plan is for float32, the "
-            f"operands have float64 in '{text}'\n  pass the expression, or a plan made for them"),
+        (lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP), "DtypeError: the operands are float64, "
+            f"the plan is for float32 in '{text}'\n  pass the expression, or a plan made for them"),
         (lambda: call(x, w, mesh={"tp": 2}), "MeshError: {'tp': 2} is not a mesh\n  the mesh is a torch "
             "DeviceMesh or an xshard.Mesh; the expression comes before it"),
         (lambda: xt.einsum(x, w, text, mesh=TP), "NotationError: a contraction is text, not Tensor\n"

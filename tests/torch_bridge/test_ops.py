@@ -67,7 +67,7 @@ def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not()
         (lambda: move(plan(xs.Mesh(tp=2)), MESH),
             "MeshError: the plan is for Mesh(tp=2), this is Mesh(tp=4)"),
         (lambda: move(plan(MESH, dtype="float64"), MESH),
-            "DtypeError: the plan is for float64, the block has float32"),
+            "DtypeError: the block is float32, the plan is for float64"),
         (lambda: ops.all_gather(X, 0, "tp", MESH, grad="mean"),
             "XshardError: ...grad='mean'...\"replicated\": they are equal"),
         (lambda: ops.all_gather(X, 2, "tp", MESH, grad="sum"),

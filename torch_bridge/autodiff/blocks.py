@@ -1,5 +1,4 @@
-"""Blocks and numpy arrays -> tensors; refusals of reentrant checkpoints inside `torch.func.functional_call`,
-which compute in the backward pass with the module's own parameters, past the moves of the swapped ones."""
+"""Blocks and numpy arrays -> tensors; reentrant checkpoints inside `torch.func.functional_call` refused."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.mesh.desync import graph_nodes
 from xshard.arguments import shown
 from xshard.dtypes import numpy_dtype
 from xshard.errors import XshardError
@@ -67,15 +67,8 @@ def check_not_swapped() -> None:
 
 def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
     """Raise XshardError if a reentrant checkpoint made outputs of the module `path`, parameters swapped."""
-    nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(outputs, inputs)):
+        raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
 
 
 def tensor_of(block: Block) -> Tensor:

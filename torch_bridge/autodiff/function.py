@@ -67,19 +67,16 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
         executable = ctx.executable
-        if not executable.is_linear:
-            (tangent,) = tangents
-            shared = tangent * _shares(executable, *ctx.saved_tensors)
-            return Redistribute.apply(executable.winners[3], shared)
-        return Redistribute.apply(executable.tangent, *tangents)
+        if executable.is_linear:
+            return Redistribute.apply(executable.tangent, *tangents)
+        return Redistribute.apply(
+            executable.winners[3], tangents[0] * _shares(executable, *ctx.saved_tensors)
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor) -> tuple[Any, Any]:
-        n = info.batch_size
-        leading = [
-            block.expand(n, *block.shape) if dim is None else block.movedim(dim, 0)
-            for dim, block in zip(in_dims[1:], blocks, strict=True)
-        ]
+        n, pairs = info.batch_size, zip(blocks, in_dims[1:], strict=True)
+        leading = [x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
         results = Redistribute.apply(executable.batched(n), *leading)
         return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
 

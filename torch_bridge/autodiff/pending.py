@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch_bridge.mesh.desync import Compared
 
 @dataclass(eq=False)
 class InFlight:
-    """One execution of a plan. finish: ends it. derivatives: the executions of its derivatives, by kind."""
+    """One execution of a plan."""
 
     executable: Executable
-    finish: Callable[[], Tensor] | None = None
-    derivatives: dict[Any, InFlight] = field(default_factory=dict)
+    finish: Callable[[], Tensor] | None = None  # ends it
+    derivatives: dict[Any, InFlight] = field(default_factory=dict)  # executions of them, by kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +105,8 @@ class PendingTensor:
         return f"PendingTensor({state}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = tree_map(_waited, (tuple(args), dict(kwargs or {})))
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_waited, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -63,9 +63,8 @@ def recorded(
         y = _recorded(list(blocks), verb, expression, constant_mesh, constants)
         _raise_refusal()
     elif not all(isinstance(x, Tensor) and not is_dtensor(x) for x in blocks):
-        raise PlanError(
-            f"torch.export records {verb} of plain tensors on one mesh", hint="export local tensors"
-        )
+        what = f"torch.export records {verb} of plain tensors on one mesh"
+        raise PlanError(what, hint="export local tensors")
     else:
         y = TRACED[verb](list(blocks), expression, mesh, **options)
     return PendingTensor(y, y.shape, y) if async_op else y
@@ -77,10 +76,8 @@ refusals: list[XshardError] = []
 
 @torch._dynamo.nonstrict_trace
 def _recorded(blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]) -> Tensor:
-    names = options.get("comm_dtype")
-    if names:
-        pair = tuple(getattr(torch, name.removeprefix("torch.")) for name in names)
-        options = {**options, "comm_dtype": pair}
+    if names := options.get("comm_dtype"):
+        options = {**options, "comm_dtype": [getattr(torch, name.removeprefix("torch.")) for name in names]}
     if isinstance(mesh, tuple):
         mesh = Mesh(dict(zip(*mesh, strict=True)))
     mesh = getattr(mesh, "real_obj", mesh)  # Dynamo wraps a DeviceMesh

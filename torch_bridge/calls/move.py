@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.desync import CallFacts, Sent, plan_facts
+from torch_bridge.mesh.desync import CallFacts, sent_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
@@ -35,11 +35,11 @@ from xshard.cost.machine import AUTO, asked_for, load_profile, located
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
-from xshard.layout import Mesh
+from xshard.layout import Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.planner import plan as find_plan
-from xshard.plans.expression import Expression, as_expression, check_block, sides
+from xshard.plans.expression import Expression, as_expression, check_block, check_given, sides
 from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
@@ -51,22 +51,17 @@ TRACED: dict[str, Callable[..., Tensor]] = {}
 
 
 class MoveCall(NamedTuple):
-    """A redistribution on one mesh, without its block. shape: the global shape; None: inferred."""
+    """A redistribution on one mesh, without its block."""
 
     expression: Expression
     mesh: MeshLike
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # the global shape; None: inferred
     profile: str | Path | Profile = AUTO
     comm_dtype: CommDtypeLike = None
 
     @classmethod
     def of(
-        cls,
-        expression: Expression,
-        mesh: MeshLike | None,
-        shape: Sequence[int] | None,
-        profile: str | Path | Profile,
-        comm_dtype: CommDtypeLike,
+        cls, expression: Expression, mesh: MeshLike | None, shape: Any, profile: Any, comm_dtype: Any
     ) -> MoveCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
         return cls(
@@ -110,45 +105,37 @@ class MoveCall(NamedTuple):
             check_axes(layout, processes.mesh, text)
         if isinstance(self.expression, Plan):
             plan = self.expression
-            if plan.mesh != processes.mesh:
-                raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}")
-            if plan.dtype != dtype:
-                raise DtypeError(f"the plan is for {plan.dtype}, the block has {dtype}")
-            if self.shape not in (None, plan.shape):
-                raise ShapeError(f"the plan is for a {plan.shape} array, not {self.shape}")
+            check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
             axes = tuple(dict.fromkeys((*src.axes, *dst.axes)))
             profile = links_along(machine(self.profile, tensor_device), axes, processes)
-            processes = processes.along(axes)
-            shape = self.shape
+            processes, shape = processes.along(axes), self.shape
             if shape is None:
                 shape = global_shape(src, processes.mesh, local_shape, text)
             plan = find_plan(both, processes.mesh, shape, dtype, profile=profile)
-        device, source = processes.device, plan.source
-        check_block(
-            f"the block of rank {processes.ranks[device]}",
-            tuple(local_shape),
-            source.local_shape(device),
-            source.layout.names,
-            text,
-            f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
-            f"of a {source.shape} array",
-            inferred=self.shape is None,
-        )
+        check_local("the block of", local_shape, plan.source, processes, text, inferred=self.shape is None)
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
         """What ranks compare before this call with a block. sent: facts that the call itself lacks."""
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
-        sent |= {"dtype": name_of(dtype), "device": device.type, **plan_facts(plan, plan.steps)}
-        sent |= {"comm_dtype": ", ".join(map(str, comm_dtype_of(self.comm_dtype, dtype)))}
-        return CallFacts(
-            everywhere={"expression": self.text, "mesh": ranked(self.mesh)},
-            within=Sent(shape=plan.shape, **sent).facts,
-            part=processes.ranks,
-            own={"block": str(tuple(local_shape)), "of": str(plan.shape)},
-        )
+        travels = ", ".join(map(str, comm_dtype_of(self.comm_dtype, dtype)))
+        sent |= {"dtype": name_of(dtype), "device": device.type, "comm_dtype": travels}
+        everywhere = {"expression": self.text, "mesh": ranked(self.mesh)}
+        own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
+        within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
+        return CallFacts(everywhere, within, processes.ranks, own)
+
+
+def check_local(
+    what: str, block: Sequence[int], array: Sharding, processes: ProcessMesh, text: str, **options: Any
+) -> None:
+    """Raise ShapeError unless a block is this process's part of an array. options: as for `check_block`."""
+    device, layout = processes.device, array.layout
+    part = f"under '{layout}' that is the part of device {device} of {array.mesh!r} of a {array.shape} array"
+    what, expected = f"{what} rank {processes.ranks[device]}", array.local_shape(device)
+    check_block(what, tuple(block), expected, layout.names, text, part, **options)
 
 
 @lru_cache(maxsize=4096)
@@ -185,10 +172,8 @@ def between_graphs(function: F) -> F:
 def check_no_transform() -> None:
     """Raise PlanError under torch.func: torch would drop its tangents in a recorded call."""
     if torch._C._are_functorch_transforms_active():
-        raise PlanError(
-            "torch.func inside torch.compile does not reach through a redistribution",
-            hint="torch would drop tangents without a word: use torch.func on what is not compiled",
-        )
+        hint = "torch would drop tangents without a word: use torch.func on what is not compiled"
+        raise PlanError("torch.func inside torch.compile does not reach through a redistribution", hint=hint)
 
 
 def links_along(profile: str | Path | Profile, axes: Sequence[str], processes: ProcessMesh) -> Profile:
@@ -204,13 +189,12 @@ def ranked(mesh: MeshLike) -> str:
 
 
 class TransferCall(NamedTuple):
-    """A redistribution between two meshes (None: a plan's), without its block. shape, dtype: None if
-    unknown."""
+    """A redistribution between two meshes, without its block."""
 
     expression: Expression
-    src_mesh: MeshLike | None
+    src_mesh: MeshLike | None  # None: a plan's
     dst_mesh: MeshLike | None
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # None, as the dtype, if unknown
     dtype: str | None
     relabel: bool = False
     profile: str | Path | Profile = AUTO
@@ -223,32 +207,21 @@ class TransferCall(NamedTuple):
             plan = plan if plan.transfer or ranks == plan.src_devices else replace(plan, devices=ranks)
         else:
             if self.src_mesh is None or self.dst_mesh is None:
-                raise MeshError(
-                    "two meshes are needed", hint="redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
-                )
+                hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
+                raise MeshError("two meshes are needed", hint=hint)
             if self.shape is None or self.dtype is None:
                 missing = "shape" if self.shape is None else "dtype"
-                raise ShapeError(
-                    f"the global {missing} is missing",
-                    hint="shape= and dtype= of the global array: processes without a block know neither",
-                )
-            plan = find_plan(
-                self.expression,
-                src_mesh=mesh_of(self.src_mesh),
-                dst_mesh=mesh_of(self.dst_mesh),
-                shape=self.shape,
-                dtype=self.dtype,
-                src_devices=ranks_of(self.src_mesh),
-                dst_devices=ranks_of(self.dst_mesh),
-                relabel=self.relabel,
-                profile=machine(self.profile),
-            )
+                hint = "shape= and dtype= of the global array: processes without a block know neither"
+                raise ShapeError(f"the global {missing} is missing", hint=hint)
+            src, dst = self.src_mesh, self.dst_mesh
+            options: dict[str, Any] = {"relabel": self.relabel, "profile": machine(self.profile)}
+            options |= {"src_mesh": mesh_of(src), "src_devices": ranks_of(src)}
+            options |= {"dst_mesh": mesh_of(dst), "dst_devices": ranks_of(dst)}
+            plan = find_plan(self.expression, shape=self.shape, dtype=self.dtype, **options)
         last, n = max(*plan.src_devices, *plan.dst_devices), dist.get_world_size()
         if last >= n:
-            raise MeshError(
-                f"the meshes have a rank {last}, the world has {n} processes",
-                hint="device numbers of a plan are global ranks",
-            )
+            what = f"the meshes have a rank {last}, the world has {n} processes"
+            raise MeshError(what, hint="device numbers of a plan are global ranks")
         return plan
 
     def facts(self, x: Tensor | None, **sent: object) -> CallFacts:
@@ -257,8 +230,7 @@ class TransferCall(NamedTuple):
         check_part(x, plan)
         meshes = f"{plan.src_mesh!r} on {plan.src_devices}, {plan.dst_mesh!r} on {plan.dst_devices}"
         everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": meshes}
-        sent |= {"dtype": plan.dtype, **plan_facts(plan, plan.steps)}
-        everywhere |= Sent(shape=plan.shape, **sent).facts
+        everywhere |= sent_facts(plan, plan.steps, shape=plan.shape, dtype=plan.dtype, **sent)
         own = {"block": "none" if x is None else str(tuple(x.shape))}
         return CallFacts(everywhere, {}, tuple(range(dist.get_world_size())), own)
 

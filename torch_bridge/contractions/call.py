@@ -14,12 +14,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from torch_bridge.calls.move import TRACED, Block, check_no_transform, links_along, ranked, unless_fake
+from torch_bridge.calls.move import (
+    TRACED,
+    Block,
+    check_local,
+    check_no_transform,
+    links_along,
+    ranked,
+    unless_fake,
+)
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.desync import CallFacts, Sent, derivatives_of, plan_facts
+from torch_bridge.mesh.desync import CallFacts, derivatives_of, sent_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
 from xshard import Profile
@@ -29,11 +37,11 @@ from xshard.contractions.plan import ContractionPlan, contraction_of
 from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
 from xshard.dtypes import name_of
-from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
+from xshard.errors import DtypeError, MeshError, NotationError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import text_spans
 from xshard.planner import plan_contraction
-from xshard.plans.expression import check_block
+from xshard.plans.expression import check_given
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -41,11 +49,11 @@ HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 
 
 class EinsumCall(NamedTuple):
-    """A contraction, without its blocks. shapes: the operands' global shapes; None: inferred from blocks."""
+    """A contraction, without its blocks."""
 
     expression: str | ContractionPlan
     mesh: MeshLike | None
-    shapes: Shapes | None
+    shapes: Shapes | None  # the operands' global shapes; None: inferred from blocks
     profile: str | Path | Profile
     memory_limit: int | None
     comm_dtype: CommDtypeLike
@@ -85,13 +93,8 @@ class EinsumCall(NamedTuple):
         name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
-            about: Any = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
-            if plan.mesh != processes.mesh:
-                raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}", **about)
-            if plan.dtype != name:
-                raise DtypeError(f"the plan is for {plan.dtype}, the operands have {name}", **about)
-            if self.shapes not in (None, plan.shapes):
-                raise ShapeError(f"the plan is for {plan.shapes} arrays, not {self.shapes}", **about)
+            about = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
+            check_given("the operands are", plan, name, self.shapes, processes.mesh, **about)
         else:
             axes = tuple(dict.fromkeys(axis for layout in call.arrays for axis in layout.axes))
             links = links_along(machine(self.profile, tensor_device), axes, processes)
@@ -100,20 +103,10 @@ class EinsumCall(NamedTuple):
             limit, overlap = self.memory_limit, self.overlap
             plan = plan_contraction(call, processes.mesh, shapes, name, links, limit, None, None, overlap)
         _check_product(plan, dtype, tensor_device)
-        device, starts = processes.device, text_spans(call.text).layouts
-        inferred = self.shapes is None and self.expression is not plan
+        inferred, starts = self.shapes is None and self.expression is not plan, text_spans(call.text).layouts
         for i, (array, (block, *_)) in enumerate(zip(plan.arrays, blocks, strict=False)):
-            check_block(
-                f"the block of operand {i + 1} on rank {processes.ranks[device]}",
-                tuple(block),
-                array.local_shape(device),
-                array.layout.names,
-                call.text,
-                f"under '{array.layout}' that is the part of device {device} of {array.mesh!r} of a "
-                f"{array.shape} array",
-                inferred=inferred,
-                start=starts[i][0],
-            )
+            what, options = f"the block of operand {i + 1} on", {"inferred": inferred, "start": starts[i][0]}
+            check_local(what, block, array, processes, call.text, **options)
         return plan, processes
 
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
@@ -121,10 +114,10 @@ class EinsumCall(NamedTuple):
         plan, processes = self.plan(_facts(blocks))
         moves = (move for part in plan.parts for move in (*part.moves, part.result))
         rounds = (f"rounds {part.ring.key}" for part in plan.parts if part.ring)
-        steps = plan_facts(plan, (plan.local, *(step for move in moves for step in move.steps), *rounds))
+        steps = (plan.local, *(step for move in moves for step in move.steps), *rounds)
         sent = {"shape": plan.shapes, "dtype": blocks[0].dtype, "device": blocks[0].device.type}
         sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
-        within = Sent(**sent, **steps, **derivatives_of(*blocks)).facts
+        within = sent_facts(plan, steps, **sent, **derivatives_of(*blocks))
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
         everywhere = {"expression": plan.text, "mesh": ranked(as_mesh(self.mesh, HINT))}
         return CallFacts(everywhere, within, processes.ranks, own)
@@ -187,6 +180,5 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
         try:
             local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
         except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            what = f"torch cannot multiply {dtype}: {why}"
+            what = f"torch cannot multiply {dtype}: {str(error).partition(chr(10))[0]}"
             raise DtypeError(what, text=plan.text, hint="cast the operands first: x.to(...)") from None

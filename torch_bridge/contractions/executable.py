@@ -98,12 +98,12 @@ class MoveAgain(torch.autograd.Function):
             _moved(move, x).conj() if any(needed[i] for i in others[j]) else None
             for j, (move, x) in enumerate(zip(plain.moves, operands, strict=True))
         ]
-        return None, *(
-            _moved(backward[i], plain.contract.gradient(i)(local, *(contracted[j] for j in others[i])))
-            if needed[i]
-            else None
-            for i in range(len(operands))
-        )
+
+        def gradient(i: int) -> Tensor:
+            rest = (contracted[j] for j in others[i])
+            return _moved(backward[i], plain.contract.gradient(i)(local, *rest))
+
+        return None, *(gradient(i) if needed[i] else None for i in range(len(operands)))
 
 
 @dataclass(frozen=True, eq=False)

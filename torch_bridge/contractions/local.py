@@ -1,5 +1,5 @@
-"""The contraction of one device's blocks by `torch.einsum`, and in rounds: one part while the next travels.
-Each part that travels is a redistribution in flight, so autograd runs the rounds backwards."""
+"""The contraction of one device's blocks by `torch.einsum`, and in rounds: one part while the next, a
+redistribution in flight, travels; so autograd runs the rounds backwards."""
 
 from __future__ import annotations
 

@@ -45,17 +45,16 @@ class End:
 
 @dataclass(frozen=True)
 class DTensorMove:
-    """The move of a DTensor. backward_dtype, gradient: the input's if None. by_block: the gradient is the
-    blocks', not the array's, as `DTensor.from_local` made the input."""
+    """The move of a DTensor."""
 
     src: End
     dst: End
     op_dtype: torch.dtype
     out_dtype: torch.dtype
     profile: str | Path | Profile
-    backward_dtype: torch.dtype | None = None
+    backward_dtype: torch.dtype | None = None  # None, as for the gradient: the input's
     gradient: Placements | None = None
-    by_block: bool = False
+    by_block: bool = False  # the gradient is the blocks', as `DTensor.from_local` made the input
 
 
 class RedistributeDTensor(torch.autograd.Function):
@@ -118,10 +117,9 @@ def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[
 
 def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> DTensorMove:
     """The move of a DTensor, in its own dtype unless the options say otherwise."""
-    made_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
-    dtypes_ = {"op_dtype": x.dtype, "out_dtype": x.dtype}
-    machine = asked_for(profile)
-    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=machine, by_block=made_of_blocks)
+    by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
+    options = {"op_dtype": x.dtype, "out_dtype": x.dtype, **options}
+    return DTensorMove(src, dst, profile=asked_for(profile), by_block=by_block, **options)
 
 
 def local_block(x: DTensor) -> Tensor:
@@ -129,9 +127,9 @@ def local_block(x: DTensor) -> Tensor:
     check_world()
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            what = f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike placements"
             raise PlanError(
-                f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike placements",
-                hint="DTensor.redistribute(placements=...) brings it to the order of the mesh",
+                what, hint="DTensor.redistribute(placements=...) brings it to the order of the mesh"
             )
     with torch.no_grad():
         block = x.to_local()
@@ -141,18 +139,15 @@ def local_block(x: DTensor) -> Tensor:
 def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
     """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
-        raise MeshError(
-            f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
-            hint="redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two",
-        )
+        hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
+        raise MeshError(f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes", hint=hint)
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:
-        raise ShapeError(
-            f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}",
-            hint=f"that is its part of a {shape} array under '{move.src.layout}'; blocks of other sizes "
-            "need src_layout=, as 'n/sizes(a,2,3) d'",
-        )
+        part = f"that is its part of a {shape} array under '{move.src.layout}'"
+        hint = f"{part}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
+        what = f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}"
+        raise ShapeError(what, hint=hint)
 
 
 @lru_cache(maxsize=1024)

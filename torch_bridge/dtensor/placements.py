@@ -1,6 +1,5 @@
 """Layouts <-> the placements of a DTensor. Replicas and copies are `Replicate`, and differ in gradients. A
-`_StridedShard` of factor f gives every device a share of f pieces, or says that later axes of the mesh cut
-first."""
+`_StridedShard` of factor f gives each device a share of f pieces, or means that later mesh axes cut first."""
 
 from __future__ import annotations
 
@@ -86,18 +85,14 @@ def from_placements(
         elif (tag := tag_of(placement)) is not None:
             tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
-            raise PlanError(
-                f"{placement!r} of axis '{axis}' has no layout",
-                hint=f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it",
-            )
+            hint = f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
+            raise PlanError(f"{placement!r} of axis '{axis}' has no layout", hint=hint)
     dims = []
     for d, by_axis in enumerate(factors):
         cuts = cuts_of(by_axis, axes, None if shape is None else shape[d])
         if cuts is None:
-            raise PlanError(
-                f"the split factors of {tuple(placements)} are not a nesting of cuts",
-                hint="pass shape=" if shape is None else f"torch reads them in two ways for {shape[d]} rows",
-            )
+            hint = "pass shape=" if shape is None else f"torch reads them in two ways for {shape[d]} rows"
+            raise PlanError(f"the split factors of {tuple(placements)} are not a nesting of cuts", hint=hint)
         dims.append(Dim(f"d{d}", cuts))
     return Layout(tuple(dims), tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
 
@@ -115,12 +110,9 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     have = Sharding(layout_of_x.named(want.layout.names), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
-        raise NotationError(
-            f"the DTensor is placed as '{have.layout}'",
-            text=text,
-            span=span or (0, len(text.partition("->")[0].rstrip())),
-            hint=f"its placements are {x.placements} on {mesh!r}",
-        )
+        hint = f"its placements are {x.placements} on {mesh!r}"
+        span = span or (0, len(text.partition("->")[0].rstrip()))
+        raise NotationError(f"the DTensor is placed as '{have.layout}'", text=text, span=span, hint=hint)
 
 
 def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
@@ -153,11 +145,10 @@ def whole_of(x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "th
     """The global shape of a DTensor. Raises MeshError, ShapeError for another mesh or shape than it has."""
     if mesh not in (None, x.device_mesh):
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint=f"leave {name} out")
-    if shape is not None and lengths_of(shape) != tuple(x.shape):
-        raise ShapeError(
-            f"the DTensor has shape {tuple(x.shape)}, not {lengths_of(shape)}", hint="leave shape out"
-        )
-    return tuple(x.shape)
+    own = tuple(x.shape)
+    if shape is not None and (asked := lengths_of(shape)) != own:
+        raise ShapeError(f"the DTensor has shape {own}, not {asked}", hint="leave shape out")
+    return own
 
 
 def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> dict[str, int]:
@@ -268,6 +259,5 @@ def _shares(length: int, n: int, factor: int, coordinate: int) -> Iterator[Run]:
     for start in range(0, length, piece):
         stop = min(start + piece, length)
         share = -(-(stop - start) // n)
-        yield from interval(
-            min(start + coordinate * share, stop), min(start + (coordinate + 1) * share, stop)
-        )
+        first = start + coordinate * share
+        yield from interval(min(first, stop), min(first + share, stop))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,37 +103,29 @@ def redistribute(
     """
     check_not_swapped()
     if not isinstance(dtensor, DTensor):
-        raise XshardError(
-            f"{shown(dtensor)} is not a DTensor", hint="redistribute(x, layouts, mesh) moves tensors"
-        )
+        hint = "redistribute(x, layouts, mesh) moves tensors"
+        raise XshardError(f"{shown(dtensor)} is not a DTensor", hint=hint)
     mesh = device_mesh or dtensor.device_mesh
     kept = frozenset[int]()
     if any(map(_has_no_tag, dtensor.placements)):
         kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else kept
-        reduced = [
-            Replicate() if _has_no_tag(p) and i not in kept else p for i, p in enumerate(dtensor.placements)
-        ]
-        if reduced != list(dtensor.placements):
-            dtensor = dtensor.redistribute(placements=reduced)
+        ended = [i for i, p in enumerate(dtensor.placements) if _has_no_tag(p) and i not in kept]
+        reduced = [Replicate() if i in ended else p for i, p in enumerate(dtensor.placements)]
+        dtensor = dtensor.redistribute(placements=reduced) if ended else dtensor
 
     def prepared() -> DTensorMove:
-        shape = tuple(dtensor.shape)
-        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
+        shape, own = tuple(dtensor.shape), dtensor.device_mesh
+        src = _end(own, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
-        options = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
-        gradient = None
-        if grad_placements is not None:
-            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
-        move = move_of(
-            dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
-        )
+        gradient = None if grad_placements is None else _end(own, tuple(grad_placements), shape).placements
+        options: Any = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
+        options |= {"backward_dtype": backward_dtype, "gradient": gradient}
+        move = move_of(dtensor, src, dst, profile, **options)
         won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
-        axes = dtensor_axes(dtensor.device_mesh).axes
-        if any(isinstance(p, Partial) and a in won for a, p in zip(axes, gradient or (), strict=False)):
-            raise PlanError(
-                f"the gradient of blocks under '{move.src.layout}' goes to the largest, or smallest, of them",
-                hint="grad_placements has Replicate() there",
-            )
+        axes = zip(dtensor_axes(own).axes, gradient or (), strict=False)
+        if any(isinstance(p, Partial) and a in won for a, p in axes):
+            what = f"the gradient of blocks under '{src.layout}' goes to the largest, or smallest, of them"
+            raise PlanError(what, hint="grad_placements has Replicate() there")
         return move
 
     compares, compared = (debug or desync.ALWAYS) and not torch.compiler.is_compiling(), None
@@ -148,18 +141,16 @@ def _has_no_tag(placement: Placement) -> bool:
 def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
     """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction."""
     everything = tuple(src) == tuple(dst)  # a `_MaskPartial` knows the rows of its block
-    kept = frozenset(
-        i
-        for i, (p, q) in enumerate(zip(src, dst, strict=False))
-        if _has_no_tag(p) and p == q and (everything or type(p) is Partial)
-    )
+    stays = [
+        p == q and _has_no_tag(p) and (everything or type(p) is Partial)
+        for p, q in zip(src, dst, strict=False)
+    ]
+    kept = frozenset(i for i, one in enumerate(stays) if one)
     kinds = {p for i, p in enumerate(src) if i in kept}
     others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
     if len(kinds) > 1 or (kinds and others):
-        raise PlanError(
-            f"{src} -> {dst} keeps one reduction and has another",
-            hint="the result depends on their order: reduce one of them first",
-        )
+        hint = "the result depends on their order: reduce one of them first"
+        raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
     return kept
 
 
@@ -183,10 +174,8 @@ def _end(
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
         tag = next((kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None)
         if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
-            raise PlanError(
-                f"'{layout}' contradicts the placement {placement} of axis '{axis}'",
-                hint="a layout gives sizes and orders for the cuts that the placements name",
-            )
+            hint = "a layout gives sizes and orders for the cuts that the placements name"
+            raise PlanError(f"'{layout}' contradicts the placement {placement} of axis '{axis}'", hint=hint)
     return End(mesh, placements, explicit)
 
 
@@ -196,10 +185,8 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         raise ShapeError(f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}")
-    dim = placement.dim % ndim
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
+    factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+    return type(placement)(placement.dim % ndim, **factor)
 
 
 def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> Compared | None:
@@ -256,15 +243,13 @@ def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable
     """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
     move, block = move_by_layouts(x, call), local_block(x)
     parts = executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
-    if (x.requires_grad and torch.is_grad_enabled()) or len(parts) != 1:
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    if is_recorded or len(parts) != 1 or not isinstance(executable := parts[0], Executable):
         return None
 
     def finish(y: Tensor) -> Tensor:
         return _permuted(dtensor_of(y, x.device_mesh, move.dst.placements, x.shape), call)
 
-    (executable,) = parts
-    if not isinstance(executable, Executable):
-        return None
     return block, executable.casting(x.dtype, move.op_dtype), finish
 
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -42,8 +42,7 @@ class Sent(NamedTuple):
     profile: object
     requires_grad: object
     check_replicated: object = False
-    # Of verbs that have them.
-    comm_dtype: object = ""
+    comm_dtype: object = ""  # of verbs that have one, as the next ones
     device: object = ""
     transforms: object = ""
     async_op: object = False
@@ -74,29 +73,27 @@ def derivatives_of(*blocks: Tensor) -> dict[str, str]:
     }
 
 
-def plan_facts(plan: Any, steps: Iterable[object]) -> dict[str, str]:
-    """The `plan`, as its steps, and the numbers of its `profile`, by which steps may take several phases."""
+def sent_facts(plan: Any, steps: Iterable[object], **sent: object) -> dict[str, str]:
+    """The facts of `Sent`, with the steps of a plan, and its profile's numbers, which decide on phases."""
     digest = hashlib.sha1(repr(plan.profile).encode(), usedforsecurity=False).hexdigest()[:8]
-    return {"plan": "; ".join(map(str, steps)), "profile": f"{plan.profile.name} ({digest})"}
+    profile = f"{plan.profile.name} ({digest})"
+    return Sent(plan="; ".join(map(str, steps)), profile=profile, **sent).facts  # type: ignore[arg-type]
 
 
 class CallFacts(NamedTuple):
-    """A call that a rank is about to make, as facts by name. Equal are `everywhere` on all ranks that meet,
-    and `within` on the ranks of `part`, with which this rank communicates. `own` may differ, for the
-    error."""
+    """A call that a rank is about to make, as facts by name."""
 
-    everywhere: dict[str, str]
-    within: dict[str, str]
-    part: Sequence[int]
-    own: dict[str, str]
+    everywhere: dict[str, str]  # equal on all ranks that meet
+    within: dict[str, str]  # equal on the ranks of `part`
+    part: Sequence[int]  # the ranks with which this one communicates
+    own: dict[str, str]  # may differ; for the error
 
 
 def compare_ranks(
     ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts], timeout: timedelta | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Meet other ranks -> the facts of each if all are about to make the same call. Else all raise
-    DesyncError; if all fail, the error of `prepare`, which sends nothing. asked: the call in the user's
-    words."""
+    """The facts of each rank if all are about to make the same call. Else all raise DesyncError; if all fail,
+    the error of `prepare`, which sends nothing. asked: the call in the user's words."""
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None
@@ -116,27 +113,20 @@ def compare_ranks(
 
 
 class Compared(NamedTuple):
-    """A call that ranks have compared. number: how often they have met, equal on all. ranks: they send to
-    each other, and compare its gradients, too."""
+    """A call that ranks have compared."""
 
     asked: str
-    number: int
-    ranks: tuple[int, ...]
+    number: int  # how often they have met, equal on all
+    ranks: tuple[int, ...]  # they send to each other, and compare its gradients, too
 
     def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
         """The result; each part of the backward pass from it to the blocks is compared before it sends."""
-        before, nodes, part = {x.grad_fn for x in blocks}, [result.grad_fn], 0
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in before:
-                continue
-            before.add(node)
-            nodes += [node for node, _ in node.next_functions]
-            # Tensors of a tree share a part: the first of them compares it.
-            if isinstance(node, BackwardCFunction) and "compared" not in node.metadata:
-                executable, part = getattr(node, "executable", None), part + 1
-                node.metadata["compared"] = part
-                node.register_prehook(functools.partial(self._compare_gradient, executable, part))
+        # Tensors of a tree share a part: the first of them compares it.
+        nodes = (node for node in graph_nodes([result], blocks) if isinstance(node, BackwardCFunction))
+        for part, node in enumerate((node for node in nodes if "compared" not in node.metadata), 1):
+            node.metadata["compared"] = part
+            compare = functools.partial(self._compare_gradient, getattr(node, "executable", None), part)
+            node.register_prehook(compare)
         return result
 
     def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
@@ -144,6 +134,16 @@ class Compared(NamedTuple):
         if len(self.ranks) > 1 and (executable is None or executable.sends_gradient):
             facts = {"gradient": f"of call {self.number}", "part": str(part)}
             compare_ranks(self.ranks, self.asked, lambda: CallFacts(facts, {}, self.ranks, {}))
+
+
+def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of autograd between tensors, each once."""
+    nodes, seen = [y.grad_fn for y in outputs], {None, *(x.grad_fn for x in inputs)}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            yield node
+            nodes += [before for before, _ in node.next_functions]
 
 
 def compare_call(

@@ -1,5 +1,4 @@
-"""The kind of a world's devices, and how many a node has, as the first process that asks writes to the
-store."""
+"""The kind of a world's devices, and how many a node has, as the first process that asks tells the store."""
 
 from __future__ import annotations
 

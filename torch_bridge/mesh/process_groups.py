@@ -1,5 +1,4 @@
-"""Process groups that only their members make, named by ranks, not by a count, which members may not
-share."""
+"""Process groups that only their members make, named by ranks: members may not share a count."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
 
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The process group of these ranks, ascending, which only its members call. The first call waits for
-    them. Raises CollectiveError. world: the group that counts the ranks, if not the world; it may have two
-    programs."""
+    """The process group of these ranks, ascending; its members alone call this, and the first call waits for
+    them. Raises CollectiveError. world: the group that counts the ranks, which may have two programs."""
     world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
     if len(ranks) == world.size():

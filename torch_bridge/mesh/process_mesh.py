@@ -140,12 +140,8 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """The processes of a DTensor's mesh, unnamed dims called m0, m1, ... Raises as `process_mesh` does."""
-    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, world())
-
-
-@functools.lru_cache(maxsize=256)
-def _unnamed(mesh: DeviceMesh, world: World) -> ProcessMesh:
-    return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
+    is_named = mesh.mesh_dim_names is not None
+    return process_mesh(mesh) if is_named else _process_mesh(mesh, world(), dtensor_axes(mesh))
 
 
 @functools.lru_cache(maxsize=256)
@@ -173,10 +169,8 @@ def check_device(device: torch.device) -> None:
     """Raise MeshError unless the processes can send tensors on such a device; of `meta` nothing is sent."""
     backends = dist.get_backend_config()
     if f"{device.type}:" not in backends and device.type != "meta":
-        raise MeshError(
-            f"the processes cannot send a block that is on '{device}'",
-            hint=f"their backends are {backends}: move it, or initialise the process group for both",
-        )
+        hint = f"their backends are {backends}: move it, or initialise the process group for both"
+        raise MeshError(f"the processes cannot send a block that is on '{device}'", hint=hint)
 
 
 def as_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
@@ -198,40 +192,33 @@ def mesh_of(mesh: MeshLike) -> Mesh:
         hint = "the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it"
         raise MeshError(f"{shown(mesh)} is not a mesh", hint=hint)
     if mesh.mesh_dim_names is None:
-        raise MeshError(
-            f"{mesh!r} needs names for its dims",
-            hint='as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
-        )
-    return Mesh(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+        hint = 'as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
+        raise MeshError(f"{mesh!r} needs names for its dims", hint=hint)
+    return dtensor_axes(mesh)
 
 
 @functools.lru_cache(maxsize=256)
-def _process_mesh(mesh: MeshLike, world: World) -> ProcessMesh:
+def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
-    axes, ranks, size = mesh_of(mesh), callers(mesh), dist.get_world_size()
+    axes = mesh_of(mesh) if axes is None else axes
+    ranks, size = callers(mesh), dist.get_world_size()
     if world[1]:
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
     if isinstance(mesh, Mesh) and axes.n_devices != size:
-        raise MeshError(
-            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
-            hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
-        )
+        hint = "an xshard.Mesh covers the world; for a part of it pass a DeviceMesh"
+        what = f"{axes!r} has {axes.n_devices} devices, the world has {size} processes"
+        raise MeshError(what, hint=hint)
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
 def mesh_of_ranks(
-    mesh: Mesh,
-    ranks: Sequence[int],
-    device_mesh: DeviceMesh | None = None,
-    world: dist.ProcessGroup | None = None,
+    mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None, world: Any = None
 ) -> ProcessMesh:
     """A mesh of processes: device i has rank `ranks[i]` in `world`. Raises MeshError on other processes."""
     ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
-        raise MeshError(
-            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
-            hint=f"only the mesh's ranks call this: {', '.join(map(str, ranks))}",
-        )
+        hint = f"only the mesh's ranks call this: {', '.join(map(str, ranks))}"
+        raise MeshError(f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}", hint=hint)
     device = ranks.index(rank)  # a group along one axis is the `DeviceMesh`'s own
 
     @functools.cache
@@ -265,15 +252,11 @@ def check_world() -> None:
     """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
     local_tensor = sys.modules.get("torch.distributed._local_tensor")  # slow to import
     if local_tensor is not None and local_tensor.local_tensor_mode() is not None:
-        raise MeshError(
-            "LocalTensorMode runs the program of rank 0 for all ranks",
-            hint="ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread",
-        )
+        hint = "ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread"
+        raise MeshError("LocalTensorMode runs the program of rank 0 for all ranks", hint=hint)
     if not dist.is_initialized():
-        raise MeshError(
-            "no process group is initialised",
-            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
-        )
+        hint = "call torch.distributed.init_process_group() in every process, started by torchrun"
+        raise MeshError("no process group is initialised", hint=hint)
 
 
 def positions(

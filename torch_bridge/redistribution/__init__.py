@@ -118,10 +118,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
         is_dynamo = torch.compiler.is_dynamo_compiling()
         if isinstance(x, Tensor) and src_mesh is None and dst_mesh is None:
             if check_replicated and not is_dynamo:
-                raise PlanError(
-                    "check_replicated compares on the host, which an exported program cannot",
-                    hint="it is for debugging: leave it out",
-                )
+                what = "check_replicated compares on the host, which an exported program cannot"
+                raise PlanError(what, hint="it is for debugging: leave it out")
             if not check_replicated and compiled.is_recorded([x], layouts, mesh, profile):
                 return compiled.recorded("redistribute", [x], layouts, mesh, options, async_op)
         if is_dynamo:
@@ -141,11 +139,9 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
         two_meshes = two_meshes or bool(layouts.transfer) or (mesh is None and is_block)
     if two_meshes:
         if mesh is not None or async_op or comm_dtype is not None:
-            raise MeshError(
-                "mesh=, async_op= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= and "
-                "relabel= are for two",
-                hint="redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)",
-            )
+            what = "mesh=, async_op= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= and "
+            hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)"
+            raise MeshError(f"{what}relabel= are for two", hint=hint)
         endpoints = Endpoints(src_mesh, dst_mesh, dtype, device, requires_grad, relabel, profile)
         between = transfer_tree if is_tree else redistribute_between
         return between(x, layouts, shape, endpoints, debug, check_replicated)

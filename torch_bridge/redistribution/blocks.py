@@ -54,9 +54,8 @@ def redistribute_between(
 
             source, lengths = block.device_mesh, whole_of(block, None, shape)
             if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(source), ranks_of(source)):
-                raise MeshError(
-                    f"the DTensor is on {source!r}, not on {src_mesh!r}", hint="leave src_mesh out"
-                )
+                what = f"the DTensor is on {source!r}, not on {src_mesh!r}"
+                raise MeshError(what, hint="leave src_mesh out")
             both = layouts if isinstance(layouts, Plan) else sides(layouts)
             text, has_block = f"{both.src} -> {both.dst}", dist.get_rank() in callers(source)
             block = local_of(block, both.src, text) if has_block else None
@@ -98,14 +97,10 @@ def redistribute_between(
     return y if requires_grad or dist.get_rank() in plan.dst_devices else None
 
 
-def tensor_device_of(
-    x: Tensor | None, device: torch.device | str | None, dst_mesh: MeshLike | None
-) -> torch.device:
+def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
     """The device of this process's tensors: its block's, the given one, or the backend's own."""
-    if x is not None:
-        return x.device
-    if device is not None:
-        return torch.device(device)
+    if x is not None or device is not None:
+        return torch.device(device) if x is None else x.device
     uses_cuda = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
     kind = dst_mesh.device_type if isinstance(dst_mesh, DeviceMesh) else "cuda" if uses_cuda else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -24,15 +24,11 @@ from xshard.trees import leaf_name, prefix_branches, spread
 
 
 class _Leaf(NamedTuple):
-    """A tensor of the tree and its arguments of `redistribute`. place: its place, for errors."""
+    """A tensor of the tree, its place, for errors, and its arguments of `redistribute`."""
 
     place: str
     x: Tensor
     arguments: tuple[Any, ...]
-
-    @property
-    def call(self) -> MoveCall:
-        return call_of(self.x, *self.arguments)
 
 
 def redistribute_tree(
@@ -52,7 +48,7 @@ def redistribute_tree(
     calls, results = [], dict[int, Any]()
     for leaf in (tensors := leaves()):
         with located(leaf.place):
-            calls.append(leaf.call)
+            calls.append(call_of(leaf.x, *leaf.arguments))
     if not are_checked(check_replicated):
         results = _in_buckets(tensors, calls, limit)
     for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
@@ -79,17 +75,13 @@ def _spread(
     tree: Any, layouts: Any, shape: Any, is_optional: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
+    given = (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"), (shape, _is_shape, "shapes")
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
-        for values, is_value, what in (
-            (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"),
-            (shape, _is_shape, "shapes"),
-        )
+        for values, is_value, what in given
     )
     for leaf, whole in zip(expressions, shapes, strict=True):
-        x = leaf.x
-        if x is not None or not is_optional:
-            x = as_tensor(x, leaf.place or "x")
+        x = None if leaf.x is None and is_optional else as_tensor(leaf.x, leaf.place or "x")
         yield leaf.place, x, leaf.given, whole.given
 
 
@@ -121,13 +113,9 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
     results: dict[int, Any] = {}
     for records in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
-        some = {
-            i: part
-            for i, part in parts.items()
-            if (part[0].requires_grad and torch.is_grad_enabled()) == records
-        }
+        some = [i for i, (x, *_) in parts.items() if (x.requires_grad and torch.is_grad_enabled()) == records]
         if some:
-            blocks, executables, finish = zip(*some.values(), strict=True)
+            blocks, executables, finish = zip(*(parts[i] for i in some), strict=True)
             moved = Redistribute.apply(BucketedExecutable(executables, limit), *blocks)
             results |= {i: end(y) for i, end, y in zip(some, finish, moved, strict=True)}
     return results

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xshard.arguments import shown
-from xshard.errors import NotationError, PlanError, ShapeError
-from xshard.layout import Layout
+from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
+from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
 from xshard.notation.parser import ARROW, ELLIPSIS, text_spans
@@ -57,6 +57,19 @@ def sides_or_one(layout: Layout | Expression) -> Sides:
     if isinstance(layout, str) and ARROW not in layout:
         layout = Layout.parse(layout)
     return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
+
+
+def check_given(
+    what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: str
+) -> None:
+    """Raise MeshError, DtypeError or ShapeError unless a plan that was passed is for these; None: for any."""
+    planned = plan.shape if isinstance(plan, Plan) else plan.shapes
+    if mesh not in (None, plan.mesh):
+        raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
+    if dtype != plan.dtype:
+        raise DtypeError(f"{what} {dtype}, the plan is for {plan.dtype}", **about)
+    if shape not in (None, planned):
+        raise ShapeError(f"the plan is for shape {planned}, not {shape}", **about)
 
 
 def check_block(
