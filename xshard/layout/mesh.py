@@ -95,6 +95,11 @@ class Mesh(Pictured):
         return index
 
     @cached_property
+    def long_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device."""
+        return tuple(axis for axis, n in zip(self.axes, self.sizes, strict=True) if n > 1)
+
+    @cached_property
     def _positions(self) -> dict[str, int]:
         return {axis: i for i, axis in enumerate(self.axes)}
 

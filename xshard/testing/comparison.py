@@ -51,19 +51,15 @@ def mismatches(
     """All mismatches, outputs before gradients before parameters, and the number of comparisons. runs: one
     device first; an array that differs there is then compared with the function's own result on one."""
     arguments = dict(zip(problem.names, problem.values, strict=True))
-    largest = {
-        "output": _largest(truth.outputs.values()),
-        "gradient": _largest(truth.gradients.values()),
-        "parameter": _largest(truth.updated.values()),
-    }
-    wrong = list(_wrong_derivatives(problem, truth, runs[0].runtime))
-    compared = len(truth.derivatives)
-
+    arrays = truth.outputs.values(), truth.gradients.values(), truth.updated.values()
+    largest = dict(zip(KINDS, map(_largest, arrays), strict=True))
+    wrong, compared = list(_wrong_derivatives(problem, truth, runs[0].runtime)), len(truth.derivatives)
     draws = truth.draws or any(run.answer.draws for run in runs)
 
-    def differs(array: ComparedArray, want: Devices, subject: Subject) -> Mismatch | None:
+    def differs(array: ComparedArray, want: Devices, runtime: str, against: str) -> Mismatch | None:
         nonlocal compared
         compared += 1
+        subject = Subject(array.kind, array.name, runtime, array.sharding.mesh, against)
         mismatch = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
         if mismatch is not None:
             wrong.append(_explained(mismatch, wrong, draws))
@@ -73,20 +69,18 @@ def mismatches(
     right: dict[tuple[str, str, str, str], ComparedArray] = {}
     for run in runs:
         for array in _arrays(problem, truth, run):
-            place = run.runtime, array.kind, array.name
-            against = truth.source
+            place, against = (run.runtime, array.kind, array.name), truth.source
             if place in alone:
                 array, against = replace(array, whole=alone[place]), f"{run.runtime} on one device"
-            subject = Subject(array.kind, array.name, run.runtime, run.mesh, against)
-            mismatch = differs(array, array.want, subject)
+            mismatch = differs(array, array.want, run.runtime, against)
             if mismatch is None:
                 right[str(run.mesh), *place] = array
             elif run.mesh.n_devices == 1 and not mismatch.problem:
                 alone[place] = whole(array.got, array.blocks)
-    for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
-        other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
-        if other is not None and (SIDES[1], kind, name) not in alone:
-            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, SIDES[1]))
+    for (mesh, runtime, *array_name), array in right.items():  # both are right, and may differ all the same
+        other = right.get((mesh, SIDES[1], *array_name)) if runtime == SIDES[0] else None
+        if other is not None and (SIDES[1], *array_name) not in alone:
+            differs(array, other.got, runtime, SIDES[1])
     return sorted(wrong, key=lambda m: KINDS.index(m.subject.kind)), compared
 
 
@@ -114,17 +108,14 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch], draws: bool) -> Mism
 
 def _arrays(problem: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedArray]:
     """Every array of a run."""
-    mesh, answer = run.mesh, run.answer
+    answer, shardings = run.answer, problem.shardings(run.mesh)
     for name, got in answer.outputs.items():
         whole = truth.outputs[name]
-        yield ComparedArray("output", name, got, whole, Sharding(truth.layouts[name], mesh, whole.shape))
-    for kind, arrays, wholes in (
-        ("gradient", answer.gradients or {}, truth.gradients),
-        ("parameter", answer.updated, truth.updated),
-    ):
-        for i, got in arrays.items():
-            sharding = Sharding(problem.layouts[i], mesh, problem.values[i].shape)
-            yield ComparedArray(kind, problem.names[i], got, wholes[i], sharding)
+        yield ComparedArray("output", name, got, whole, Sharding(truth.layouts[name], run.mesh, whole.shape))
+    for i, got in (answer.gradients or {}).items():
+        yield ComparedArray("gradient", problem.names[i], got, truth.gradients[i], shardings[i])
+    for i, got in answer.updated.items():
+        yield ComparedArray("parameter", problem.names[i], got, truth.updated[i], shardings[i])
 
 
 def whole_of(problem: Problem, truth: Truth, run: RunAnswer, kind: str, name: str) -> tuple[Block, Block]:
@@ -214,7 +205,7 @@ def _first_wrong(wrong: Subject, runs: Runs, truth: Truth) -> tuple[Mismatch | N
 def _law(m: Mismatch, runs: Runs, truth: Truth) -> Cause | None:
     """A cause by how the error grows along an axis, on which two and three devices are run."""
     kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
-    for axis in (a for a in mesh.axes if mesh.size(a) > 1):
+    for axis in mesh.long_axes:
         try:
             meshes = [Mesh({a: n if a == axis else 1 for a in mesh.axes}) for n in (2, 3)]
             own = [runs.run(_side(m.subject), each, truth) for each in meshes]
@@ -225,9 +216,8 @@ def _law(m: Mismatch, runs: Runs, truth: Truth) -> Cause | None:
             first, then = two**power - want**power, three**power - want**power
             slack = _LAW * np.abs(then).max(initial=0)
             if slack and np.allclose(then, 2 * first, 0, slack):
-                return Cause(
-                    "counted", f"{of} is counted once on every device along {axis}, so the error grows"
-                )
+                text = f"{of} is counted once on every device along {axis}, so the error grows"
+                return Cause("counted", text)
             if slack and np.allclose(then, 4 / 3 * first, 0, slack):
                 return Cause("divided", f"{of} is divided by the number of devices along {axis}")
     return None
@@ -243,9 +233,8 @@ def _run(m: Mismatch) -> tuple[Side, Mesh]:
 
 def _is_open(m: Mismatch) -> bool:
     """True if nothing explains it, or only statistics explain a gradient."""
-    return not m.problem and (
-        m.cause is None or (m.subject.kind == "gradient" and m.cause.name == "one addend")
-    )
+    by_statistics = m.subject.kind == "gradient" and m.cause is not None and m.cause.name == "one addend"
+    return not m.problem and (m.cause is None or by_statistics)
 
 
 def _transposition(runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh) -> Cause | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xshard.layout import Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
-from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled, wrong_rows
+from xshard.testing.diagnosis.evidence import Case, in_double, wrong_rows
 from xshard.testing.diagnosis.orders import rows_text
-from xshard.tolerances import rounding
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,56 +66,31 @@ class Mismatch:
         """The device's number and its coordinates: `2 (tp=1,sp=0)`."""
         return f"{self.device} ({self.subject.mesh.place(self.device)})"
 
+    @property
+    def likely_cause(self) -> str:
+        return self.cause.text if self.cause else "none that is known"
+
 
 def find_mismatch(
-    subject: Subject,
-    got: Sequence[Block],
-    want: Sequence[Block],
-    sharding: Sharding,
-    tolerance: float | None,
-    largest: float,
-    arguments: Mapping[str, Block],
+    subject: Subject, got: Sequence[Block], want: Sequence[Block], sharding: Sharding, *evidence: Any
 ) -> Mismatch | None:
-    """Blocks of one array against blocks of another under the same layout, or None; see `case_of`."""
+    """Blocks of one array against blocks of another under the same layout, or None. evidence: see `Case`."""
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
-        problem = _problem(a, b, sharding)
-        if problem:
+        if problem := _problem(a, b, sharding):
             return Mismatch(subject, device, problem=problem)
-    case = case_of(got, want, sharding, tolerance, largest, arguments)
+    case = Case.of(got, want, sharding, *evidence)
     return None if case.agrees else located(subject, case)
-
-
-def case_of(
-    got: Sequence[Block],
-    want: Sequence[Block],
-    sharding: Sharding,
-    tolerance: float | None,
-    largest: float,
-    arguments: Mapping[str, Block],
-) -> Case:
-    """Blocks as evidence. tolerance: None goes by the dtype. largest: the kind's largest value."""
-    return Case(
-        settle(got, sharding),
-        settle(want, sharding),
-        Sharding(settled(sharding.layout), sharding.mesh, sharding.shape),
-        rounding((want[0].dtype.name, got[0].dtype.name)) if tolerance is None else tolerance,
-        largest,
-        arguments,
-    )
 
 
 def _problem(got: Block, want: Block, sharding: Sharding) -> str:
     """The mismatch of a block's shape or dtype, or nothing."""
     if got.shape != want.shape:
-        hint = ""
+        array, hint = f"the block of a {sharding.shape} array under '{sharding.layout}'", ""
         if got.shape == sharding.shape:
             hint = ": the whole array, where a block was meant"
         elif want.shape == sharding.shape and got.size < want.size:
             hint = ": a part of the array, where all of it was meant"
-        return (
-            f"shape {got.shape} in place of {want.shape}, the block of a {sharding.shape} array "
-            f"under '{sharding.layout}'{hint}"
-        )
+        return f"shape {got.shape} in place of {want.shape}, {array}{hint}"
     a, b = got.dtype, want.dtype
     # The width of whole numbers may differ: JAX has no 64-bit ones by default.
     if a != b and not (a.kind in "iu" and b.kind in "iu"):
@@ -133,23 +107,13 @@ def located(subject: Subject, case: Case) -> Mismatch:
     ]
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
     index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
-    return Mismatch(
-        subject,
-        device,
-        index,
-        tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index)),
-        in_double(case.got[device])[index].item(),
-        in_double(case.want[device])[index].item(),
-        float(errors[device][index]),
-        sum(int(mask.sum()) for mask in case.wrong),
-        sum(mask.size for mask in case.wrong),
-        case.wrong_devices,
-        cause=likely_cause(case),
-        right="; ".join(
-            f"{name} {rows_text(~wrong_rows(case.whole_wrong, d))}"
-            for d, name in enumerate(case.sharding.layout.names)
-        ),
-    )
+    rows = tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index))
+    values = (in_double(blocks[device])[index].item() for blocks in (case.got, case.want))
+    counts = sum(int(mask.sum()) for mask in case.wrong), sum(mask.size for mask in case.wrong)
+    error, names, wrong = float(errors[device][index]), case.sharding.layout.names, case.whole_wrong
+    right = "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in enumerate(names))
+    largest = (device, index, rows, *values, error)
+    return Mismatch(subject, *largest, *counts, case.wrong_devices, cause=likely_cause(case), right=right)
 
 
 class EquivalenceError(AssertionError):
@@ -183,18 +147,10 @@ class EquivalenceError(AssertionError):
             table.add_column(head, overflow="fold")
         for m in self.mismatches:
             kind = m.subject.kind if m.subject.kind != "output" else ""
-            table.add_row(
-                f"{kind} {m.subject.name}".strip(),
-                f"{m.subject.runtime} {m.subject.mesh}",
-                m.place,
-                _index(m.global_index),
-                _value(m.got),
-                _value(m.want),
-                "; first wrong: ".join(
-                    filter(None, (m.problem or (m.cause.text if m.cause else "none that is known"), m.first))
-                ),
-                m.right,
-            )
+            array, run = f"{kind} {m.subject.name}".strip(), f"{m.subject.runtime} {m.subject.mesh}"
+            values = _index(m.global_index), _value(m.got), _value(m.want)
+            cause = "; first wrong: ".join(filter(None, (m.problem or m.likely_cause, m.first)))
+            table.add_row(array, run, m.place, *values, cause, m.right)
         return table
 
 
@@ -205,18 +161,14 @@ def mismatch_text(mismatch: Mismatch) -> str:
     if m.index is None:
         lines.append(f"device {m.place}: {m.problem}")
     else:
-        lines.append(
-            f"{m.n_wrong} of {m.n_elements} elements differ, {_devices(m)}; "
-            f"the largest error is {m.error:.3g}"
-        )
+        count = f"{m.n_wrong} of {m.n_elements} elements differ, {_devices(m)}"
+        lines.append(f"{count}; the largest error is {m.error:.3g}")
         local = "" if m.index == m.global_index else f", {_index(m.index)} in its block,"
-        lines.append(
-            f"at global index {_index(m.global_index)}{local} on device {m.place}: "
-            f"{_value(m.got)} in place of {_value(m.want)}"
-        )
+        place = f"at global index {_index(m.global_index)}{local} on device {m.place}"
+        lines.append(f"{place}: {_value(m.got)} in place of {_value(m.want)}")
         if m.right:
             lines.append(f"right rows: {m.right}")
-        lines.append(f"likely cause: {m.cause.text if m.cause else 'none that is known'}")
+        lines.append(f"likely cause: {m.likely_cause}")
     if m.first:
         lines.append(f"first wrong: {m.first}")
     return "\n  ".join(lines)

@@ -21,7 +21,7 @@ from xshard.replicas import ReplicaCheck
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case, in_double
-from xshard.testing.mismatch import Mismatch, Subject, case_of, located
+from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
 
 _HIDDEN_ORDERS = ("block", "zigzag")  # orders of a cut along an axis that an expression does not name
@@ -84,22 +84,21 @@ def find_wrong(
     source, layout = one.check.sharding, many.check.sharding.layout
     src, dst, _ = sides(many.check.text)
     named, mean = (*src.axes, *dst.axes), dst.tagged("mean") if many.check.cotangents else ()
-    long = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-    hidden = [axis for axis in long if axis not in named]
+    hidden = [axis for axis in mesh.long_axes if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
         whole: Block = reference.gather([one.blocks[0]], source.layout, source.mesh, source.shape)
         whole = np.divide(whole, mesh.size(*mean)) if mean else whole
-        own = [
-            case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
-        ]
+        cases = [_case(many, whole, each, mesh, arguments) for each in _readings(layout, hidden)]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
+    own = [case for case in cases if case is not None]
     if any(case.agrees for case in own):
         return None
     mismatches = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
     wrong = next((m for m in mismatches if m.cause is not None), mismatches[0])
-    for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
+    plain = Layout(tuple(map(Dim, layout.names)))
+    for other in _readings(plain, mesh.long_axes) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
         if case and case.agrees:
             cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
@@ -121,7 +120,7 @@ def _case(
         blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
     if [block.shape for block in blocks] != shapes:
         return None
-    return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
+    return Case.of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:

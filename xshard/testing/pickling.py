@@ -25,7 +25,9 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
 
     The user's own file is sent by value: the process need not import it, with the other framework.
     """
-    cloudpickle = _needed("cloudpickle")
+    if find_spec("cloudpickle") is None:
+        raise XshardError("cloudpickle is not installed", hint="pip install 'xshard[testing]'")
+    cloudpickle = import_module("cloudpickle")
     module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
     by_value = module is not None and module.__name__ != "__main__" and not is_installed(module.__name__)
     if by_value:
@@ -34,10 +36,9 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
         file = io.BytesIO()
         _pickler(cloudpickle)(file).dump((function, arguments))
     except Exception as error:
-        raise FunctionError(
-            f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}",
-            hint="it may close over arrays, modules and functions, not over locks, files or process groups",
-        ) from None
+        why = f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}"
+        hint = "it may close over arrays, modules and functions, not over locks, files or process groups"
+        raise FunctionError(why, hint=hint) from None
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
@@ -54,12 +55,6 @@ def _pickler(cloudpickle: Any) -> Any:
             return super().reducer_override(x)
 
     return Pickler
-
-
-def _needed(name: str) -> Any:
-    if find_spec(name) is None:
-        raise XshardError(f"{name} is not installed", hint="pip install 'xshard[testing]'")
-    return import_module(name)
 
 
 @cache

@@ -68,15 +68,9 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     *inputs, cotangents = (
         tuple(random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit)) for s in (*sources, dual)
     )
-    return Question(
-        plan,
-        plan.mesh,
-        tuple(range(len(sources))),
-        tuple(inputs),
-        sources,
-        {OUTPUT: Result(target, cotangents)},
-        wide=itemsize(plan.dtype) >= 8,
-    )
+    arrays = tuple(range(len(sources))), tuple(inputs), sources
+    results, wide = {OUTPUT: Result(target, cotangents)}, itemsize(plan.dtype) >= 8
+    return Question(plan, plan.mesh, *arrays, results, wide=wide)
 
 
 def answer_in_numpy(question: Question) -> Answer:
@@ -204,9 +198,8 @@ class Runtime:
         try:
             answers: list[Answer] = self.backend.ask(n, "worker.answers", asked, timeout_s=timeout_s)
         except XshardError as error:
-            raise FunctionError(
-                f"{self.name}: {error.reason}", text=error.text, span=error.span, hint=error.hint
-            ) from None
+            about: Any = {"text": error.text, "span": error.span, "hint": error.hint}
+            raise FunctionError(f"{self.name}: {error.reason}", **about) from None
         return answers
 
     def judge(self, question: Question, answer: Answer, expected: Answer) -> Verdict:
@@ -230,15 +223,12 @@ def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
     for name in names:
         if name not in known:
             raise NoRuntimeError(f"no runtime {name!r}", hint=f"runtimes are: {', '.join(known)}")
-    if names:
-        chosen = tuple(known[name] for name in dict.fromkeys(names))
-    else:
-        chosen = tuple(runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes)))
+    takes = [runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes))]
+    chosen = tuple(known[name] for name in dict.fromkeys(names)) if names else tuple(takes)
     for runtime in chosen:
-        if not any(map(runtime.takes, meshes)):
-            raise NoRuntimeError(
-                f"{runtime.name} cannot run on {meshes[0]!r}", hint="it knows one axis: others have size 1"
-            )
+        if runtime not in takes:
+            why = f"{runtime.name} cannot run on {meshes[0]!r}"
+            raise NoRuntimeError(why, hint="it knows one axis: others have size 1")
         if runtime.backend is not None:
             runtime.backend.check_installed(f", or leave {runtime.name} out with --runtime")
     return chosen

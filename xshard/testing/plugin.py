@@ -22,18 +22,13 @@ OnDevices = Callable[..., Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("xshard").addoption(
-        "--xshard-meshes",
-        metavar="MESHES",
-        help='the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"',
-    )
+    meaning = 'the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"'
+    parser.getgroup("xshard").addoption("--xshard-meshes", metavar="MESHES", help=meaning)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "xshard_meshes(*meshes): the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first",
-    )
+    meaning = "the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first"
+    config.addinivalue_line("markers", f"xshard_meshes(*meshes): {meaning}")
     text = config.getoption("--xshard-meshes")
     if text is not None:
         try:
@@ -49,9 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "xshard_mesh" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("xshard_meshes")
-    text = metafunc.config.getoption("--xshard-meshes") or (
-        "; ".join(marker.args) if marker else DEFAULT_MESHES
-    )
+    own = "; ".join(marker.args) if marker else DEFAULT_MESHES
+    text = metafunc.config.getoption("--xshard-meshes") or own
     metafunc.parametrize("xshard_mesh", _checked(text), ids=str)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,24 +31,15 @@ def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
     >>> leaves({"w": 1, "b": (2, 3)}, "x")
     {"x['b'][0]": 2, "x['b'][1]": 3, "x['w']": 1}
     """
-
-    def walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-        branches = _sorted_children(tree)
-        if branches is not None:
-            for key, branch in branches.items():
-                yield from walk(branch, f"{name}[{key!r}]")
-        elif tree is not None:
-            yield name, tree
-
-    return dict(walk(tree, name))
+    branches = _sorted_children(tree)
+    if branches is None:
+        return {} if tree is None else {name: tree}
+    parts = (leaves(branch, f"{name}[{key!r}]") for key, branch in branches.items())
+    return {place: leaf for part in parts for place, leaf in part.items()}
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `function` applied to every leaf.
-
-    >>> mapped(str, {"w": 1, "b": (2, None)})
-    {'b': ('2', None), 'w': '1'}
-    """
+    """The same tree with `function` applied to every leaf: `(1, None)` -> `('1', None)` for `str`."""
     branches = _sorted_children(tree)
     if branches is None:
         return None if tree is None else function(tree)
@@ -70,14 +61,9 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
-    branches = prefix_branches(
-        prefix,
-        tree,
-        lambda x: _sorted_children(x) is None,
-        (name, "layouts"),
-        children=_sorted_children,
-        error=StructureError,
-    )
+    options: Any = {"children": _sorted_children, "error": StructureError}
+    is_leaf = lambda x: _sorted_children(x) is None  # noqa: E731
+    branches = prefix_branches(prefix, tree, is_leaf, (name, "layouts"), **options)
     return [value for _, value, branch in branches for _ in leaves(branch)]
 
 
@@ -89,16 +75,16 @@ def _sorted_children(tree: Tree) -> dict[Any, Any] | None:
 
 
 Devices = tuple[Block, ...]  # the blocks of one array, one per device
+Derivatives = dict[int, tuple[Devices, Devices, float]]  # see `derivatives`
 AnyPlan = Plan | ContractionPlan
 OUTPUT = "output"  # the name of a result that is one array
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser step on the arguments at `positions`, with the leaves `arrays`. function: packed;
-    torch: a list of tensors -> the optimiser; JAX: (values, gradients) -> values, as trees."""
+    """One optimiser step on the arguments at `positions`, with the leaves `arrays`."""
 
-    function: bytes
+    function: bytes  # for torch a list of tensors -> the optimiser, for JAX (values, gradients) -> values
     positions: tuple[int, ...]
     arrays: tuple[int, ...]
 
@@ -113,19 +99,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Question:
-    """A function, the blocks of its arguments, and the cotangents of what it returns.
+    """A function, the blocks of its arguments, and the cotangents of what it returns."""
 
-    function: packed, see `pickling`; or a plan: its bytes and seconds are measured too. arguments: a tree
-    of numbers of `inputs`, one branch per argument. results: per output; None for a reference, which draws
-    its own cotangents (`draw`). A mesh without axes is one device with unsharded arrays.
-    """
-
-    function: bytes | AnyPlan
-    mesh: Mesh
-    arguments: Tree
+    function: bytes | AnyPlan  # packed, see `pickling`; or a plan: its bytes and seconds are measured too
+    mesh: Mesh  # without axes: one device with unsharded arrays
+    arguments: Tree  # of numbers of `inputs`, one branch per argument
     inputs: tuple[Devices, ...]
     shardings: tuple[Sharding, ...]
-    results: dict[str, Result] | None
+    results: dict[str, Result] | None  # None for a reference, which draws its own cotangents
     update: Update | None = None
     wide: bool = False  # 64-bit numbers, which JAX must be told to keep
     mode: str = "vma"  # JAX: `shard_map` with types ("vma") or without ("novma"), or "pmap"
@@ -152,22 +133,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Results of a function: outputs by name, gradients and updated values by number of input.
-
-    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree, derivatives: only of
-    a reference. forward_bytes, backward_bytes: bytes that the busiest device received; None if not measured.
-    seconds: wall time of one forward and backward pass after a first one.
-    """
+    """Results of a function: outputs by name, gradients and updated values by number of input."""
 
     outputs: Mapping[str, Devices]
-    gradients: Mapping[int, Devices] | None
+    gradients: Mapping[int, Devices] | None  # None if the shapes of outputs do not fit the cotangents
     updated: Mapping[int, Devices] = field(default_factory=dict)
-    cotangents: Mapping[str, Devices] = field(default_factory=dict)
+    cotangents: Mapping[str, Devices] = field(default_factory=dict)  # as `tree`, `derivatives`: a reference's
     tree: Tree = None
-    derivatives: dict[int, tuple[Devices, Devices, float]] = field(default_factory=dict)  # see `differences`
-    forward_bytes: int | None = None
+    derivatives: Derivatives = field(default_factory=dict)  # see `differences`
+    forward_bytes: int | None = None  # that the busiest device received; None if not measured
     backward_bytes: int | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # of one forward and backward pass after a first one
     draws: bool = False  # numbers of the framework's own generator, as dropout does
 
 
@@ -199,10 +175,10 @@ def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: st
     """The outputs by name. Raises StructureError if the reference has others."""
     outputs = leaves(returned, OUTPUT)
     if results is not None and list(outputs) != list(results):
-        listed = [", ".join(names) or "nothing" for names in (outputs, results)]
+        own, others = (", ".join(names) or "nothing" for names in (outputs, results))
+        hint = "dicts, lists and tuples of arrays with the same names on both sides"
         raise StructureError(
-            f"the {runtime} function returns {listed[0]}, the reference returns {listed[1]}",
-            hint="dicts, lists and tuples of arrays with the same names on both sides",
+            f"the {runtime} function returns {own}, the reference returns {others}", hint=hint
         )
     return outputs
 
@@ -210,8 +186,6 @@ def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: st
 _DIRECTIONS = 3
 # Relative to the largest value of a block. A kink (relu, max) that lies within one is not within both.
 _STEPS = (1e-5, 1e-7)
-
-Derivatives = dict[int, tuple[Devices, Devices, float]]
 
 
 def derivatives(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -54,15 +54,12 @@ class Problem:
 
     def inputs(self, shardings: Sequence[Sharding]) -> tuple[Devices, ...]:
         """The blocks of every argument."""
-        return tuple(
-            blocks_of(x, sharding, i)
-            for i, (x, sharding) in enumerate(zip(self.values, shardings, strict=True))
-        )
+        pairs = zip(self.values, shardings, strict=True)
+        return tuple(blocks_of(x, sharding, i) for i, (x, sharding) in enumerate(pairs))
 
     def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
-        return tuple(
-            Sharding(layout, mesh, x.shape) for layout, x in zip(self.layouts, self.values, strict=True)
-        )
+        pairs = zip(self.layouts, self.values, strict=True)
+        return tuple(Sharding(layout, mesh, x.shape) for layout, x in pairs)
 
     def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
         """The layout of every output. returned: the tree of outputs."""
@@ -73,19 +70,16 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     """The arguments of `assert_equivalent`, checked. mesh: None for `usual_meshes`."""
     args = tuple(args)
     if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
-        raise StructureError(
-            "layouts= is a pair: of the arguments, and of what is returned",
-            hint='as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")',
-        )
+        hint = 'as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")'
+        raise StructureError("layouts= is a pair: of the arguments, and of what is returned", hint=hint)
     inputs, outputs = layouts
     if not isinstance(inputs, tuple | list) or len(inputs) != len(args):
         n = len(inputs) if isinstance(inputs, tuple | list) else 1
         raise StructureError(f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each")
     names, values, parsed = [], [], []
     for title, argument, prefix in zip(_titles(function, len(args)), args, inputs, strict=True):
-        for (name, value), layout in zip(
-            leaves(argument, title).items(), broadcast_prefix(prefix, argument, title), strict=True
-        ):
+        given = broadcast_prefix(prefix, argument, title)
+        for (name, value), layout in zip(leaves(argument, title).items(), given, strict=True):
             names.append(name)
             values.append(_array(value, name))
             parsed.append(_parsed(layout, name))
@@ -93,12 +87,10 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     if mesh is None:
         every = (*parsed, *leaves(outputs).values())
         mesh = usual_meshes(dict.fromkeys(axis for layout in every for axis in layout.axes))
-    meshes = _meshes(mesh)
-    for name, value, layout in zip(names, values, parsed, strict=True):
-        for each in meshes:
+    for each in (meshes := _meshes(mesh)):
+        for name, value, layout in zip(names, values, parsed, strict=True):
             _check(name, value, layout, each)
-    for layout in leaves(outputs).values():
-        for each in meshes:
+        for layout in leaves(outputs).values():
             check_axes(layout, each)
     return Problem(tuple(names), tuple(values), tuple(parsed), outputs, meshes, numbered(args))
 
@@ -119,10 +111,8 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     if x.dtype.kind in "fc":  # as large as the array, by a power of two, so that nothing is rounded twice
         largest = float(np.abs(x).max(initial=0)) or 1.0
         noise = [block * x.dtype.type(2.0 ** round(np.log2(largest) - 2)) for block in noise]
-    rest = x - reference.gather(noise, layout, mesh, x.shape)
-    return tuple(
-        (a + b).astype(x.dtype) for a, b in zip(reference.scatter(rest, layout, mesh), noise, strict=True)
-    )
+    rest = reference.scatter(x - reference.gather(noise, layout, mesh, x.shape), layout, mesh)
+    return tuple((a + b).astype(x.dtype) for a, b in zip(rest, noise, strict=True))
 
 
 def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
@@ -148,17 +138,13 @@ def _titles(function: Callable[..., Any], n: int) -> list[str]:
 
 def _array(value: Any, name: str) -> Block:
     if not hasattr(value, "shape"):
-        raise StructureError(
-            f"{name} is a {type(value).__name__}, arguments are arrays",
-            hint="let the functions close over other values; trees are dicts, lists and tuples",
-        )
+        hint = "let the functions close over other values; trees are dicts, lists and tuples"
+        raise StructureError(f"{name} is a {type(value).__name__}, arguments are arrays", hint=hint)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise StructureError(
-            f"{name} cannot be read as a numpy array: {error}",
-            hint="tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes",
-        ) from None
+        hint = "tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes"
+        raise StructureError(f"{name} cannot be read as a numpy array: {error}", hint=hint) from None
     dtypes.name_of(array.dtype)
     if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and abs(array).max() >= 2**31:
         raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")
@@ -253,17 +239,14 @@ class Runs:
         """Results of a function on one device, for unsharded arrays or for blocks on a mesh of ones."""
         problem = self.problem
         is_whole = not mesh.axes
-        layouts = [whole_layout(x.ndim) for x in problem.values] if is_whole else list(problem.layouts)
+        if is_whole:
+            problem = replace(problem, layouts=tuple(whole_layout(x.ndim) for x in problem.values))
         try:
-            shardings = tuple(
-                Sharding(s, mesh, x.shape) for s, x in zip(layouts, problem.values, strict=True)
-            )
+            shardings = problem.shardings(mesh)
         except XshardError as error:
-            raise StructureError(
-                f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
-            ) from None
-        question = self._question(runtime, function, mesh, shardings, None)
-        answer = self._answer(runtime, question)
+            why = f"a layout does not fit one device: {error.reason}"
+            raise StructureError(why, text=error.text, hint="pass reference=") from None
+        answer = self._answer(runtime, self._question(runtime, function, mesh, shardings, None))
         declared = problem.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
@@ -283,8 +266,7 @@ class Runs:
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:
         """Results of a runtime's function on the blocks of a mesh."""
-        question = self._on_blocks(runtime, mesh, truth)
-        return RunAnswer(runtime, mesh, self._answer(runtime, question))
+        return RunAnswer(runtime, mesh, self._answer(runtime, self._on_blocks(runtime, mesh, truth)))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """The inputs of the redistributions of such a run, and the cotangents of their results."""
@@ -302,25 +284,13 @@ class Runs:
         return self._question(runtime, self.functions[runtime], mesh, shardings, results)
 
     def _question(
-        self,
-        runtime: Side,
-        function: bytes,
-        mesh: Mesh,
-        shardings: tuple[Sharding, ...],
-        results: dict[str, Result] | None,
+        self, runtime: Side, function: bytes, mesh: Mesh, shardings: tuple[Sharding, ...], results: Any
     ) -> Question:
-        return Question(
-            function,
-            mesh,
-            self.problem.arguments,
-            self.problem.inputs(shardings),
-            shardings,
-            results,
-            self.updates.get(runtime),
-            wide=any(x.dtype.name in ("float64", "complex128") for x in self.problem.values),
-            mode="vma" if self.typed else "novma",
-            differences=self.differences and results is None,
-        )
+        arrays = self.problem.arguments, self.problem.inputs(shardings), shardings
+        wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
+        mode, differences = "vma" if self.typed else "novma", self.differences and results is None
+        update = self.updates.get(runtime)
+        return Question(function, mesh, *arrays, results, update, wide, mode, differences)
 
     def _answer(self, runtime: Side, question: Question) -> Answer:
         answers: list[Answer] = self._ask(runtime, "answers", [question])
@@ -356,10 +326,8 @@ def updates_of(
 ) -> dict[str, Update]:
     """The optimiser step of each runtime. Raises StructureError for parameters that cannot have one."""
     if bool(parameters) != (optimisers is not None):
-        raise StructureError(
-            "parameters= and optimisers= belong together",
-            hint="as in parameters=[1], optimisers=(torch_factory, jax_update)",
-        )
+        hint = "as in parameters=[1], optimisers=(torch_factory, jax_update)"
+        raise StructureError("parameters= and optimisers= belong together", hint=hint)
     if optimisers is None:
         return {}
     numbers: list[int] = []
@@ -370,12 +338,8 @@ def updates_of(
     for i in numbers:
         layout = problem.layouts[i]
         if layout.dual != layout:
-            raise StructureError(
-                f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
-                text=str(layout),
-                hint="no tags and no overlaps: the function itself redistributes to copies",
-            )
-    return {
-        runtime: Update(packed(function), tuple(parameters), tuple(numbers))
-        for runtime, function in zip(SIDES, optimisers, strict=True)
-    }
+            why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
+            hint = "no tags and no overlaps: the function itself redistributes to copies"
+            raise StructureError(why, text=str(layout), hint=hint)
+    by_side = zip(SIDES, optimisers, strict=True)
+    return {side: Update(packed(f), tuple(parameters), tuple(numbers)) for side, f in by_side}

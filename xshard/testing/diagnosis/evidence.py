@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.runs import FILL, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.steps.base import Block
+from xshard.tolerances import rounding
 
 Mask = NDArray[np.bool_]
 
@@ -59,6 +60,21 @@ class Case:
     largest: float = 0.0
     arguments: Mapping[str, Block] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        got: Sequence[Block],
+        want: Sequence[Block],
+        sharding: Sharding,
+        tolerance: float | None,
+        *beside: Any,
+    ) -> Case:
+        """Blocks under any layout as evidence. tolerance: None goes by the dtype."""
+        if tolerance is None:
+            tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
+        both = settle(got, sharding), settle(want, sharding)
+        return cls(*both, sharding.with_layout(settled(sharding.layout)), tolerance, *beside)
+
     @cached_property
     def scale(self) -> float:
         """The largest absolute value wanted."""
@@ -101,12 +117,11 @@ class Case:
     @cached_property
     def free_axes(self) -> tuple[str, ...]:
         """Axes of more than one device that cut nothing: along them blocks are equal."""
-        mesh, layout = self.sharding.mesh, self.sharding.layout
-        return tuple(a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1)
+        return tuple(a for a in self.sharding.mesh.long_axes if a not in self.sharding.layout.axes)
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
-        return tuple(a for a in self.sharding.layout.axes if self.sharding.mesh.size(a) > 1)
+        return tuple(a for a in self.sharding.layout.axes if a in self.sharding.mesh.long_axes)
 
     @cached_property
     def whole_want(self) -> Block:
@@ -150,6 +165,11 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """All sets of axes, small before large."""
     for n in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, n)
+
+
+def first_of(axes: Sequence[str], fits: Callable[[tuple[str, ...]], bool]) -> str | None:
+    """The first set of axes for which it holds, in a sentence."""
+    return next((names_of(each) for each in subsets(axes) if fits(each)), None)
 
 
 def names_of(axes: Sequence[str]) -> str:

@@ -92,13 +92,9 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     probe = np.random.default_rng(0).normal(size=a.shape[1])
     seen, known = a @ probe, b @ probe  # equal rows have equal products
     nearest = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
-    return np.array(
-        [
-            r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE
-            for r, f in enumerate(nearest)
-        ],
-        np.int64,
-    )
+    pairs = enumerate(nearest)
+    rows = [r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE for r, f in pairs]
+    return np.array(rows, np.int64)
 
 
 def stored_rows(dim: Dim, length: int, mesh: Mesh) -> Order:
@@ -127,13 +123,10 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     orders = {cut: stored_rows(cut, n, mesh) for cut in cuts}
     for meant in (own,) if own.axes else cuts:
         halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
-        if all(len(half) % 2 == 0 for half in halves) and _is_same(
-            came[orders[meant]], np.concatenate(halves)
-        ):
-            return (
-                f"the first and the second half of every block of '{meant}' have changed places: "
-                "head and tail swapped"
-            )
+        is_even = all(len(half) % 2 == 0 for half in halves)
+        if is_even and _is_same(came[orders[meant]], np.concatenate(halves)):
+            swapped = f"the first and the second half of every block of '{meant}' have changed places"
+            return f"{swapped}: head and tail swapped"
     # Orders over the same axes come before the whole dim: `s/cp` says more than `s`.
     pairs = sorted(itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes))
     for meant, other in pairs:
@@ -167,9 +160,8 @@ def _listed(came: Order, dim: Dim) -> str | None:
 
 def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:
     """Cuts of a dim over the mesh's axes: in every order, axes in every order, together and nested."""
-    long = [a for a in mesh.axes if mesh.size(a) > 1]
     for count in (1, 2, 3):
-        for axes in itertools.permutations(long, count):
+        for axes in itertools.permutations(mesh.long_axes, count):
             for order in _ORDERS:
                 yield Dim(dim.name, (Shard(axes, order),))
             if count == 2:

@@ -55,9 +55,9 @@ def transposed(case: Case) -> str | None:
 def first_only_right(case: Case) -> str | None:
     """Right on the first devices along an axis, wrong on all others."""
     mesh = case.sharding.mesh
+    devices = range(mesh.n_devices)
     for axis in case.cut_axes:
-        others = tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,)))
-        if others == case.wrong_devices:
+        if case.wrong_devices == tuple(d for d in devices if mesh.index(d, (axis,))):
             return (
                 f"right where {axis}=0, wrong on all other devices along {axis}: the index in the block is "
                 "used where the one in the array was meant (positions, masks, offsets)"
@@ -76,13 +76,11 @@ def halo_rows(case: Case) -> str | None:
     for d, dim in enumerate(case.sharding.layout.dims):
         if dim.overlap is None:
             continue
-        borrowed = [_borrowed(case, d, device) for device in range(len(case.got))]
         bad = [wrong_rows(mask, d) for mask in case.wrong]
-        if any((b & ~h).any() for b, h in zip(bad, borrowed, strict=True)):
-            continue
-        device = case.wrong_devices[0]
-        instead = _borrowed_instead(case, d, device, bad[device])
-        return f"only the rows that blocks of '{dim}' borrow are wrong: {instead}"
+        if not any((rows & ~_borrowed(case, d, device)).any() for device, rows in enumerate(bad)):
+            device = case.wrong_devices[0]
+            instead = _borrowed_instead(case, d, device, bad[device])
+            return f"only the rows that blocks of '{dim}' borrow are wrong: {instead}"
     return None
 
 

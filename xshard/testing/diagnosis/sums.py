@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from xshard.steps.base import Block
-from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
+from xshard.testing.diagnosis.evidence import Case, first_of, in_double, largest_error, names_of, subsets
 
 _CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
 # The unit roundoff of floats, times the growth over a few hundred operations.
@@ -27,18 +27,16 @@ def zero(case: Case) -> str | None:
 
 def only_first(case: Case) -> str | None:
     """Right on the first device along axes of replicas, zeros on the others."""
-    for axes in subsets(case.free_axes):
-        index = [case.sharding.mesh.index(d, axes) for d in range(len(case.got))]
-        right = all(
-            case.near(got, want) if i == 0 else not in_double(got).any()
-            for i, got, want in zip(index, case.got, case.want, strict=True)
-        )
-        if right:
-            return (
-                f"only the first device along {names_of(axes)} has the value, the others have zeros: "
-                "nothing sent it to them"
-            )
-    return None
+    index, pairs = case.sharding.mesh.index, [*enumerate(zip(case.got, case.want, strict=True))]
+    along = first_of(
+        case.free_axes,
+        lambda axes: all(
+            not in_double(got).any() if index(d, axes) else case.near(got, want) for d, (got, want) in pairs
+        ),
+    )
+    return along and (
+        f"only the first device along {along} has the value, the others have zeros: nothing sent it to them"
+    )
 
 
 def not_summed(case: Case) -> str | None:
@@ -46,25 +44,22 @@ def not_summed(case: Case) -> str | None:
     for axes in subsets(case.free_axes):
         equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
         is_norm = not case.want[0].ndim and all(map(case.near, _over(case, axes, np.linalg.norm), case.want))
+        along = names_of(axes)
         if not equal and is_norm:
-            return (
-                f"the squares of the values along {names_of(axes)} add up to the right one's: norms of parts"
-            )
+            return f"the squares of the values along {along} add up to the right one's: norms of parts"
         if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
             return (
-                f"the blocks along {names_of(axes)} are addends and add up to what is right: "
-                f"a sum over {names_of(axes)} is missing (an all-reduce; in a gradient, that of a copy)"
+                f"the blocks along {along} are addends and add up to what is right: "
+                f"a sum over {along} is missing (an all-reduce; in a gradient, that of a copy)"
             )
     return None
 
 
 def other_axes(case: Case) -> str | None:
     """A sum over some axes in place of others, or over the devices that hold different parts."""
-    mesh = case.sharding.mesh
-    long = [a for a in mesh.axes if mesh.size(a) > 1]
     if len({block.shape for block in case.want}) > 1:
         return None
-    for summed in subsets(long):
+    for summed in subsets(case.sharding.mesh.long_axes):
         wanted = _over(case, summed, np.sum, case.want)
         for left in ((), *subsets([a for a in case.free_axes if a not in summed])):
             if all(map(case.near, _over(case, left, np.sum), wanted)):
@@ -84,24 +79,20 @@ def own_factors(case: Case) -> str | None:
     told = f"right but for factors {', '.join(f'{f:.4g}' for f in factors)} of the devices"
     for axes in subsets(case.cut_axes):
         weights = 1 / np.array([factors[d] for d in case.sharding.mesh.group(0, axes)])
+        along = names_of(axes)
         if np.isclose(weights.sum(), (1, len(weights)), rtol=_CONSTANT).any():
-            return (
-                f"{told}: means over each one's own count along {names_of(axes)}, not over the count of all"
-            )
+            return f"{told}: means over each one's own count along {along}, not over the count of all"
         if np.isclose(np.square(weights).sum(), 1, rtol=_CONSTANT):
-            return f"{told}: divided by the norm of each one's own part along {names_of(axes)}"
+            return f"{told}: divided by the norm of each one's own part along {along}"
     return f"{told}: weights or statistics of their own"
 
 
 def not_averaged(case: Case) -> str | None:
     """Values of single devices in place of their mean."""
-    for axes in subsets(case.free_axes):
-        if all(map(case.near, _over(case, axes, np.mean), case.want)):
-            return (
-                f"the blocks along {names_of(axes)} differ and their mean is right: "
-                f"a mean over {names_of(axes)} is missing"
-            )
-    return None
+    along = first_of(case.free_axes, lambda axes: all(map(case.near, _over(case, axes, np.mean), case.want)))
+    return along and (
+        f"the blocks along {along} differ and their mean is right: a mean over {along} is missing"
+    )
 
 
 def summed(case: Case) -> str | None:
@@ -193,10 +184,7 @@ def rounded(case: Case) -> str | None:
     """An error as large as the rounding of a shorter float; one number may be as near by chance."""
     if max(block.size for block in case.want) < 2:
         return None
-    error = max(
-        float(np.abs(in_double(a) - in_double(b)).max(initial=0))
-        for a, b in zip(case.got, case.want, strict=True)
-    )
+    error = largest_error(list(map(in_double, case.got)), list(map(in_double, case.want)))
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
             share = f"{error / case.scale:.1e}"
@@ -209,14 +197,13 @@ def rounded(case: Case) -> str | None:
 
 def one_addend(case: Case) -> str | None:
     """One of n addends in place of their sum: with slope 1 it explains 1/n of the sum's variance."""
-    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    got, want = _flat(case)
     if got.size < _SAMPLE:
         return None
     product, power, wanted = np.vdot(got, want).real, np.vdot(got, got).real, np.vdot(want, want).real
     slope, share = product / power, product**2 / (power * wanted)
-    mesh = case.sharding.mesh
-    for axes in subsets([a for a in mesh.axes if mesh.size(a) > 1]):
-        n = mesh.size(*axes)
+    for axes in subsets(case.sharding.mesh.long_axes):
+        n = case.sharding.mesh.size(*axes)
         spread = 3 * np.sqrt((n - 1) / got.size)
         if abs(slope - 1) < min(spread, 0.5) and abs(share - 1 / n) < spread / n:
             return (
@@ -235,9 +222,14 @@ def _over(
     return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
 
 
+def _flat(case: Case) -> Iterator[Block]:
+    """All numbers of the blocks, as they are and as they should be."""
+    return (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+
+
 def _factor(case: Case) -> float | None:
     """The one factor between both arrays; exact if it is a whole number or 1/n."""
-    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    got, want = _flat(case)
     factor = _ratio(got, want)
     for n in range(2, 65):
         for exact in (float(n), 1 / n):
@@ -254,5 +246,5 @@ def _ratio(got: Block, want: Block) -> float:
 def _axes_of_size(case: Case, size: float) -> str:
     """The sets of axes with so many devices."""
     mesh = case.sharding.mesh
-    sets: Sequence[tuple[str, ...]] = [*subsets([a for a in mesh.axes if mesh.size(a) > 1])]
-    return " or of ".join(names_of(axes) for axes in sets if np.isclose(mesh.size(*axes), size))
+    sets = (axes for axes in subsets(mesh.long_axes) if np.isclose(mesh.size(*axes), size))
+    return " or of ".join(map(names_of, sets))
