@@ -1,8 +1,7 @@
 """One device's function on all devices of a mesh, by `shard_map`, and the traffic of the compiled program.
 
 Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name: `shard_map`
-treats it as invariant. Uneven blocks are padded to the largest: with NaN for plans, which return zeros there.
-"""
+treats it as invariant. Uneven blocks are padded to the largest."""
 
 from __future__ import annotations
 
@@ -24,11 +23,9 @@ from xshard.steps.base import Block, Blocks
 
 
 class DeviceProgram:
-    """One device's function, compiled for all devices of a mesh, and its arguments there.
-
-    inputs: the blocks of every array, one per device, and their sharding. mode: see `Question`.
-    fill: a number for the padding of inputs; unless it is zero, padding of results has to be zero.
-    """
+    """One device's function, compiled for all devices of a mesh, and its arguments there: the blocks of every
+    array, and their sharding. mode: see `Question`. fill: a number for the padding of inputs; unless it is
+    zero, padding of results has to be zero."""
 
     def __init__(
         self,
@@ -51,8 +48,7 @@ class DeviceProgram:
 
         program: Any
         if mode == "pmap":
-            long = [a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1]
-            program = jax.pmap(function, axis_name=(*long, "alone")[0], devices=self.devices)
+            program = jax.pmap(function, axis_name=(*mesh.long_axes, "alone")[0], devices=self.devices)
             self.arrays: list[Any] = [padded(*each, fill) for each in inputs]
         else:
             in_specs, out_specs = tuple(spec(sharding) for _, sharding in inputs), list(map(spec, outputs))
@@ -70,14 +66,13 @@ class DeviceProgram:
 
         Raises FunctionError if a plan leaves something in the padding of a result.
         """
-        every = [
-            tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))
-            for x, sharding in zip(results, self.outputs, strict=True)
-        ]
-        for x, sharding, blocks in zip(results, self.outputs, every, strict=True) if self.fill else ():
+        every = []
+        for x, sharding in zip(results, self.outputs, strict=True):
+            blocks = tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))
             own = sum(np.count_nonzero(block) for block in blocks if block is not None)
-            if own != sum(np.count_nonzero(shard.data) for shard in x.addressable_shards):
+            if self.fill and own != sum(np.count_nonzero(shard.data) for shard in x.addressable_shards):
                 raise FunctionError(f"the padding of a block is not zero under '{sharding.layout}'")
+            every.append(blocks)
         return every
 
     @property

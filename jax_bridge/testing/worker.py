@@ -72,10 +72,7 @@ def call_packed(packed: bytes, _timeout_s: float) -> Any:
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
     """The answer to every question, on its mesh's devices. Raises FunctionError, StructureError."""
     with jax.enable_x64(any(question.wide for question in questions)):
-        return [
-            _answer(question) if isinstance(question.function, bytes) else _answer_plan(question)
-            for question in questions
-        ]
+        return [_answer(q) if isinstance(q.function, bytes) else _answer_plan(q) for q in questions]
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
@@ -112,13 +109,9 @@ def _answer_plan(question: Question) -> Answer:
     gradients, backward_s = _measured(backward)
     # The gradients of a max or min, and of several operands, begin with the forward pass.
     repeats = not is_linear(plan) or len(sources) > 1
-    return Answer(
-        {OUTPUT: output},
-        dict(enumerate(gradients)),
-        forward_bytes=forward.received_bytes,
-        backward_bytes=None if repeats else backward.received_bytes,
-        seconds=forward_s + backward_s,
-    )
+    n_bytes = {"forward_bytes": forward.received_bytes}
+    n_bytes["backward_bytes"] = None if repeats else backward.received_bytes
+    return Answer({OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s)
 
 
 def _measured(program: DeviceProgram) -> tuple[list[Devices], float]:
@@ -147,10 +140,8 @@ def _answer_reference(question: Question) -> Answer:
     drawn: list[Any] = []
 
     def cotangents_of(outputs: Arrays) -> list[Any]:
-        drawn[:] = [
-            draw(i, y.shape, y.dtype) if jnp.issubdtype(y.dtype, jnp.inexact) else None
-            for i, y in enumerate(outputs)
-        ]
+        kinds = [jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs]
+        drawn[:] = [draw(i, y.shape, y.dtype) if kinds[i] else None for i, y in enumerate(outputs)]
         return drawn
 
     parts = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(*inputs)
@@ -179,10 +170,8 @@ def _derivatives(question: Question, answer: Answer) -> Derivatives:
 
     with jax.enable_x64(True):
         run = jax.jit(_on_one(question, loss))
-        values = [block for (block,) in question.inputs]
-        return derivatives(
-            lambda blocks: float(run(*map(jnp.asarray, blocks))), values, answer.gradients or {}
-        )
+        values, gradients = [block for (block,) in question.inputs], answer.gradients or {}
+        return derivatives(lambda blocks: float(run(*map(jnp.asarray, blocks))), values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:
@@ -191,12 +180,8 @@ def _answer_blocks(question: Question) -> Answer:
     results, n = list(question.results.values()), len(question.inputs)
     inputs = list(zip(question.inputs, question.shardings, strict=True))
     inputs += [(r.cotangents, r.sharding) for r in results if r.cotangents is not None]
-    updated = question.update.arrays if question.update else ()
-    kinds = (
-        [result.sharding for result in results],
-        [question.shardings[i] for i in question.differentiable],
-        [question.shardings[i] for i in updated],
-    )
+    numbers = question.differentiable, question.update.arrays if question.update else ()
+    kinds = [[r.sharding for r in results], *([question.shardings[i] for i in some] for some in numbers)]
     for fits, kept in ((True, kinds), (False, (kinds[0], [], []))):
         program = _UserProgram(question)
 
@@ -226,15 +211,14 @@ class _UserProgram:
         self.tree: Tree = None
 
     def outputs(self, *inputs: jax.Array) -> Arrays:
-        returned = called(
-            self.function, mapped(lambda i: inputs[i], self.question.arguments), self.question.mesh
-        )
-        named = named_outputs(returned, self.question.results, "JAX")
+        arguments, results = mapped(inputs.__getitem__, self.question.arguments), self.question.results
+        returned = called(self.function, arguments, self.question.mesh)
+        named = named_outputs(returned, results, "JAX")
         self.names, self.tree = tuple(named), numbered(returned)
         arrays = {name: jnp.asarray(y) for name, y in named.items()}
-        if self.question.results is None:
+        if results is None:
             return list(arrays.values())
-        return [_typed(y, self.question.results[name].sharding, name) for name, y in arrays.items()]
+        return [_typed(y, results[name].sharding, name) for name, y in arrays.items()]
 
     def results(
         self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
@@ -270,39 +254,32 @@ class _UserProgram:
         numbers = tuple(question.arguments[p] for p in question.update.positions)
         values, pulled = mapped(inputs.__getitem__, numbers), mapped(by_input.__getitem__, numbers)
         named = leaves(pickle.loads(question.update.function)[0](values, pulled), "parameters")
-        if list(named) != list(leaves(numbers, "parameters")):
-            raise StructureError(
-                f"the JAX update returns {', '.join(named)}",
-                hint=f"(values, gradients) -> values, of {', '.join(leaves(numbers, 'parameters'))}",
-            )
-        return [
-            _typed(y, question.shardings[i], name)
-            for i, (name, y) in zip(question.update.arrays, named.items(), strict=True)
-        ]
+        if list(named) != (due := list(leaves(numbers, "parameters"))):
+            hint = f"(values, gradients) -> values, of {', '.join(due)}"
+            raise StructureError(f"the JAX update returns {', '.join(named)}", hint=hint)
+        pairs = zip(question.update.arrays, named.items(), strict=True)
+        return [_typed(y, question.shardings[i], name) for i, (name, y) in pairs]
 
     def answer(self, parts: Sequence[Sequence[Devices]], has_gradients: bool = True) -> Answer:
         """Blocks of outputs, gradients and updated values, by name and number."""
         outputs, gradients, updated = parts
         numbers = self.question.update.arrays if self.question.update and updated else ()
-        return Answer(
-            dict(zip(self.names, outputs, strict=True)),
-            dict(zip(self.question.differentiable, gradients, strict=True)) if has_gradients else None,
-            dict(zip(numbers, updated, strict=True)),
-            tree=self.tree,
+        pulled = dict(zip(self.question.differentiable, gradients, strict=True)) if has_gradients else None
+        named, stepped = (
+            dict(zip(*pair, strict=True)) for pair in ((self.names, outputs), (numbers, updated))
         )
+        return Answer(named, pulled, stepped, tree=self.tree)
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
     """The output, varying along its layout's axes. Raises StructureError if it varies along others."""
-    for axis in varying_axes(y) - set(sharding.layout.axes) if sharding.mesh.axes else ():
-        if not is_typed(axis):
-            continue
+    axes = varying_axes(y) - set(sharding.layout.axes) if sharding.mesh.axes else ()
+    for axis in filter(is_typed, axes):
         if sharding.mesh.size(axis) > 1:
+            why = f"{name} of the JAX function varies along {axis!r}, where its layout holds one value"
+            hint = f"redistribute it to its layout, or say in layouts= what it is: sum({axis}), copy({axis})"
             raise StructureError(
-                f"{name} of the JAX function varies along {axis!r}, where its layout holds one value",
-                text=str(sharding.layout),
-                hint=f"redistribute it to its layout, or say in layouts= what it is: sum({axis}), "
-                f"copy({axis}); check_vma=False takes its word",
+                why, text=str(sharding.layout), hint=f"{hint}; check_vma=False takes its word"
             )
         y = lax.psum(y, axis)  # over one device: only its type changes
     return as_varying(y, sharding.layout.axes)

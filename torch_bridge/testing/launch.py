@@ -1,4 +1,4 @@
-"""Ranks on this machine: forked gloo processes, for tests, verification and first steps."""
+"""Ranks on this machine: forked gloo processes, for tests and first steps; torchrun's, on one of several."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from xshard import XshardError
 from xshard.runtimes.processes import Watch, processor_time
 
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
+_LOOK_S = 0.5  # how often torchrun's agent looks: more often it never seems to stand still
 
 
 class RankError(XshardError):
@@ -45,9 +47,8 @@ def run_ranks(
     [0, 1]
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            _rank, (n, folder, timeout_s, function, args), n, join=False, start_method=start_method
-        )
+        work = n, folder, timeout_s, function, args
+        context = start_processes(_rank, work, n, join=False, start_method=start_method)
         # Anybody may write to the files in the common folder of temporary ones that torch would unpickle.
         context.error_files = [str(Path(folder, "no file"))] * n
         pids = [process.pid for process in context.processes]
@@ -93,19 +94,51 @@ def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
 def _work(
     rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # a collection would copy every page that the ranks share with their parent
-    torch.set_num_threads(1)
     # All ranks are on this machine: without this gloo listens where its host name leads others.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=n,
-        timeout=timedelta(seconds=_PATIENCE * timeout_s),
-    )
+    _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
     result = function(*args)
     Path(folder, str(rank)).write_bytes(pickle.dumps(result))
     dist.barrier()  # no rank closes its connections while another still needs them
     dist.destroy_process_group()
+
+
+def _begin(timeout_s: float, **world: Any) -> None:
+    gc.freeze()  # a collection would copy every page that the ranks share with their parent
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **world)
+
+
+def run_node(
+    n: int, ranks: int, endpoint: str, folder: str, collective_s: float, sent: Any, _: float
+) -> None:
+    """Be one of `n` nodes with `ranks` ranks until all end. sent: a packed function, or a script with words.
+    folder: gets a file per rank, "3.result" or "3.error". Raises ChildFailedError."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
+
+    meeting: Any = {"run_id": endpoint, "rdzv_backend": "c10d", "rdzv_endpoint": endpoint}
+    meeting |= {"local_addr": socket.gethostname(), "monitor_interval": _LOOK_S}
+    config = LaunchConfig(n, n, ranks, max_restarts=0, start_method="fork", **meeting)
+    if isinstance(sent, bytes):
+        elastic_launch(config, _node_rank)(folder, collective_s, *pickle.loads(sent))  # with its imports
+    else:
+        elastic_launch(config, sys.executable)(*sent)
+
+
+def _node_rank(
+    folder: str, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
+    _begin(timeout_s)
+    try:
+        kind, data = "result", pickle.dumps(function(*arguments))
+    except Exception:
+        kind, data = "error", traceback.format_exc().strip().encode()
+    file = Path(folder, f"{dist.get_rank()}.part")
+    file.write_bytes(data)
+    file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
+    if kind == "result":
+        with suppress(RuntimeError):  # no rank closes its connections while another still needs them
+            dist.barrier()
+    dist.destroy_process_group()  # tells others of an error: this process lives as long as its node

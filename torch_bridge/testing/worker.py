@@ -7,7 +7,8 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -61,31 +62,33 @@ def preload(modules: Sequence[str], _timeout_s: float) -> None:
 
 def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
     """The results of a packed function on `n` ranks, by rank. Raises FunctionError."""
-    try:
+    with _named():
         return run_ranks(n, _call, packed, timeout_s=timeout_s)
+
+
+@contextmanager
+def _named(what: str = "") -> Iterator[None]:
+    """Errors of ranks are the function's."""
+    try:
+        yield
     except RankError as error:
-        raise FunctionError(error.reason, hint=error.hint) from None
+        raise FunctionError(f"{what}{error.reason}", hint=error.hint) from None
 
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
     """The answer to every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
     if any(question.update is not None or not isinstance(question.function, bytes) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
-    try:
+    where = f" on {questions[0].mesh}" if questions and questions[0].mesh.axes else ""
+    is_plan = not (questions and isinstance(questions[0].function, bytes))
+    with nullcontext() if is_plan else _named(f"the torch function failed{where}: "):
         return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
-    except RankError as error:
-        if not isinstance(questions[0].function, bytes):
-            raise
-        where = f" on {questions[0].mesh}" if questions[0].mesh.axes else ""
-        raise FunctionError(f"the torch function failed{where}: {error.reason}", hint=error.hint) from None
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
     """The inputs of the redistributions of such a run, and the cotangents of their results."""
-    try:
+    with _named():
         return merged(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
-    except RankError as error:
-        raise FunctionError(error.reason, hint=error.hint) from None
 
 
 def by_rank(
@@ -118,31 +121,23 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
         if isinstance(part, StructureError):
             raise part
     answers, forward, backward = zip(*parts, strict=True)  # type: ignore[misc]
-    first: Answer = answers[0]
-    merged_answer = replace(
-        first,
-        outputs=_by_device([answer.outputs for answer in answers]),
-        gradients=None if first.gradients is None else _by_device([a.gradients for a in answers]),
-        updated=_by_device([answer.updated for answer in answers]),
-        cotangents=_by_device([answer.cotangents for answer in answers]),
-    )
-    if first.seconds is None:
-        return merged_answer
-    n_bytes = [sum(map(max, zip(*ranks, strict=True))) for ranks in (forward, backward)]
-    seconds = max(answer.seconds for answer in answers)
-    return replace(merged_answer, forward_bytes=n_bytes[0], backward_bytes=n_bytes[1], seconds=seconds)
 
+    def by_device(kind: str) -> dict[Any, Devices] | None:
+        every = [getattr(answer, kind) for answer in answers]
+        return every[0] and {key: tuple(block for part in every for block in part[key]) for key in every[0]}
 
-def _by_device(parts: Sequence[Mapping[Any, Devices]]) -> dict[Any, Devices]:
-    return {key: tuple(block for part in parts for block in part[key]) for key in parts[0]}
+    kinds = ("outputs", "gradients", "updated", "cotangents")
+    answer: Answer = replace(answers[0], **{kind: by_device(kind) for kind in kinds})
+    if answer.seconds is None:
+        return answer
+    n_bytes = (sum(map(max, zip(*ranks, strict=True))) for ranks in (forward, backward))
+    measured = dict(zip(("forward_bytes", "backward_bytes"), n_bytes, strict=True))
+    return replace(answer, seconds=max(each.seconds for each in answers), **measured)
 
 
 def answer_all(questions: Sequence[Question]) -> list[RankAnswer | StructureError]:
     """This rank's answers."""
-    return [
-        _answer(question) if isinstance(question.function, bytes) else _answer_plan(question)
-        for question in questions
-    ]
+    return [_answer(each) if isinstance(each.function, bytes) else _answer_plan(each) for each in questions]
 
 
 def _seen(question: Question) -> list[Seen]:
@@ -196,42 +191,24 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     rank, state = dist.get_rank(), torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
     draws = not torch.equal(state, torch.get_rng_state())
-    named: dict[str, Tensor] | StructureError
-    try:
-        named = _checked(named_outputs(returned, question.results, "torch"))
-    except StructureError as error:
-        named = error
-    is_misshapen = _agreed(named, question)
-    if isinstance(is_misshapen, StructureError):
-        return is_misshapen
-    assert not isinstance(named, StructureError)
+    named, verdict = _agreed(returned, question, rank)
+    if isinstance(verdict, StructureError):
+        return verdict
     outputs = {name: (array_of(y.detach()),) for name, y in named.items()}
-    if is_misshapen:
+    if verdict:
         return Answer(outputs, None, draws=draws), [], []
     cotangents = _cotangents(named, question, rank)
-    pulled = [name for name in cotangents if named[name].requires_grad]
-    pulled_back = (
-        torch.autograd.grad(
-            [named[name] for name in pulled],
-            [inputs[i] for i in question.differentiable],
-            [tensor_of(cotangents[name]) for name in pulled],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        if pulled
-        else [torch.zeros_like(inputs[i]) for i in question.differentiable]
-    )
-    gradients = dict(zip(question.differentiable, pulled_back, strict=True))
-    answer = Answer(
-        outputs,
-        {i: (array_of(gradient),) for i, gradient in gradients.items()},
-        {} if question.update is None else _updated(question.update, inputs, gradients),
-        {} if question.results else {name: (block,) for name, block in cotangents.items()},
-        numbered(returned),
-        _derivatives(question, gradients, cotangents) if question.differences else {},
-        draws=draws,
-    )
-    return answer, [], []
+    varied = [inputs[i] for i in question.differentiable]
+    pulled: Any = map(torch.zeros_like, varied)
+    if used := [name for name in cotangents if named[name].requires_grad]:
+        ends = [named[name] for name in used], varied, [tensor_of(cotangents[name]) for name in used]
+        pulled = torch.autograd.grad(*ends, allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(question.differentiable, pulled, strict=True))
+    arrays = {i: (array_of(gradient),) for i, gradient in gradients.items()}
+    updated = {} if question.update is None else _updated(question.update, inputs, gradients)
+    drawn = {} if question.results else {name: (block,) for name, block in cotangents.items()}
+    slopes = _derivatives(question, arrays, cotangents) if question.differences else {}
+    return Answer(outputs, arrays, updated, drawn, numbered(returned), slopes, draws=draws), [], []
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Tree]:
@@ -251,53 +228,45 @@ def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor]
 
 
 def _derivatives(
-    question: Question, gradients: dict[int, Tensor], cotangents: dict[str, Block]
+    question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]
 ) -> Derivatives:
     def loss(blocks: Sequence[Block]) -> float:
         named = named_outputs(_returned(question, blocks)[1], None, "torch")
         return sum(float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items())
 
-    values = {i: (array_of(gradient),) for i, gradient in gradients.items()}
-    return derivatives(loss, [block for (block,) in question.inputs], values)
+    return derivatives(loss, [block for (block,) in question.inputs], gradients)
 
 
-def _checked(outputs: dict[str, Any]) -> dict[str, Tensor]:
-    for name, value in outputs.items():
-        if not isinstance(value, Tensor):
-            raise StructureError(f"{name} of the torch function is a {type(value).__name__}, not a tensor")
-    return outputs
-
-
-def _agreed(named: dict[str, Tensor] | StructureError, question: Question) -> bool | StructureError:
-    """True if some rank has a block that its cotangent does not fit, or the error: the same on all ranks."""
-    mine: bool | StructureError
-    if isinstance(named, StructureError):
-        mine = named
-    else:
-        mine = question.results is not None and any(
-            result.cotangents is not None
-            and tuple(named[name].shape) != result.cotangents[dist.get_rank()].shape
-            for name, result in question.results.items()
-        )
+def _agreed(returned: Tree, question: Question, rank: int) -> tuple[dict[str, Tensor], bool | StructureError]:
+    """The outputs by name; True if some rank has a block that its cotangent does not fit, or an error of one:
+    the same on all ranks."""
+    named: dict[str, Tensor] = {}
+    mine: bool | StructureError = False
+    try:
+        named = named_outputs(returned, question.results, "torch")
+        for name, y in named.items():
+            if not isinstance(y, Tensor):
+                raise StructureError(f"{name} of the torch function is a {type(y).__name__}, not a tensor")
+            result = None if question.results is None else question.results[name]
+            if result and result.cotangents and tuple(y.shape) != result.cotangents[rank].shape:
+                mine = True
+    except StructureError as error:
+        mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     errors = [each for each in everyone if isinstance(each, StructureError)]
-    return errors[0] if errors else any(everyone)
+    return named, errors[0] if errors else any(everyone)
 
 
 def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
-    if question.results is None:
-        kinds = {name: y.is_floating_point() or y.is_complex() for name, y in outputs.items()}
-        return {
-            name: draw(i, y.shape, array_of(y.detach()).dtype)
-            for i, (name, y) in enumerate(outputs.items())
-            if kinds[name]
-        }
-    return {
-        name: result.cotangents[rank].astype(array_of(outputs[name].detach()).dtype)
-        for name, result in question.results.items()
-        if result.cotangents is not None
-    }
+    cotangents: dict[str, Block] = {}
+    for i, (name, y) in enumerate(outputs.items()):
+        result, dtype = (question.results or {}).get(name), array_of(y.detach()).dtype
+        if question.results is None and (y.is_floating_point() or y.is_complex()):
+            cotangents[name] = draw(i, y.shape, dtype)
+        elif result and result.cotangents is not None:
+            cotangents[name] = result.cotangents[rank].astype(dtype)
+    return cotangents
 
 
 def _updated(update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> dict[int, Devices]:
@@ -348,8 +317,7 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
 def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round, so that a slow spell falls on all."""
     timers = [_PlanTimer(plan) for plan in plans]
-    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
-    return [list(times) for times in zip(*by_round, strict=True)]
+    return list(map(list, zip(*([timer.seconds() for timer in timers] for _ in range(rounds)), strict=True)))
 
 
 class _PlanTimer:

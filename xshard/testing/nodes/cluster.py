@@ -44,13 +44,10 @@ class Namespace:
         self._own = ("--uts", "--pid") if host else ()
         own = (*self._own, "--fork") if host else ()
         script = f"{f'hostname {host} && ' if host else ''}ip link set lo up && echo && exec cat"
-        self._holder = subprocess.Popen(
-            [*inside, "unshare", *new, "--net", *own, "sh", "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends it in order
-        )
+        command = [*inside, "unshare", *new, "--net", *own, "sh", "-c", script]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # Ctrl-C is for the parent, which ends it in order.
+        self._holder = subprocess.Popen(command, **pipes, start_new_session=True)
         assert self._holder.stdin and self._holder.stdout and self._holder.stderr
         self._pipes = self._holder.stdin, self._holder.stdout, self._holder.stderr
         self.pid = self._holder.pid
@@ -90,15 +87,15 @@ class Network:
             why = f"{', '.join(missing)} not installed" if sys.platform == "linux" else "they need Linux"
             raise NoNodesError(f"no namespaces here: {why}")
         with ExitStack() as stack:
-            self._switch = Namespace(() if _is_root() else ("--user", "--map-root-user"))
-            stack.callback(self._switch.end)
-            self._switch.call("ip link add switch type bridge", "ip link set switch up")
+            self.switch = Namespace(() if _is_root() else ("--user", "--map-root-user"))
+            stack.callback(self.switch.end)
+            self.switch.call("ip link add switch type bridge", "ip link set switch up")
             self.nodes: list[Namespace] = []
             for i in range(n):
                 # The host's name is its address: whoever looks it up needs no name service.
-                node = Namespace((), () if _is_root() else self._switch.prefix, self.address(i))
+                node = Namespace((), () if _is_root() else self.switch.prefix, self.address(i))
                 stack.callback(node.end)
-                self._switch.call(
+                self.switch.call(
                     f"ip link add port{i} type veth peer name {LINK} netns {node.pid}",
                     f"ip link set port{i} mtu {_MTU} addrgenmode none master switch up",
                 )
@@ -125,24 +122,15 @@ class Network:
             bytes_per_s = float(written[1]) * _UNITS[written[2]] / 8
             burst = max(_BURST, round(bytes_per_s * _LATE_S))
             command = f"tc qdisc replace dev {{}} root tbf rate {rate} burst {burst}b latency 50ms"
-        for namespace, device in ((self.nodes[i], LINK), (self._switch, f"port{i}")):
+        for namespace, device in ((self.nodes[i], LINK), (self.switch, f"port{i}")):
             namespace.call(command.format(device))
-
-    def plug(self, i: int, state: str) -> None:
-        """state: "up" or "down", as if the cable were pulled at the switch."""
-        self._switch.call(f"ip link set port{i} {state}")
-
-    def counted(self, i: int) -> tuple[int, int]:
-        """Bytes that a node has received and sent, with all headers."""
-        lines = Path(f"/proc/{self.nodes[i].pid}/net/dev").read_text().splitlines()
-        counts = next(line for line in lines if line.strip().startswith(LINK)).partition(":")[2].split()
-        return int(counts[0]), int(counts[8])
 
 
 def _is_root() -> bool:
     return os.geteuid() == 0
 
 
+Work = Callable[..., Any] | str | Path  # a function, or the path of a script
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
 _LOOK_S = 0.2
 
@@ -168,11 +156,7 @@ class Cluster:
         self._ports = count(29500)  # a run that has ended may still hold its own
 
     def run_torch(
-        self,
-        work: Callable[..., Any] | str | Path,
-        *args: Any,
-        timeout_s: float = 300.0,
-        collective_timeout_s: float | None = None,
+        self, work: Work, *args: Any, timeout_s: float = 300.0, collective_timeout_s: float | None = None
     ) -> list[Any]:
         """`work(*args)` on all ranks of a gloo world, started by torchrun's launcher -> the results, by rank.
 
@@ -191,7 +175,7 @@ class Cluster:
                 return {int(file.stem): file.read_text() if file.suffix == ".error" else "" for file in files}
 
             arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
-            function = BACKENDS["torch"].function("torchrun.run")
+            function = BACKENDS["torch"].function("launch.run_node")
             self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
             files = [Path(folder, f"{rank}.result") for rank in sorted(answered())]
             return [pickle.loads(file.read_bytes()) for file in files]
@@ -214,11 +198,11 @@ class Cluster:
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: messages to it and from it are lost silently until `restore`."""
-        self._network.plug(node, "down")
+        self._network.switch.call(f"ip link set port{node} down")  # as if it were pulled at the switch
 
     def restore(self, node: int) -> None:
         """Undo `cut`."""
-        self._network.plug(node, "up")
+        self._network.switch.call(f"ip link set port{node} up")
 
     def slow(self, node: int, rate: str | None) -> None:
         """Give a node's link another rate, in both directions. rate: see `nodes`."""
@@ -230,7 +214,9 @@ class Cluster:
 
     def bytes(self, node: int) -> tuple[int, int]:
         """Bytes that a node has received and sent on its link so far, with all headers."""
-        return self._network.counted(node)
+        lines = Path(f"/proc/{self._network.nodes[node].pid}/net/dev").read_text().splitlines()
+        counts = next(line for line in lines if line.strip().startswith(LINK)).partition(":")[2].split()
+        return int(counts[0]), int(counts[8])
 
     def close(self) -> None:
         """End what runs, and then the nodes."""
@@ -251,12 +237,7 @@ class Cluster:
         return f"{self._network.address(0)}:{next(self._ports)}"
 
     def _ask(
-        self,
-        name: str,
-        function: str,
-        arguments: Sequence[tuple[Any, ...]],
-        timeout_s: float,
-        answered: Callable[[], Mapping[int, str]] = dict,
+        self, name: str, function: str, arguments: Sequence[tuple], timeout_s: float, answered: Any = dict
     ) -> list[Any]:
         """Ask all nodes together -> their answers. answered: the ranks that have ended, with their errors;
         after a failure their nodes may be late. Raises NodesError."""
@@ -283,11 +264,8 @@ class Cluster:
                 if not all(each.done() and not each.exception() for each in asked):
                     self._end(name)
         errors = {f"rank {rank}": error for rank, error in sorted(answered().items()) if error}
-        errors |= {
-            f"node {i}": str(each.exception())
-            for i, each in enumerate(asked)
-            if each.exception() and not has_said_all(i)
-        }
+        failed = [i for i, each in enumerate(asked) if each.exception() and not has_said_all(i)]
+        errors |= {f"node {i}": str(asked[i].exception()) for i in failed}
         if errors:
             raise NodesError(errors)
         return [None if each.exception() else each.result() for each in asked]
