@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from xshard.arguments import parse_bytes
-from xshard.cli.options import MeshText
+from xshard.cli.options import MeshText, counting
 from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
@@ -80,23 +79,19 @@ def _sizes(largest: str) -> tuple[int, ...]:
     most = parse_bytes(largest)
     sizes = tuple(size for size in SIZES if size <= most)
     if len(sizes) < _LEAST:
-        raise XshardError(
-            f"{format_bytes(most)} is too small a largest block: sizes start at {format_bytes(SIZES[0])}",
-            hint=f"at least {format_bytes(SIZES[_LEAST - 1])}",
-        )
+        why = f"{format_bytes(most)} is too small a largest block: sizes start at {format_bytes(SIZES[0])}"
+        raise XshardError(why, hint=f"at least {format_bytes(SIZES[_LEAST - 1])}")
     return sizes
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, or else a line, with the number of plans that are done, and of all."""
-    columns = (TextColumn("plans"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with counting("plans") as count:
 
         def report(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+            count(completed=done, total=total)
             if not out.is_terminal and os.environ.get("RANK", "0") == "0":
                 out.print(f"{done} of {total} plans measured")
 
@@ -137,11 +132,13 @@ def _constants(profile: Profile) -> str:
         links = {"inside nodes": profile.default, "between nodes": profile.across}
     if profile.disk is not None:
         links["disk"] = profile.disk
-    speeds = [
-        f"{axis} {format_seconds(link.latency_s)} a message and {link.bytes_per_s / 1e9:.3g} GB/s"
-        for axis, link in links.items()
-    ]
+
+    def rate(per_s: float) -> str:
+        return f"{per_s / 1e9:.3g} G"
+
+    times = {axis: (format_seconds(link.latency_s), rate(link.bytes_per_s)) for axis, link in links.items()}
+    speeds = [f"{axis} {latency} a message and {speed}B/s" for axis, (latency, speed) in times.items()]
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
-    copies = f"copies {profile.copy_bytes_per_s / 1e9:.3g} GB/s"
-    products = ", ".join(f"{dtype} {rate / 1e9:.3g} GFLOP/s" for dtype, rate in profile.flops_per_s)
-    return f"{'; '.join((*speeds, copies))}; launches: {', '.join(launches)}; products: {products}"
+    products = ", ".join(f"{dtype} {rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s)
+    speeds.append(f"copies {rate(profile.copy_bytes_per_s)}B/s")
+    return f"{'; '.join(speeds)}; launches: {', '.join(launches)}; products: {products}"

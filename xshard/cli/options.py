@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from xshard.arguments import parse_number
 from xshard.contractions.expression import is_contraction
 from xshard.errors import MeshError, ShapeError
 from xshard.layout.mesh import MOST_AXES, MOST_DEVICES
+from xshard.pictures.terminal import console
 
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
@@ -26,6 +30,15 @@ SizesOrNone = Annotated[str | None, typer.Option("--sizes", metavar="LENGTHS", h
 Dtype = Annotated[
     str, typer.Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
 ]
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, if that is a terminal: the function takes `completed` or `advance`, and `total`."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    out = console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        yield partial(bar.update, bar.add_task(what, total=None))
 
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:

@@ -87,15 +87,9 @@ def plan_command(
     devices = {"src_devices": src_devices, "dst_devices": dst_devices}
     options: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
     options |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
-    plan: Plan | ContractionPlan = make_plan(
-        expression,
-        **options,
-        **lengths_of_arrays(expression, shape, sizes),
-        dtype=dtype,
-        profile=profile,
-        memory_limit=memory_limit,
-        objective=objective,
-    )
+    options |= lengths_of_arrays(expression, shape, sizes)
+    options |= {"dtype": dtype, "profile": profile, "memory_limit": memory_limit, "objective": objective}
+    plan: Plan | ContractionPlan = make_plan(expression, **options)
     if page is not None:
         page.write_text(plan_page(plan), encoding="utf-8")
     if json:
@@ -119,12 +113,9 @@ def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
     if plan.transfer or not plan.dst.is_linear:  # a max or min that does not end here has no gradient
         return [("forward", plan)]
     winners = max_min_plans(plan)
-    return [
-        ("forward", plan),
-        ("backward, the result beside every addend", winners.result),
-        ("backward, how many addends won", winners.count),
-        ("backward, the cotangent beside every addend", winners.cotangent),
-    ]
+    backward = {"the result beside every addend": winners.result, "how many addends won": winners.count}
+    backward["the cotangent beside every addend"] = winners.cotangent
+    return [("forward", plan), *((f"backward, {name}", part) for name, part in backward.items())]
 
 
 def show(

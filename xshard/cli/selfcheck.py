@@ -9,11 +9,18 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
+from xshard.cli.options import (
+    Dtype,
+    ExpressionText,
+    MeshOrNone,
+    ShapeOrNone,
+    SizesOrNone,
+    counting,
+    lengths_of_arrays,
+)
 from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
@@ -68,28 +75,23 @@ class Example(NamedTuple):
 
 
 # The rows of the notation's table, and three on orders and means: four devices run them within seconds.
+_BSC, _ND, _BHW = ({"shape": shape} for shape in ((2, 16, 8), (12, 8), (2, 16, 4)))
+_LAYER = {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}}
 EXAMPLES = (
-    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), {"shape": (2, 16, 8)}),
-    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", Mesh(cp=4), {"shape": (2, 16, 8)}),
-    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", Mesh(cp=4), {"shape": (2, 16, 8)}),
-    Example("n/dp d -> n d", "all-gather, gradients identical", Mesh(dp=4), {"shape": (12, 8)}),
-    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", Mesh(dp=4), {"shape": (12, 8)}),
-    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", Mesh(tp=4), {"shape": (12, 8)}),
-    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), {"shape": (12, 8)}),
-    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), {"shape": (12, 8)}),
-    Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), {"shape": (12, 8)}),
-    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), {"shape": (2, 16, 4)}),
-    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), {"shape": (2, 16, 4)}),
+    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), _BSC),
+    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", Mesh(cp=4), _BSC),
+    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", Mesh(cp=4), _BSC),
+    Example("n/dp d -> n d", "all-gather, gradients identical", Mesh(dp=4), _ND),
+    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", Mesh(dp=4), _ND),
+    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", Mesh(tp=4), _ND),
+    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), _ND),
+    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), _ND),
+    Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), _ND),
+    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), _BHW),
+    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), _BHW),
     Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", Mesh(cp=4), {"shape": (2, 64)}),
-    Example(
-        "n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), {"shape": (12, 8)}
-    ),
-    Example(
-        "b s/tp d, d f/tp -> b s f/tp",
-        "sequence and tensor parallel (Megatron)",
-        Mesh(tp=4),
-        {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}},
-    ),
+    Example("n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), _ND),
+    Example("b s/tp d, d f/tp -> b s f/tp", "sequence and tensor parallel (Megatron)", Mesh(tp=4), _LAYER),
 )
 
 
@@ -98,7 +100,7 @@ def selfcheck(
     every: Annotated[
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,
-    mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
+    mesh: MeshOrNone = None,
     shape: ShapeOrNone = None,
     sizes: SizesOrNone = None,
     dtype: Dtype = "float32",
@@ -145,14 +147,11 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
     expected = list(map(answer_in_numpy, questions))
     failures: list[FunctionError] = []
     taken = {r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)] for r in runtimes}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    out = console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        bar = progress.add_task("", total=sum(map(len, taken.values())))
+    with counting("") as count:
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
             numbers = taken[runtime.name]
-            progress.update(bar, description=runtime.name)
+            count(description=runtime.name, total=sum(map(len, taken.values())))
             answers: list[Answer | None] = [None] * len(numbers)
             try:
                 answers[:] = runtime.answers([questions[i] for i in numbers], timeout_s)
@@ -161,7 +160,7 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
             for i, answer in zip(numbers, answers, strict=True):
                 verdict = None if answer is None else runtime.judge(questions[i], answer, expected[i])
                 sections[i].rows.append(RuntimeRow(runtime.name, answer, verdict))
-            progress.advance(bar, len(numbers))
+            count(advance=len(numbers))
     return failures
 
 
@@ -222,7 +221,7 @@ def _bytes(measured: int | None, planned: int | None) -> Text:
 def _summary(sections: Sequence[Section]) -> Text:
     rows = [row for section in sections for row in section.rows]
     failed = sum(row.answer is None for row in rows)
-    different = len(rows) - failed - sum(row.agrees for row in rows)
+    different = sum(not row.agrees for row in rows) - failed
     taken = Counter(row.runtime for row in rows)  # not every runtime knows every mesh
     names = [name if n == len(sections) else f"{name} ({n} of them)" for name, n in taken.items()]
     what = f"{len(sections)} expression{'s' * (len(sections) > 1)} on {', '.join(names)}: "

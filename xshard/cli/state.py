@@ -40,9 +40,8 @@ def show_state(
 
     Example: xshard state show model/
     """
-    table = headed_table(
-        "array", "shape", "dtype", "layout", "bytes", "file", left=("array", "dtype", "layout", "file")
-    )
+    heads = ("array", "shape", "dtype", "layout", "bytes", "file")
+    table = headed_table(*heads, left=("array", "dtype", "layout", "file"))
     out = console()
     with open_checkpoint(path) as checkpoint:
         sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in checkpoint.items()}
@@ -82,11 +81,9 @@ def convert(
     mapping = names_from_json(_json(names)) if Path(names).is_file() else named(names) if names else None
     with open_checkpoint(path) as checkpoint:
         loads = plan_load(checkpoint, laid, on, mapping, dtype=dtype or None)
-        saving = plan_save(
-            {name: Source(load.target, load.array.dtype, [0] * on.n_devices) for name, load in loads.items()},
-            shard_bytes=shard_bytes,
-            constants=checkpoint.constants,
-        )
+        owners = [0] * on.n_devices
+        sources = {name: Source(load.target, load.array.dtype, owners) for name, load in loads.items()}
+        saving = plan_save(sources, shard_bytes=shard_bytes, constants=checkpoint.constants)
         total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
 
         def block_of(name: str, device: int, kind: str) -> NDArray[Any]:

@@ -68,22 +68,13 @@ class Backend:
         return running(self.package, self.environment(n_devices))
 
 
+def _jax_environment(n: int) -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)}
+
+
 BACKENDS = {
-    "torch": Backend(
-        "torch",
-        "gloo processes",
-        rounds=False,
-        environment=lambda n: {},  # ranks are forked
-        modes=("",),
-        world="WORLD_SIZE",
-    ),
-    "jax": Backend(
-        "jax",
-        "host devices of one process",
-        rounds=True,
-        environment=lambda n: {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)},
-        modes=("vma", "novma", "pmap"),
-    ),
+    "torch": Backend("torch", "gloo processes", False, lambda n: {}, ("",), "WORLD_SIZE"),  # ranks are forked
+    "jax": Backend("jax", "host devices of one process", True, _jax_environment, ("vma", "novma", "pmap")),
 }
 
 
@@ -127,7 +118,5 @@ def host_devices() -> int:
 def check_size(n: int) -> None:
     """Raise MeshError for more devices than there are."""
     if not 1 <= n <= host_devices():
-        raise MeshError(
-            f"{n} devices, this host has 1 to {host_devices()}",
-            hint=f"a smaller mesh, or {HOST_DEVICES}={n} in the environment before the first test",
-        )
+        hint = f"a smaller mesh, or {HOST_DEVICES}={n} in the environment before the first test"
+        raise MeshError(f"{n} devices, this host has 1 to {host_devices()}", hint=hint)

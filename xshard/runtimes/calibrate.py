@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import load_profile, node_processes
 from xshard.cost.model import Link, Profile
 from xshard.errors import MeshError
@@ -36,41 +36,29 @@ _ROWS_CUT = 16  # per device, of a dim that is cut
 
 
 def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
-    """Plans of one step each: every kind of step, over each axis and over all axes, in every size.
-
-    sizes: about the bytes of the larger of a device's two blocks. Raises MeshError for a mesh of one device.
-    """
+    """Plans of one step each: every kind of step, over each axis and over all axes, in every size, about the
+    bytes of the larger of a device's two blocks. Raises MeshError for a mesh of one device."""
     axes = _long_axes(mesh)
     groups = [(a,) for a in axes] + ([axes] if len(axes) > 1 else [])
-    plans = [_plan(mesh, step, size) for group in groups for step in _steps(group) for size in sizes]
-    turns = [_plan(mesh, step, size) for step in _turns(mesh, axes) for size in sizes]
+    sent = [*(step for group in groups for step in _steps(group)), *_turns(mesh, axes)]
     # A small copy is all overhead, and the model of a local step has none.
     large = [size for size in sizes if size >= max(sizes) / 16]
     copies = [_plan(mesh, step, size) for group in groups for step in _copies(group) for size in large]
-    return (*plans, *turns, *copies)
+    return (*(_plan(mesh, step, size) for step in sent for size in sizes), *copies)
 
 
 def held_out_plans(
-    mesh: Mesh,
-    sizes: Sequence[int] = SIZES,
-    count: int = HELD_OUT,
-    seed: int = 0,
-    profile: str | Path | Profile = "h100",
+    mesh: Mesh, sizes: Sequence[int] = SIZES, count: int = HELD_OUT, seed: int = 0, profile: Any = "h100"
 ) -> tuple[Plan, ...]:
     """Random plans that communicate, as the planner makes them for a profile; equal seeds draw equal plans.
-
-    At least every third has several steps, if the mesh has such plans. Raises MeshError for one device.
-    """
-    axes, rng = _long_axes(mesh), random.Random(seed)
-    plans: list[Plan] = []
-    singles = 0
-    for draws in itertools.count():
-        if len(plans) == count:
-            break
+    At least every third has several steps, if the mesh has such plans. Raises MeshError for one device."""
+    axes, rng, plans, singles, draws = _long_axes(mesh), random.Random(seed), list[Plan](), 0, 0
+    while len(plans) < count:
         plan = _random_plan(mesh, axes, sizes, rng, profile)
         single = len(plan.steps) == 1
         # One axis may have too few plans of several steps: then any plan counts.
         full = single and singles >= count - count // 3 and draws < _DRAWS * count
+        draws += 1
         if plan.bytes_received and plan not in plans and not full:
             plans.append(plan)
             singles += single
@@ -89,10 +77,9 @@ def _random_plan(
 
 
 def _long_axes(mesh: Mesh) -> tuple[str, ...]:
-    axes = tuple(a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1)
-    if not axes:
+    if not mesh.long_axes:
         raise MeshError(f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2")
-    return axes
+    return mesh.long_axes
 
 
 def _layout(first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()) -> Layout:
@@ -124,13 +111,9 @@ def _copies(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
 
 def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
     """Permutations of devices: all axes change roles, and pairs of axes of one size."""
-    if len(axes) > 1:
-        after = _layout(axes[::-1])
-        yield _layout(axes), after, Permute(after)
-    for a, b in itertools.permutations(axes, 2):
-        if mesh.size(a) == mesh.size(b):
-            after = _layout((b,))
-            yield _layout((a,)), after, Permute(after)
+    pairs = [((a,), (b,)) for a, b in itertools.permutations(axes, 2) if mesh.size(a) == mesh.size(b)]
+    for before, after in [(axes, axes[::-1])] * (len(axes) > 1) + pairs:
+        yield _layout(before), _layout(after), Permute(_layout(after))
 
 
 def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
@@ -165,10 +148,8 @@ _DISK_ROUNDS = 5
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
-    """The seconds of a small read in a folder, and the bytes per second of large ones, as a link.
-
-    Raises CalibrationError if it cannot be written, or if the system does not forget what it read.
-    """
+    """The seconds of a small read in a folder, and the bytes per second of large ones, as a link. Raises
+    CalibrationError if it cannot be written, or if the system does not forget what it read."""
     if not hasattr(os, "posix_fadvise"):  # of macOS, for one
         hint = "measure on Linux, or write a disk into the profile"
         raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
@@ -237,41 +218,30 @@ def calibrate(
     """
     used = backend_named(backend)
     files = measure_disk(disk) if disk is not None and os.environ.get("RANK", "0") == "0" else None
-    fitted, held_out = fitted_plans(mesh, sizes), held_out_plans(mesh, sizes)
+    fitted, profile = fitted_plans(mesh, sizes), load_profile("h100")
     node_devices = node_processes(mesh.n_devices) if used.is_launched else None
-    if node_devices == mesh.n_devices:
-        node_devices = None
-    if node_devices is not None:
-        nodes = replace(load_profile("gloo"), node_devices=node_devices)
-        held_out = held_out_plans(mesh, sizes, profile=nodes)
-        fitted = tuple(replace(plan, profile=nodes) for plan in fitted)
+    if (node_devices := None if node_devices == mesh.n_devices else node_devices) is not None:
+        profile = replace(load_profile("gloo"), node_devices=node_devices)
+        fitted = tuple(replace(plan, profile=profile) for plan in fitted)
+    held_out = held_out_plans(mesh, sizes, profile=profile)
     seconds = measure(used, (*fitted, *held_out), rounds, progress=progress, timeout_s=timeout_s)
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
-    rates = measure_flops(used, mesh.n_devices, rounds, timeout_s=timeout_s)
+    request = mesh.n_devices, ROWS, PRODUCTS, rounds
+    products = used.ask(mesh.n_devices, "worker.seconds_of_products", *request, timeout_s=timeout_s)
+    rates = ((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, products, strict=True))
     profile = fit(seen, name, rounds=used.rounds, node_devices=node_devices)
-    profile = replace(profile, flops_per_s=rates, disk=files)
+    profile = replace(profile, flops_per_s=tuple(rates), disk=files)
     calibration = Calibration(profile, seen, unseen)
     source = _source(used, mesh, sizes, rounds, calibration)
     return replace(calibration, profile=replace(profile, source=source))
 
 
-def measure_flops(
-    backend: Backend, n_devices: int, rounds: int, *, timeout_s: float
-) -> tuple[tuple[str, float], ...]:
-    """Floating point operations per second of a device in matrix products, by dtype; all devices compute."""
-    request = n_devices, ROWS, PRODUCTS, rounds
-    seconds = backend.ask(n_devices, "worker.seconds_of_products", *request, timeout_s=timeout_s)
-    return tuple((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, seconds, strict=True))
+Count = Callable[[int, int], None]  # called with the numbers of plans done, and of all
 
 
 def measure(
-    backend: Backend,
-    plans: Sequence[Plan | ContractionPlan],
-    rounds: int,
-    *,
-    progress: Callable[[int, int], None],
-    timeout_s: float,
+    backend: Backend, plans: Sequence[Any], rounds: int, *, progress: Count, timeout_s: float
 ) -> list[float]:
     """Seconds of every plan, in mixed batches: a slow spell of the machine is not taken for a slow step."""
     n_devices = max((plan.mesh.n_devices for plan in plans), default=1)
@@ -290,9 +260,7 @@ def measure(
 
 def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, calibration: Calibration) -> str:
     """How, when and on which hardware it was measured, without the name of the machine."""
-    seen, unseen = (
-        median_error(samples, calibration.profile) for samples in (calibration.fitted, calibration.held_out)
-    )
+    seen = median_error(calibration.fitted, calibration.profile)
     package, devices = backend.package, f"{mesh.n_devices} {backend.devices}"
     allowed = getattr(os, "sched_getaffinity", None)  # the cores that this process may use
     cores = len(allowed(0)) if allowed else os.cpu_count() or 1
@@ -301,6 +269,6 @@ def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, cal
         f"{devices} on {cores} CPU cores, {package} {version(package)}. "
         f"{len(calibration.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
         f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Operations: products of "
-        f"{ROWS} x {ROWS} matrices on all devices at once. Median absolute error of the "
-        f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(calibration.held_out)} held-out plans"
+        f"{ROWS} x {ROWS} matrices on all devices at once. Median absolute error of the predicted time: "
+        f"{seen:.1%} on these, {calibration.error:.1%} on {len(calibration.held_out)} held-out plans"
     )

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +50,7 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
 
 
 def fit(
-    samples: Sequence[Sample],
-    name: str,
-    source: str = "",
-    *,
-    rounds: bool = False,
-    node_devices: int | None = None,
+    samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False, node_devices: Any = None
 ) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy.
 
@@ -123,17 +118,14 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|: so 2 counts like 1/2.
-
-    Large errors count in proportion, not squared (Huber's loss), since a busy machine makes single times
-    several times too long. Weighted least squares, with weights that give the same gradient.
-    """
+    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|: so 2 counts like 1/2."""
+    # Large errors count in proportion, not squared (Huber's loss), since a busy machine makes single times
+    # several times too long. Weighted least squares, with weights that give the same gradient.
     try:
         from scipy.optimize import nnls
     except ImportError:
-        raise CalibrationError(
-            "a calibration needs scipy", hint="pip install scipy, or xshard with its extra 'calibrate'"
-        ) from None
+        hint = "pip install scipy, or xshard with its extra 'calibrate'"
+        raise CalibrationError("a calibration needs scipy", hint=hint) from None
     weights = 1 / seconds
     for _ in range(_TURNS):
         B = A * weights[:, None]
@@ -152,13 +144,10 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         per_byte = found.get(column, 0.0)
         return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
 
-    links = {
-        axis: Link(
-            _rounded(latency), speed(("byte", axis), _NO_LIMIT), "port" if axis == _ACROSS else "switch"
-        )
-        for (what, axis), latency in found.items()
-        if what == "latency"
-    }
+    links = {}
+    for axis, latency in ((axis, latency) for (what, axis), latency in found.items() if what == "latency"):
+        kind = "port" if axis == _ACROSS else "switch"
+        links[axis] = Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT), kind)
     across = links.pop(_ACROSS, None)
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
     return replace(

@@ -39,13 +39,10 @@ class Process:
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self._turn = Lock()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        command = [*prefix, sys.executable, "-m", "xshard.runtimes.server"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
         self._child = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "xshard.runtimes.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, **environment},
-            start_new_session=True,
+            command, **pipes, env={**os.environ, **environment}, start_new_session=True
         )
         self._owner = os.getpid()
         atexit.register(self._leave)
@@ -69,10 +66,8 @@ class Process:
                 answer = self._receive(timeout_s)
             except (EOFError, BrokenPipeError, TimeoutError) as error:
                 self.end()
-                if isinstance(error, TimeoutError):
-                    why = f"did not finish: {error}"
-                else:
-                    why = f"ended its process with status {self._child.returncode}"
+                ended = f"ended its process with status {self._child.returncode}"
+                why = f"did not finish: {error}" if isinstance(error, TimeoutError) else ended
                 raise FunctionError(f"{function} {why}", hint=self._said(heard)[-_LAST:] or None) from None
             except BaseException:  # interrupted: its answer would be taken for that to the next question
                 self.end()

@@ -80,13 +80,12 @@ def _shown(fields: dict[str, str]) -> dict[str, str]:
     if mesh.n_devices > MAX_DEVICES:
         why = f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}"
         raise MeshError(why, text=fields["mesh"], hint="a smaller mesh")
-    plan = make_plan(
-        *(expression, mesh),
-        **lengths_for(expression, fields["lengths"]),
-        dtype=fields["dtype"],
-        profile=_shipped(fields["profile"]),
-        memory_limit=fields["memory_limit"].strip() or None,
-    )
+    options = lengths_for(expression, fields["lengths"])
+    options |= {
+        "profile": _shipped(fields["profile"]),
+        "memory_limit": fields["memory_limit"].strip() or None,
+    }
+    plan = make_plan(expression, mesh, dtype=fields["dtype"], **options)
     return {"html": sections(plan), "torch": torch_lines(plan), "jax": jax_lines(plan)}
 
 
@@ -95,8 +94,7 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     summed = is_contraction(expression, named="=" in text)
     if "=" not in text and not summed:
         return {"shape": _small(parse_shape(text))}
-    sizes = parse_sizes(text)
-    _small(tuple(sizes.values()))
+    _small(tuple((sizes := parse_sizes(text)).values()))
     if summed:
         return {"sizes": sizes}
     names = parse_expression(expression)[0].names
@@ -135,10 +133,8 @@ def _call(bridge: str, plan: Plan | ContractionPlan, mesh: str) -> str:
 
 def _small(lengths: tuple[int, ...]) -> tuple[int, ...]:
     if len(lengths) > MAX_DIMS or any(n > MAX_LENGTH for n in lengths):
-        raise ShapeError(
-            f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}",
-            hint="a shorter dim with as many blocks looks the same",
-        )
+        why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
+        raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
     return lengths
 
 
@@ -157,10 +153,10 @@ def live_page() -> str:
         for name, value in FIELDS.items()
         for label in [name.replace("_", " ").capitalize()]
     )
-    examples = "".join(
-        f'<button type="button" data-fields="{escape(_fields(example))}">{escape(example[0])}</button>'
-        for example in EXAMPLES
-    )
+    names = ("expression", "mesh", "lengths")
+    texts = ((title, json.dumps(dict(zip(names, fields, strict=True)))) for title, *fields in EXAMPLES)
+    button = '<button type="button" data-fields="{}">{}</button>'
+    examples = "".join(button.format(escape(fields), escape(title)) for title, fields in texts)
     copies = "".join(
         f'<button type="button" data-copy="{key}">Copy {name}</button>'
         for key, name in (("torch", "torch"), ("jax", "JAX"), ("link", "link"))
@@ -179,10 +175,6 @@ def plan_page(plan: Plan | ContractionPlan) -> str:
     """A plan as a file."""
     text = plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
     return _page(f"xshard: {text}", f'<main id="shown">{sections(plan)}</main>', ("steps.js",))
-
-
-def _fields(example: tuple[str, str, str, str]) -> str:
-    return json.dumps(dict(zip(("expression", "mesh", "lengths"), example[1:], strict=True)))
 
 
 def _page(title: str, body: str, scripts: tuple[str, ...]) -> str:
