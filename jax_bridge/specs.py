@@ -79,10 +79,9 @@ def to_named_sharding(
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
     if (spec.unreduced or spec.reduced) and any(kind != AxisType.Explicit for kind in mesh.axis_types):
-        raise MeshError(
-            f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only",
-            hint="jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)",
-        )
+        hint = "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)"
+        reason = f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only"
+        raise MeshError(reason, hint=hint)
     return NamedSharding(mesh, spec)
 
 

@@ -64,10 +64,8 @@ def bilinear_primitive(
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
         terms = [primitive.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
-        value = run(
-            *primals, **params
-        )  # not the primitive: policies of jax.checkpoint look for the operations
-        return value, reduce(ad.add_tangents, terms)
+        # Not the primitive: policies of jax.checkpoint look for the operations.
+        return run(*primals, **params), reduce(ad.add_tangents, terms)
 
     ad.defbilinear(
         primitive,

@@ -25,7 +25,7 @@ from benchmarks.jax_devices import configure
 from benchmarks.jax_reshard.claims import HOST, MOST_DEVICES, holds_more, within
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh
-from jax_bridge.lower.schedule import rounds
+from jax_bridge.lower.transports import rounds
 from jax_bridge.specs import to_named_sharding
 from jax_bridge.testing.stacked import collectives
 from xshard import dtypes

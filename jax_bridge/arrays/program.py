@@ -55,9 +55,7 @@ def make_program(
     paths: tuple[str, ...] = (),
 ) -> Program:
     """The program for one array per expression. paths: names of the arrays, for errors."""
-    plans: list[Plan] = []
-    sources: list[StoredArray] = []
-    targets: list[StoredArray] = []
+    plans, sources, targets = list[Plan](), list[StoredArray](), list[StoredArray]()
     moves = zip(expressions, shapes, dtypes, paths or ("",) * len(expressions), strict=True)
     for i, (expression, shape, dtype, path) in enumerate(moves, 1):
         src, dst, text = sides(expression)
@@ -106,13 +104,10 @@ def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array
 
 
 def _batched_plan(plan: Plan, along: Batch) -> Plan:
-    used = [axis for axis in along.mesh_axes if axis in (*plan.src.axes, *plan.dst.axes)]
-    if used:
-        raise MeshError(
-            f"mesh axis {used[0]!r} shards the batch of vmap",
-            text=f"{plan.src} -> {plan.dst}",
-            hint="an axis shards one dim at a time: reshard the unsharded batch, outside of vmap",
-        )
+    if used := [axis for axis in along.mesh_axes if axis in (*plan.src.axes, *plan.dst.axes)]:
+        hint = "an axis shards one dim at a time: reshard the unsharded batch, outside of vmap"
+        reason = f"mesh axis {used[0]!r} shards the batch of vmap"
+        raise MeshError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
     if not set(along.mesh_axes) & set(plan.axes):
         return batched(plan, along.size, along.mesh_axes)
     # The steps borrow an axis of the batch: other steps can do without it.

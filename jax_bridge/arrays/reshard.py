@@ -75,11 +75,9 @@ def reshard(
         with located(leaf.place):
             moves.append(_array_call(leaf.x, leaf.given))
     array_mesh = ArrayMesh.of([call.x for call in moves], [call.sides.text for call in moves], mesh)
-    paths = [leaf.place for leaf in leaves]
-    inputs = [(c.expression, c.x.shape, c.x.dtype, path) for c, path in zip(moves, paths, strict=True)]
-    expressions, shapes, dtypes, names = zip(*inputs, strict=True)
-    planned_for = machine(profile, array_mesh.here)
-    program = make_program(expressions, array_mesh, shapes, dtypes, donate, planned_for, names)
+    expressions, shapes, dtypes = zip(*((c.expression, c.x.shape, c.x.dtype) for c in moves), strict=True)
+    planned_for, paths = machine(profile, array_mesh.here), tuple(leaf.place for leaf in leaves)
+    program = make_program(expressions, array_mesh, shapes, dtypes, donate, planned_for, paths)
     for leaf, call, source in zip(leaves, moves, program.sources, strict=True):
         with located(leaf.place):
             source.check(call.x, donate)
@@ -122,14 +120,12 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
     """The array at rest as `target`: moved by a plan if it is known to be sharded differently."""
     with located(target.path):
         check_order(x, target.array, target.text)
-        sharding = target.other_sharding(x)
-        if sharding is not None:
+        if (sharding := target.other_sharding(x)) is not None:
             if not is_on(x, target.mesh.own):
                 reason = f"the array is not on the mesh: {sharding}"
                 raise MeshError(reason, text=target.text, hint="place puts it there")
-            layout = target.array.layout
-            src = known_layout(x, sharding, target.array)
-            x = reshard(x, (src, storage_layout(layout) if order_of(x) is None else layout), target.mesh.own)
+            layout = storage_layout(target.array.layout) if order_of(x) is None else target.array.layout
+            x = reshard(x, (known_layout(x, sharding, target.array), layout), target.mesh.own)
         return target.bring(x)
 
 

@@ -68,8 +68,13 @@ def shard_map(
     P(None, 'tp')
     """
     if f is None:
-        options: Any = {"sizes": sizes, "donate_argnums": donate_argnums, "profile": profile}
-        return partial(shard_map, layouts=layouts, mesh=mesh, check_vma=check_vma, **options)
+        options: Any = {
+            "sizes": sizes,
+            "profile": profile,
+            "check_vma": check_vma,
+            "donate_argnums": donate_argnums,
+        }
+        return partial(shard_map, layouts=layouts, mesh=mesh, **options)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     own = None if mesh is None else jax_mesh(mesh)
     mapped = _MappedFunction(f, *_signature(layouts), own, sizes or {}, check_vma, donated, profile)
@@ -88,10 +93,8 @@ def _signature(layouts: Any) -> tuple[Any, Any]:
         return arguments, results[0] if len(results) == 1 else results
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return layouts[0], layouts[1]
-    raise NotationError(
-        f"{shown(layouts)} are not layouts of a function",
-        hint='"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: layouts of the arguments, layouts of the results',
-    )
+    hint = '"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: layouts of the arguments, layouts of the results'
+    raise NotationError(f"{shown(layouts)} are not layouts of a function", hint=hint)
 
 
 class _BorderArray(NamedTuple):
@@ -107,10 +110,10 @@ class _BorderArray(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """The border of a function on a mesh. typed: True if blocks have types (`check_vma`)."""
+    """The border of a function on a mesh."""
 
     mesh: ArrayMesh
-    typed: bool
+    typed: bool  # blocks have types (`check_vma`)
     profile: str | Path | Profile
 
     def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
@@ -215,18 +218,14 @@ class _MappedFunction:
         layouts = self.in_layouts
         layouts = layouts if isinstance(layouts, list | tuple) else [layouts] * len(names)
         if len(layouts) != len(names):
-            raise XshardError(
-                f"{len(names)} arguments by position, layouts for {len(layouts)}",
-                hint="one for each: a layout, Rules, a tree of these, or None",
-            )
+            hint = "one for each: a layout, Rules, a tree of these, or None"
+            raise XshardError(f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint)
         by_name = {**dict.fromkeys(arguments), **dict(zip(names, layouts, strict=True))}
         leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
             if leaf.given is None and is_array(leaf.x):
-                raise XshardError(
-                    f"argument '{leaf.name}' is an array without a layout",
-                    hint="layouts are for arguments by position, None for other arguments than arrays",
-                )
+                hint = "layouts are for arguments by position, None for other arguments than arrays"
+                raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]
 
     def _program(
@@ -257,12 +256,8 @@ class _MappedFunction:
             traced[:] = [jax.typeof(y) if is_array(y) else y for y in ys], structure
             return ()
 
-        options: Any = {
-            "mesh": border.mesh.here,
-            "axis_names": frozenset(axes),
-            "check_vma": self.typed,
-            "in_specs": tuple(argument.outside.sharding.spec for argument in arguments),
-        }
+        options: Any = {"mesh": border.mesh.here, "axis_names": frozenset(axes), "check_vma": self.typed}
+        options["in_specs"] = tuple(argument.outside.sharding.spec for argument in arguments)
         jax.eval_shape(jax.shard_map(probe, out_specs=(), **options), *placed)
         types, structure = traced
         results: dict[int, _BorderArray] = {}

@@ -73,14 +73,11 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
     known = order_of(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
-    if (() if known is None else _orders(known)) == _orders(source):
-        return
-    if known is None:
-        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
-    else:
-        reason = f"the rows of the array are stored as '{known.layout}'"
-    say = f"stored_as(array, '{source.layout}')"
-    raise ShapeError(reason, text=text, hint=f"write their order on the left, or say what it is: {say}")
+    if (() if known is None else _orders(known)) != _orders(source):
+        unknown = f"nothing says that the rows of the array are stored as '{source.layout}'"
+        reason = unknown if known is None else f"the rows of the array are stored as '{known.layout}'"
+        hint = f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
+        raise ShapeError(reason, text=text, hint=hint)
 
 
 def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
@@ -111,11 +108,9 @@ class ArrayMesh(NamedTuple):
         if context.empty or own.abstract_mesh == context:
             return cls(own, own)
         if tuple(own.shape.items()) != tuple(context.shape.items()):
-            raise MeshError(
-                f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}",
-                text=next(iter(texts), None),
-                hint="leave the context, or let jax.reshard take the array to its mesh first",
-            )
+            reason = f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
+            hint = "leave the context, or let jax.reshard take the array to its mesh first"
+            raise MeshError(reason, text=next(iter(texts), None), hint=hint)
         return cls(own, context)
 
     def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
@@ -123,12 +118,9 @@ class ArrayMesh(NamedTuple):
         free = Mesh(free_axes(self.here))
         for axis in axes:
             if axis in self.here.shape and axis not in free.axes:
-                raise MeshError(
-                    f"mesh axis {axis!r} is manual here",
-                    text=text,
-                    span=axis_span(axis, text),
-                    hint="reshard moves an array along other axes, redistribute its blocks along this one",
-                )
+                reason, span = f"mesh axis {axis!r} is manual here", axis_span(axis, text)
+                hint = "reshard moves an array along other axes, redistribute its blocks along this one"
+                raise MeshError(reason, text=text, span=span, hint=hint)
             if planned is not None and (axis not in free.axes or free.size(axis) != planned.size(axis)):
                 raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
         return free
@@ -153,11 +145,8 @@ class StoredArray(NamedTuple):
     def check(self, x: jax.Array, donate: bool = False) -> None:
         """Raise ShapeError for an array known to be sharded otherwise, XshardError to donate a tracer."""
         if donate and isinstance(x, Tracer):
-            raise XshardError(
-                "a traced array cannot be donated",
-                text=self.text,
-                hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
-            )
+            hint = "donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)"
+            raise XshardError("a traced array cannot be donated", text=self.text, hint=hint)
         if (other := self.other_sharding(x)) is not None:
             reason = f"the array is not sharded as '{self.array.layout}' says"
             raise ShapeError(reason, text=self.text, hint=f"it has {other}")
@@ -209,18 +198,16 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
-        raise ShapeError(
-            f"a jax.Array cannot have uneven blocks: {array.shape} does not divide under '{array.layout}'",
-            text=text,
-            hint="pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks",
+        reason = (
+            f"a jax.Array cannot have uneven blocks: {array.shape} does not divide under '{array.layout}'"
         )
+        hint = "pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks"
+        raise ShapeError(reason, text=text, hint=hint)
 
 
 def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
     """The global array for blocks of a layout, without tags and overlaps, sharded over axes that divide dims.
-
-    Raises ShapeError for a dim in another order that they do not divide.
-    """
+    Raises ShapeError for a dim in another order that they do not divide."""
     with mark_errors(text):
         dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
         return Sharding(Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape)
@@ -232,11 +219,8 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
     if alone.is_even:
         return plain
     if stored_rows(alone, 0) is not None:
-        raise ShapeError(
-            f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long",
-            text=text,
-            hint=f"the move may change the order: '{dim.name} -> {plain}'",
-        )
+        reason = f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long"
+        raise ShapeError(reason, text=text, hint=f"the move may change the order: '{dim.name} -> {plain}'")
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
@@ -258,16 +242,12 @@ def _tags(sharding: JaxSharding) -> tuple[frozenset[str], frozenset[str], str]:
 def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
     """The mesh of the arrays, or else of the context. texts: expressions for errors, one per array."""
     common: JaxMesh | AbstractMesh | None = None
-    for x, text in zip(arrays, texts, strict=True):
-        mesh = _own_mesh(x)
+    for mesh, text in zip(map(_own_mesh, arrays), texts, strict=True):
         if mesh is None:
             continue
         if common is not None and not _are_one(mesh, common):
-            raise MeshError(
-                f"the arrays are on several meshes: {common} and {mesh}",
-                text=text,
-                hint="one call moves the arrays of one mesh",
-            )
+            reason = f"the arrays are on several meshes: {common} and {mesh}"
+            raise MeshError(reason, text=text, hint="one call moves the arrays of one mesh")
         common = mesh if common is None or isinstance(common, AbstractMesh) else common
     context = jax.sharding.get_abstract_mesh()
     if common is None and context.empty:

@@ -115,11 +115,8 @@ Move = Callable[[Plan, jax.Array], jax.Array]
 
 
 def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
-    """A block under `plan.src` -> the block under `plan.dst`; its gradient is `plan.backward`.
-
-    x: varying along the axes of `plan.src`, invariant along the plan's other axes; its cotangent is the same.
-    ad: one of `MODES`.
-    """
+    """A block under `plan.src` -> the block under `plan.dst`; its gradient is `plan.backward`. x: varying on
+    the axes of `plan.src`, invariant on the plan's others, as is its cotangent. ad: one of `MODES`."""
     # The constants of a boundary are not linear in x: they are filled in afterwards.
     linear = plan.tangent
     y = MODES[ad][0](linear, x) if plan.src.is_linear else _extreme(linear, ad, x)
@@ -163,10 +160,8 @@ def _transpose_of_pulled(cotangent: jax.Array, *, plan: Plan, devices: str | Non
 
 
 def _refuse(what: str, plan: Plan) -> NoReturn:
-    raise XshardError(
-        f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"",
-        hint='ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev',
-    )
+    hint = 'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
+    raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
 
 
 _pulled: Callable[..., jax.Array] = linear_primitive(

@@ -19,8 +19,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
-from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds, scheduled
-from jax_bridge.lower.transports import Transport
+from jax_bridge.lower.transports import Round, Schedule, Transport, box_shape, rounds, scheduled
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
@@ -208,25 +207,20 @@ class SentPart(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`.
-
-    dtypes: the dtype that travels, and the dtype of the new block.
-    """
+    """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     block: tuple[int, ...]
-    dtypes: tuple[str, str]
+    dtypes: tuple[str, str]  # the one that travels, and the new block's
     parts: tuple[SentPart, ...]
 
 
 def transfer(
     blocks: Sequence[jax.Array], new_blocks: Sequence[NewBlock], n_devices: int, transport: Transport
 ) -> Iterator[jax.Array]:
-    """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types.
-
-    Devices of the two meshes are numbers here. Rows that receive nothing are zero.
-    """
+    """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types. Devices
+    of the two meshes are numbers here. Rows that receive nothing are zero."""
     for new in new_blocks:
         dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
         after = Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape)

@@ -94,7 +94,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     """A block with the constants of its boundaries filled in beyond the ends of the array."""
     mesh = sharding.mesh
     for dim, length in enumerate(sharding.max_local_shape):
-        axes = [axis for axis in sharding.layout.dims[dim].axes if mesh.size(axis) > 1]
+        axes = [axis for axis in sharding.layout.dims[dim].axes if axis in mesh.long_axes]
         devices = mesh.group(0, axes)  # the same along other axes: the type stays invariant
         values, outside = np.zeros((len(devices), length)), np.zeros((len(devices), length), bool)
         for i, device in enumerate(devices):

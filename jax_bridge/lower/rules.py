@@ -76,11 +76,8 @@ class StepContext(NamedTuple):
 # Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
-    """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
-
-    The padding of x may hold anything. The result is padded with zeros, and invariant along the plan's axes
-    that `plan.dst` does not name.
-    """
+    """A block under `plan.src`, its padding unknown -> the block under `plan.dst`, padded with zeros, and
+    invariant along the plan's axes that `plan.dst` does not name."""
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
     stays_varying = varying_axes(x).difference(plan.axes).union(plan.dst.axes)
@@ -107,24 +104,19 @@ def _explicit_cuts(x: jax.Array) -> list[tuple[str, ...]]:
 
 def _part_by_part(move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array) -> jax.Array:
     """Move each part of a block that Explicit axes shard, with these axes manual: collectives need that.
-
-    Raises ShapeError if the plan shards a dim that Explicit axes shard.
-    """
+    Raises ShapeError if the plan shards a dim that Explicit axes shard."""
     sizes, lengths, target = jax.typeof(x).sharding.mesh.shape, [], plan.target.layout
     for axes, length, dim in zip(_explicit_cuts(x), plan.shape, plan.source.layout.dims, strict=True):
         if axes and (dim.shards or target.dim(dim.name).shards):
-            raise ShapeError(
-                f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}",
-                text=f"{plan.src} -> {plan.dst}",
-                hint="make that axis manual as well, and name it in the expression",
-            )
+            reason = f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
+            hint = "make that axis manual as well, and name it in the expression"
+            raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
         lengths.append(length // math.prod(sizes[axis] for axis in axes))
     part_plan, spec = replace(plan, shape=tuple(lengths)), jax.typeof(x).sharding.spec
     entries = [cuts_of(spec)[plan.source.dim_index(name)] for name in target.names]
     after = PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
-    return jax.shard_map(
-        lambda part: move(part_plan, part), in_specs=spec, out_specs=after, axis_names=explicit_axes(x)
-    )(x)
+    specs: Any = {"in_specs": spec, "out_specs": after, "axis_names": explicit_axes(x)}
+    return jax.shard_map(partial(move, part_plan), **specs)(x)
 
 
 def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> jax.Array:

@@ -49,10 +49,8 @@ def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Short floats as integers, and numbers of 4 bits as bytes; all others as they are.
-
-    XLA:CPU would send, slice and concatenate wider floats; NCCL has nothing shorter than a byte.
-    """
+    """Short floats as integers, and numbers of 4 bits as bytes; all others as they are."""
+    # XLA:CPU would send, slice and concatenate wider floats; NCCL has nothing shorter than a byte.
     if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) <= 16:
         x = lax.bitcast_convert_type(x, f"uint{bits}")
     return x.astype(jnp.uint8) if _is_short(x.dtype) else x
@@ -118,10 +116,8 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks are equal along the axes, as a plan that ends in replicas leaves them.
-
-    Has no derivative: `autodiff` wraps it.
-    """
+    """Declare that the blocks are equal along the axes, as a plan that ends in replicas leaves them. This has
+    no derivative: `autodiff` wraps it."""
     return _retyped(x, "invariant", (a for a in axes if is_typed(a)))
 
 
@@ -156,8 +152,7 @@ _retype: Callable[..., jax.Array] = linear_primitive(
 
 def long_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes of more than one device, as JAX knows them, in mesh order."""
-    whole = unfactored(mesh, mesh.axes)[0]
-    return tuple(a for a in whole.axes if whole.size(a) > 1)
+    return unfactored(mesh, mesh.axes)[0].long_axes
 
 
 def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:

@@ -91,10 +91,8 @@ def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], 
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> tuple[Mesh, Mesh]:
-    """The part with the axes of the layouts, and all, of the mesh passed or else around the call.
-
-    Raises NotationError for an axis that it lacks.
-    """
+    """The part with the axes of the layouts, and all, of the mesh passed or else around the call. Raises
+    NotationError for an axis that it lacks."""
     named = [axis for layout in layouts for axis in layout.axes]
     if mesh is None:
         manual = bound_sizes(named)
@@ -121,25 +119,18 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
             reason = f"axis {axis!r} has size {size} in {mesh!r}, and {manual[axis]} here"
             raise MeshError(reason, text=text, span=axis_span(axis, text))
     here = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
-    long = [axis for axis in here.axes if here.size(axis) > 1]
-    for axis in long:
-        if len(long) > 1 and is_vmapped(axis):
-            raise MeshError(
-                f"axis {axis!r} is a batch of vmap, and the expression names {len(long)} axes",
-                text=text,
-                span=axis_span(axis, text),
-                hint="JAX lacks collectives over several axes under vmap; jax.shard_map has them",
-            )
+    for axis in filter(is_vmapped, here.long_axes if len(here.long_axes) > 1 else ()):
+        reason = f"axis {axis!r} is a batch of vmap, and the expression names {len(here.long_axes)} axes"
+        hint = "JAX lacks collectives over several axes under vmap; jax.shard_map has them"
+        raise MeshError(reason, text=text, span=axis_span(axis, text), hint=hint)
     return here
 
 
 def _not_manual(axis: str, manual: Mapping[str, int], text: str) -> MeshError:
+    where = "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
+    hint = f"manual are: {Mesh(manual).describe()}; {where}"
     return MeshError(
-        f"mesh axis {axis!r} is not manual here",
-        text=text,
-        span=axis_span(axis, text),
-        hint=f"manual are: {Mesh(manual).describe()}; redistribute works inside jax.shard_map or jax.pmap "
-        "over the axis, reshard works outside",
+        f"mesh axis {axis!r} is not manual here", text=text, span=axis_span(axis, text), hint=hint
     )
 
 

@@ -11,7 +11,7 @@ import xshard as xs
 from jax_bridge.lower.exchange import tilings
 from jax_bridge.lower.row_tables import VOID, pick
 from jax_bridge.lower.rules import RULES
-from jax_bridge.lower.schedule import Schedule, edge_colours, rounds
+from jax_bridge.lower.transports import Schedule, edge_colours, rounds
 from jax_bridge.testing.stacked import collectives
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression

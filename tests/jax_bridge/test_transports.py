@@ -19,7 +19,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.lower import transports
 from jax_bridge.lower.rules import run
-from jax_bridge.lower.schedule import box_shape, rounds
+from jax_bridge.lower.transports import box_shape, rounds
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.domains import sharded
 from tests.jax_bridge.helpers import device_mesh, in_jax

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from jax_bridge.lower.schedule import rounds
+from jax_bridge.lower.transports import rounds
 from tests import oracle
 from tests.cases import CASES, one_of_each
 from xshard.plans.transfer import Transfer

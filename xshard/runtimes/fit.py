@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,12 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
 
 
 def fit(
-    samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False, node_devices: Any = None
+    samples: Sequence[Sample],
+    name: str,
+    source: str = "",
+    *,
+    rounds: bool = False,
+    node_devices: int | None = None,
 ) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy.
 
