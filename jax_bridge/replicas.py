@@ -1,9 +1,7 @@
-"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
-
-Devices compare along every axis, and then exchange the differences, so that all of them raise or none. A host
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. Devices
+compare along every axis, and then exchange the differences, so that all of them raise or none. A host
 callback that the block depends on gives the verdict. A block that is invariant along an axis is equal by
-JAX's own proof, and not compared along it.
-"""
+JAX's own proof, and not compared along it."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def linear_primitive(
 
     run: the operation, made of other operations; on_platforms: the same for platforms that differ.
     abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
-    batch: the array, its batch dim or None, the batch -> the result and its batch dim.
-    """
+    batch: the array, its batch dim or None, the batch -> the result and its batch dim."""
     primitive = _primitive(name, **rules)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
     jet.deflinear(primitive)
@@ -56,9 +55,7 @@ def bilinear_primitive(
     name: str, *, run: Callable[..., jax.Array], transposes: Sequence[Callable[..., jax.Array]], **rules: Any
 ) -> Callable[..., jax.Array]:
     """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
-
-    transposes: cotangent, type of one array, the other array -> cotangent of the one.
-    """
+    transposes: cotangent, type of one array, the other array -> cotangent of the one."""
     primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:

@@ -1,8 +1,6 @@
-"""One compiled program for all arrays of a `reshard` call, cached for the next call like it.
-
-A plan on a global array is a primitive that carries the plan and the mesh. A batch is one more dim, so that
-JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones.
-"""
+"""One compiled program for all arrays of a `reshard` call, cached for the next call like it. A plan on a
+global array is a primitive that carries the plan and the mesh. A batch is one more dim, so that JAX never has
+to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones."""
 
 from __future__ import annotations
 

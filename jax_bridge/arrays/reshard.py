@@ -1,8 +1,6 @@
-"""`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`.
-
-A dim in zigzag or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in
-which the devices store them. A global array has one gradient, so `copy` and `sum` need Explicit axes.
-"""
+"""`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`. A dim in zigzag
+or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in which the devices
+store them. A global array has one gradient, so `copy` and `sum` need Explicit axes."""
 
 from __future__ import annotations
 

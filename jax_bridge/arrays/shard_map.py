@@ -1,7 +1,5 @@
-"""`shard_map`: a function of blocks as a function of global arrays, with layouts at the border.
-
-At the border overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken.
-"""
+"""`shard_map`: a function of blocks as a function of global arrays, with layouts at the border. At the border
+overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows.
-
-An array of JAX is the concatenation of the blocks in device order, so that a dim in zigzag or another order
-is in storage order. A move records that order on the array; the results of JAX and tracers are without.
-"""
+"""A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows. An array of JAX
+is the concatenation of the blocks in device order, so that a dim in zigzag or another order is in storage
+order. A move records that order on the array; the results of JAX and tracers are without."""
 
 from __future__ import annotations
 

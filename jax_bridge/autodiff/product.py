@@ -1,8 +1,6 @@
-"""The einsum of two blocks as one operation of JAX. Its derivatives are such einsums again.
-
-JAX computes the gradient of a product in the order of the cotangent's dims and transposes it; here it is
-computed in the order of the operand.
-"""
+"""The einsum of two blocks as one operation of JAX. Its derivatives are such einsums again. JAX computes the
+gradient of a product in the order of the cotangent's dims and transposes it; here it is computed in the order
+of the operand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
-
 Boxes are handled as slices if all boxes of a round are slices of one shape, else by tables of rows, padded to
-the longest along every dim. Boxes that tile a block are concatenated.
-"""
+the longest along every dim. Boxes that tile a block are concatenated."""
 
 from __future__ import annotations
 

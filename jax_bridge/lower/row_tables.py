@@ -1,7 +1,5 @@
-"""Rows of padded blocks, picked by tables: the local part of every step in an SPMD program.
-
-A table is a numpy constant with one row of positions per device. Padding with zeros stays zero.
-"""
+"""Rows of padded blocks, picked by tables: the local part of every step in an SPMD program. A table is a
+numpy constant with one row of positions per device. Padding with zeros stays zero."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block.
-
-A block is padded to the largest, and varying along all axes of the plan; the end declares replicas once.
-A step works on the normal form of its layouts: all its axes have more than one device.
-"""
+"""JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block. A block is padded to
+the largest, and varying along all axes of the plan; the end declares replicas once. A step works on the
+normal form of its layouts: all its axes have more than one device."""
 
 from __future__ import annotations
 

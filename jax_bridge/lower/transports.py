@@ -1,9 +1,7 @@
 """Messages in rounds, and how their boxes travel: one permutation per round, or all rounds in one buffer.
-
 Every device sends and receives at most one message in a round. Rounds colour the edges of the bipartite graph
 of senders and receivers; the minimum, the most messages at one device, is always reached (König 1916).
-`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs.
-"""
+`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Mesh axes around a call: which are manual, in what order, their sub-axes, and a value's type along them.
-
 Under `check_vma=True` a value is invariant, varying, unreduced or reduced along every manual axis. Under
-`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing.
-"""
+`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing."""
 
 from __future__ import annotations
 

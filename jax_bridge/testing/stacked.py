@@ -1,5 +1,4 @@
 """One device's function on all devices of a mesh, by `shard_map`, and the traffic of the compiled program.
-
 Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name: `shard_map`
 treats it as invariant. Uneven blocks are padded to the largest."""
 
@@ -62,10 +61,8 @@ class DeviceProgram:
         return jax.block_until_ready(self.compiled(*self.arrays))
 
     def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
-        """Results of a run -> a block per device of every output, None on devices of other processes.
-
-        Raises FunctionError if a plan leaves something in the padding of a result.
-        """
+        """Results of a run -> a block per device of every output, None on devices of other processes. Raises
+        FunctionError if a plan leaves something in the padding of a result."""
         every = []
         for x, sharding in zip(results, self.outputs, strict=True):
             blocks = tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))

@@ -1,7 +1,5 @@
-"""The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices.
-
-With types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None.
-"""
+"""The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices. With
+types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None."""
 
 from __future__ import annotations
 

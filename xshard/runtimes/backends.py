@@ -26,19 +26,14 @@ class NoRuntimeError(XshardError):
 
 @dataclass(frozen=True)
 class Backend:
-    """A framework that runs plans, by functions of its bridge's room `testing`.
+    """A framework that runs plans, by functions of its bridge's room `testing`."""
 
-    package: also the name of the extra that brings it. devices: its devices in words. rounds: see `Profile`.
-    environment: number of devices -> the variables that a process needs. modes: the ways to run a program.
-    world: the variable in which a launcher says how many ranks there are.
-    """
-
-    package: str
-    devices: str
-    rounds: bool
-    environment: Callable[[int], dict[str, str]]
-    modes: tuple[str, ...]
-    world: str = ""
+    package: str  # also the name of the extra that brings it
+    devices: str  # in words
+    rounds: bool  # see `Profile`
+    environment: Callable[[int], dict[str, str]]  # number of devices -> the variables that a process needs
+    modes: tuple[str, ...]  # the ways to run a program
+    world: str = ""  # the variable in which a launcher says how many ranks there are
 
     def check_installed(self, way_out: str = "") -> None:
         """Raise NoRuntimeError if the package is not installed; nothing is imported."""
@@ -87,10 +82,8 @@ def backend_named(name: str) -> Backend:
 
 
 def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
-    """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it.
-
-    preload: modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError.
-    """
+    """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it. preload:
+    modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError."""
     backend, n = BACKENDS[name], host_devices()
     if name == "torch":
         process = backend.process(n)

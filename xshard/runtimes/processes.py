@@ -31,10 +31,8 @@ class FunctionError(XshardError):
 
 
 class Process:
-    """A running `python -m xshard.runtimes.server`, which calls functions of any module.
-
-    environment: variables that it has beside this process's. prefix: a command that runs it elsewhere.
-    """
+    """A running `python -m xshard.runtimes.server`, which calls functions of any module. environment:
+    variables that it has beside this process's. prefix: a command that runs it elsewhere."""
 
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self._turn = Lock()
@@ -56,8 +54,7 @@ class Process:
 
         timeout_s: the longest time without progress, see `Watch`; then the process ends, with all its forks.
         quiet: do not show on standard error what it printed.
-        Raises the XshardError that the function raises; FunctionError for others, or if the process ends.
-        """
+        Raises the XshardError that the function raises; FunctionError for others, or if the process ends."""
         with self._turn:
             heard = os.fstat(self._stderr.fileno()).st_size
             try:
@@ -133,8 +130,7 @@ class Watch:
 
     spent_s: seconds of processor time that they have used, None where the system does not say.
     limit_s: the longest time without progress, and of processor time per core, which an idle machine cannot
-    spend sooner. grace_s: added to the limit, but not to the limit in the message.
-    """
+    spend sooner. grace_s: added to the limit, but not to the limit in the message."""
 
     def __init__(self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0) -> None:
         self._spent_s, self._stated_s, self._limit_s = spent_s, limit_s, limit_s + grace_s

@@ -21,10 +21,8 @@ OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """A function, closures too, and its arguments, pickled. Raises FunctionError.
-
-    The user's own file is sent by value: the process need not import it, with the other framework.
-    """
+    """A function, closures too, and its arguments, pickled. Raises FunctionError. The user's own file is sent
+    by value: the process need not import it, with the other framework."""
     if find_spec("cloudpickle") is None:
         raise XshardError("cloudpickle is not installed", hint="pip install 'xshard[testing]'")
     cloudpickle = import_module("cloudpickle")

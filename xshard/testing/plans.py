@@ -51,11 +51,9 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """A plan with blocks of whole numbers: contributions arbitrary, copies equal.
-
-    Raises DtypeError for contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES.
-    Values are multiples of every mesh size, so that means are whole too.
-    """
+    """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError for
+    contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES. Values are multiples of
+    every mesh size, so that means are whole too."""
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
     rng, sources, target = np.random.default_rng(seed), sources_of(plan), target_of(plan)
@@ -108,9 +106,7 @@ def judge(answer: Answer, expected: Answer) -> Verdict:
 
 def audit(question: Question, answer: Answer) -> Verdict:
     """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
-
-    Gradients are right but for the scales of means; a max has winners, so they are not compared.
-    """
+    Gradients are right but for the scales of means; a max has winners, so they are not compared."""
     plan, shardings, end = question.plan, question.shardings, target_of(question.plan)
     sources, target = shardings, end
     if isinstance(plan, ContractionPlan):

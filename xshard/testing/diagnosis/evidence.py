@@ -47,11 +47,9 @@ def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """got, want: a block per device, both under `sharding`, with a settled layout.
-
-    tolerance: relative to the largest value wanted, or to `largest` / 100 if that is more: beside larger
-    arrays, a deviation from zero is rounding. arguments: whole arrays by name.
-    """
+    """got, want: a block per device, both under `sharding`, with a settled layout. tolerance: relative to the
+    largest value wanted, or to `largest` / 100 if that is more: beside larger arrays, a deviation from zero
+    is rounding. arguments: whole arrays by name."""
 
     got: tuple[Block, ...]
     want: tuple[Block, ...]
