@@ -156,7 +156,7 @@ def test_ranks_begin_with_preloaded_modules() -> None:
     def loaded() -> bool:
         return "wave" in sys.modules
 
-    assert plugin._on_ranks(2, loaded) == [False, False]
-    assert plugin._on_ranks(2, loaded, preload=["wave"]) == [True, True]
+    assert plugin._asked("torch", (), (2,), loaded, ()) == [False, False]
+    assert plugin._asked("torch", ["wave"], (2,), loaded, ()) == [True, True]
     with pytest.raises(FunctionError, match="preload: 'no_such_module' cannot be imported\n"):
-        plugin._on_ranks(2, loaded, preload=["no_such_module"])
+        plugin._asked("torch", ["no_such_module"], (2,), loaded, ())

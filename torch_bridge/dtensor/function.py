@@ -200,29 +200,27 @@ def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
     if placements is None:
         # If the input has addends, addends of its gradient stay addends: the sum may not be needed.
         arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
-        placements = tuple(
-            _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of
-            for of, g in zip(src.placements, arrives, strict=True)
-        )
+
+        def of_addend(of: Partial, gradient: Placement) -> Placement:
+            stays = of.reduce_op in ("sum", "avg") or not move.by_block
+            return gradient if isinstance(gradient, Partial) and stays else Replicate()
+
+        pairs = zip(src.placements, arrives, strict=True)
+        placements = tuple(of_addend(of, g) if isinstance(of, Partial) else of for of, g in pairs)
     return _end_like(src, src.mesh, placements, shape)
 
 
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> End:
     """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
     axes = dtensor_axes(mesh)
-    if mesh != value.mesh or _cuts(placements) != _cuts(value.placements):
+    cuts, own = (
+        [None if isinstance(p, Partial | Replicate) else p for p in ps]
+        for ps in (placements, value.placements)
+    )
+    if mesh != value.mesh or cuts != own:
         return End(mesh, placements, layout_of(placements, axes, shape))
     uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
     return End(mesh, placements, replace(value.layout, tags=layout_of(uncut, axes, shape).tags))
-
-
-def _cuts(placements: Placements) -> list[Placement | None]:
-    return [None if isinstance(p, Partial | Replicate) else p for p in placements]
-
-
-def _of_addend(of: Partial, arrives: Placement, by_block: bool) -> Placement:
-    linear = of.reduce_op in ("sum", "avg")
-    return arrives if isinstance(arrives, Partial) and (linear or not by_block) else Replicate()
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: tuple[int, ...]) -> Tensor:

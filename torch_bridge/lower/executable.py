@@ -219,6 +219,7 @@ class BucketedExecutable:
 
     executables: tuple[Executable, ...]
     most_bytes: int | None = None
+    is_linear: ClassVar[bool] = True
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         results: list[Any] = [None] * len(blocks)
@@ -227,10 +228,6 @@ class BucketedExecutable:
             for i, out in zip(numbers, outs, strict=True):
                 results[i] = out
         return tuple(results)
-
-    @property
-    def is_linear(self) -> bool:
-        return True
 
     @property
     def sends_gradient(self) -> bool:

@@ -225,10 +225,6 @@ def _mask(step: steps.Mask, site: Site) -> Move:
     return lambda block: block
 
 
-def _retag(step: steps.Retag, site: Site) -> Move:
-    return lambda block: block
-
-
 def _transpose(step: steps.Transpose, site: Site) -> Move:
     order = step.order(site.before)
 
@@ -264,7 +260,7 @@ RULES: dict[type[steps.Step], Callable[[Any, Site], Moves]] = {
     steps.Mask: _mask,
     steps.Permute: _permute,
     steps.ReduceScatter: _reduce_scatter,
-    steps.Retag: _retag,
+    steps.Retag: lambda step, site: lambda block: block,
     steps.Scale: _scale,
     steps.Slice: _slice,
     steps.Transpose: _transpose,

@@ -29,10 +29,10 @@ _HIDDEN_ORDERS = ("block", "zigzag")  # orders of a cut along an axis that an ex
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The input of a redistribution, or the cotangent of its result. where: the user's file and line."""
+    """The input of a redistribution, or the cotangent of its result."""
 
     check: ReplicaCheck
-    where: str
+    where: str  # the user's file and line
     blocks: dict[int, Block] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def torch_ranks() -> Callable[..., OnRanks]:
 
     def ranks(n: int, preload: Sequence[str] = ()) -> OnRanks:
         check_size(n)
-        return partial(_on_ranks, n, preload=preload)
+        return lambda function, *args: _asked("torch", preload, (n,), function, args)
 
     return ranks
 
@@ -74,20 +73,14 @@ def jax_devices() -> Callable[[int], OnDevices]:
 
     def devices(n: int) -> OnDevices:
         check_size(n)
-        return _on_devices
+        return lambda function, *args: _asked("jax", (), (), function, args)
 
     return devices
 
 
-def _on_ranks(n: int, function: Callable[..., Any], *args: Any, preload: Sequence[str] = ()) -> list[Any]:
-    sent, call = packed(function, *args), BACKENDS["torch"].function("worker.call_packed")
-    results: list[Any] = kit_process("torch", preload).ask(call, n, sent, timeout_s=TIMEOUT_S)
-    return results
-
-
-def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    sent, call = packed(function, *args), BACKENDS["jax"].function("worker.call_packed")
-    return kit_process("jax").ask(call, sent, timeout_s=TIMEOUT_S)
+def _asked(name: str, preload: Sequence[str], ranks: tuple[int, ...], function: Any, args: Any) -> Any:
+    sent, call = packed(function, *args), BACKENDS[name].function("worker.call_packed")
+    return kit_process(name, preload).ask(call, *ranks, sent, timeout_s=TIMEOUT_S)
 
 
 def _checked(text: str) -> list[Mesh]:

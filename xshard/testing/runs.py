@@ -61,10 +61,6 @@ class Problem:
         pairs = zip(self.layouts, self.values, strict=True)
         return tuple(Sharding(layout, mesh, x.shape) for layout, x in pairs)
 
-    def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
-        """The layout of every output. returned: the tree of outputs."""
-        return dict(zip(names, broadcast_prefix(self.outputs, returned, "output"), strict=True))
-
 
 def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes | None) -> Problem:
     """The arguments of `assert_equivalent`, checked. mesh: None for `usual_meshes`."""
@@ -247,8 +243,8 @@ class Runs:
             why = f"a layout does not fit one device: {error.reason}"
             raise StructureError(why, text=error.text, hint="pass reference=") from None
         answer = self._answer(runtime, self._question(runtime, function, mesh, shardings, None))
-        declared = problem.output_layouts(answer.tree, tuple(answer.outputs))
-        outputs = {}
+        layouts = broadcast_prefix(problem.outputs, answer.tree, "output")
+        declared, outputs = dict(zip(answer.outputs, layouts, strict=True)), {}
         for name, (block,) in answer.outputs.items():
             layout = whole_layout(block.ndim) if is_whole else declared[name]
             outputs[name] = Sharding(layout, mesh, global_shape(layout, mesh, block.shape, str(layout)))

@@ -86,7 +86,11 @@ def _shown(fields: dict[str, str]) -> dict[str, str]:
         "memory_limit": fields["memory_limit"].strip() or None,
     }
     plan = make_plan(expression, mesh, dtype=fields["dtype"], **options)
-    return {"html": sections(plan), "torch": torch_lines(plan), "jax": jax_lines(plan)}
+    cuda = f'init_device_mesh("cuda", {plan.mesh.sizes}, mesh_dim_names={plan.mesh.axes})'
+    host = f"jax.make_mesh({plan.mesh.sizes}, {plan.mesh.axes})  # inside jax.shard_map on it:"
+    torch = f"import torch_bridge as xt\n\nmesh = {cuda}\n{_call('xt', plan, ', mesh')}"
+    jax = f"import jax_bridge as xj\n\nmesh = {host}\n{_call('xj', plan, '')}"
+    return {"html": sections(plan), "torch": torch, "jax": jax}
 
 
 def lengths_for(expression: str, text: str) -> dict[str, Any]:
@@ -109,18 +113,6 @@ def sections(plan: Plan | ContractionPlan) -> str:
     if isinstance(plan, Plan) and plan.src.is_linear and plan.dst.is_linear:
         parts.append(("Backward", html(plan.backward)))
     return "".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in parts)
-
-
-def torch_lines(plan: Plan | ContractionPlan) -> str:
-    """The plan as a call in torch."""
-    mesh = f'mesh = init_device_mesh("cuda", {plan.mesh.sizes}, mesh_dim_names={plan.mesh.axes})'
-    return f"import torch_bridge as xt\n\n{mesh}\n{_call('xt', plan, ', mesh')}"
-
-
-def jax_lines(plan: Plan | ContractionPlan) -> str:
-    """The plan as a call in JAX."""
-    mesh = f"mesh = jax.make_mesh({plan.mesh.sizes}, {plan.mesh.axes})  # inside jax.shard_map on it:"
-    return f"import jax_bridge as xj\n\n{mesh}\n{_call('xj', plan, '')}"
 
 
 def _call(bridge: str, plan: Plan | ContractionPlan, mesh: str) -> str:
