@@ -50,8 +50,8 @@ class Choices(NamedTuple):
 
 def check_operands(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
     """Raise for operands of other shapes or another dtype than a given plan is for."""
-    about = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
-    check_given("the operands are", plan, dtype, **about)
+    hint = "pass the expression, or a plan made for them"
+    check_given("the operands are", plan, dtype, text=plan.text, hint=hint)
     check_shapes(plan.shapes, shapes, plan.text)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
-from jax_bridge.versions import Batch, batch_first, host_callback, linear_primitive
+from jax_bridge.versions import ACCELERATORS, Batch, batch_first, host_callback, linear_primitive
 from xshard import Mesh, Plan, XshardError, replicas
 from xshard.replicas import ReplicaCheck
 
@@ -127,10 +127,7 @@ def _batched(
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
     run=lambda x, entering, returning: _compared(x, entering, on_cpu=True),
-    on_platforms=dict.fromkeys(
-        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering)
-    ),
-    abstract_eval=lambda x, **_: (x, set()),
+    on_platforms=dict.fromkeys(ACCELERATORS, lambda x, entering, returning: _compared(x, entering)),
     transpose=lambda ct, entering, returning: _expect(ct, entering=returning, returning=entering),
     batch=_batched,
 )

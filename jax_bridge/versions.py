@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 OLDEST = (0, 10)
+ACCELERATORS = ("cuda", "rocm", "tpu")
 
 if jax.__version_info__ < OLDEST:
     raise ImportError(
@@ -43,8 +44,9 @@ def linear_primitive(
     """A linear operation on one array, with parameters as keywords, under every transformation of JAX.
 
     run: the operation, made of other operations; on_platforms: the same for platforms that differ.
-    abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
-    batch: the array, its batch dim or None, the batch -> the result and its batch dim."""
+    abstract_eval: type of the array -> type of the result, and effects; default: the same, none. transpose:
+    the cotangent's map. batch: the array, its batch dim or None, the batch -> the result and its batch dim;
+    default: the same operation."""
     primitive = _primitive(name, **rules)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
     jet.deflinear(primitive)
@@ -78,8 +80,8 @@ def _primitive(
     name: str,
     *,
     run: Callable[..., jax.Array],
-    abstract_eval: Callable[..., Any],
-    batch: Callable[..., tuple[jax.Array, int | None]],
+    abstract_eval: Callable[..., Any] = lambda x, **_: (x, set()),
+    batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
     on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
     primitive = Primitive(name)
@@ -92,6 +94,8 @@ def _primitive(
         kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
         spread = tuple(a for a in axis_data.spmd_name or () if kinds.get(a) != AxisType.Explicit)
         cut = axis_data.explicit_mesh_axis or spread
+        if batch is None:
+            return primitive.bind(*arrays, **params), dims[0]
         return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
 
     batching.fancy_primitive_batchers[primitive] = batched

@@ -110,13 +110,8 @@ def _program(
     def local(*blocks: jax.Array) -> jax.Array:
         return as_tagged(einsum_blocks(plan, blocks, None, None, options), call.result)
 
-    on_devices = jax.shard_map(
-        local,
-        mesh=mesh.here,
-        in_specs=tuple(source.sharding.spec for source in sources),
-        out_specs=target.sharding.spec,
-        axis_names=frozenset(free.axes),
-    )
+    specs: Any = {"in_specs": tuple(x.sharding.spec for x in sources), "out_specs": target.sharding.spec}
+    on_devices = jax.shard_map(local, mesh=mesh.here, axis_names=frozenset(free.axes), **specs)
     # A mesh without devices comes from the context: the jit around this one knows the devices.
     run = jax.jit(on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding)
     return plan, sources, run

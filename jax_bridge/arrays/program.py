@@ -70,24 +70,26 @@ def make_program(
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
-        LOG.info(
-            "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
-            *(i, len(expressions), text, dtype.name, list(shape)),
-            *(len(plan.steps), format_bytes(plan.bytes_received)),
+        what = (
+            i,
+            len(expressions),
+            text,
+            dtype.name,
+            list(shape),
+            len(plan.steps),
+            format_bytes(plan.bytes_received),
         )
+        LOG.info("array %d of %d: %s, %s%s: %d steps, %s received by the busiest device", *what)
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         LOG.info("tracing one program for %d arrays", len(arrays))  # a compiled program is not traced again
         return [_move(x, plan=plan, mesh=mesh.here) for plan, x in zip(plans, arrays, strict=True)]
 
     # Blocks that keep their size can use the memory of donated ones.
-    reusable = [plan.source.max_local_size == plan.target.max_local_size for plan in plans]
-    jitted = jax.jit(
-        run,
-        donate_argnums=[i for i, same in enumerate(reusable) if donate and same],
-        # A mesh without devices comes from the context: the jit around this one knows the devices.
-        out_shardings=None if isinstance(mesh.here, AbstractMesh) else [x.sharding for x in targets],
-    )
+    reusable = [i for i, plan in enumerate(plans) if plan.source.max_local_size == plan.target.max_local_size]
+    # A mesh without devices comes from the context: the jit around this one knows the devices.
+    known = None if isinstance(mesh.here, AbstractMesh) else [x.sharding for x in targets]
+    jitted = jax.jit(run, donate_argnums=reusable if donate else [], out_shardings=known)
     return Program(tuple(plans), tuple(sources), run, jitted)
 
 

@@ -87,10 +87,8 @@ def reshard(
     for x in xs:  # those with memory that no result could reuse
         if donate and not x.is_deleted():
             x.delete()
-    results = [
-        remember(call.back(y) if call.back else y, plan.target)
-        for y, call, plan in zip(ys, moves, program.plans, strict=True)
-    ]
+    moved = zip(ys, moves, program.plans, strict=True)
+    results = [remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved]
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 

@@ -66,13 +66,8 @@ def shard_map(
     P(None, 'tp')
     """
     if f is None:
-        options: Any = {
-            "sizes": sizes,
-            "profile": profile,
-            "check_vma": check_vma,
-            "donate_argnums": donate_argnums,
-        }
-        return partial(shard_map, layouts=layouts, mesh=mesh, **options)
+        options: Any = {"sizes": sizes, "donate_argnums": donate_argnums, "profile": profile}
+        return partial(shard_map, layouts=layouts, mesh=mesh, check_vma=check_vma, **options)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     own = None if mesh is None else jax_mesh(mesh)
     mapped = _MappedFunction(f, *_signature(layouts), own, sizes or {}, check_vma, donated, profile)

@@ -36,7 +36,7 @@ from jax import lax
 from jax_bridge.lower.row_tables import with_fills
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, PERMUTE_UNBRANCHED, RAGGED, Transport
-from jax_bridge.versions import Batch, batch_first, linear_primitive
+from jax_bridge.versions import ACCELERATORS, Batch, batch_first, linear_primitive
 from xshard import Layout, Plan, XshardError
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.max_min import max_min_plans
@@ -107,7 +107,7 @@ _move: Callable[..., jax.Array] = linear_primitive(
     abstract_eval=abstract_eval,
     transpose=lambda cotangent, *, plan, devices: _move(cotangent, plan=plan.backward, devices=devices),
     batch=lambda *block, **params: batch(_move, *block, **params),
-    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_run, transport=RAGGED)),
+    on_platforms=dict.fromkeys(ACCELERATORS, partial(_run, transport=RAGGED)),
 )
 
 
@@ -176,9 +176,7 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
 _forward: Callable[..., jax.Array] = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,
-    abstract_eval=lambda x, *, plan: (x, set()),
     transpose=lambda cotangent, *, plan: _refuse("linear_transpose", plan),
-    batch=lambda x, dim, _, *, plan: (_forward(x, plan=plan), dim),
 )
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from jax_bridge.versions import Batch, bilinear_primitive, cuts_of, linear_primitive
+from jax_bridge.versions import ACCELERATORS, Batch, bilinear_primitive, cuts_of, linear_primitive
 
 Names = tuple[int, ...]  # of the dims of an array, as `jnp.einsum` takes them in place of letters
 
@@ -99,8 +99,6 @@ _product: Callable[..., jax.Array] = bilinear_primitive(
 _in_order: Callable[..., jax.Array] = linear_primitive(
     "xshard_in_order",
     run=lax.optimization_barrier,
-    abstract_eval=lambda x: (x, set()),
     transpose=lambda cotangent: cotangent,
-    batch=lambda x, dim, _: (_in_order(x), dim),
-    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), lambda x: x),
+    on_platforms=dict.fromkeys(ACCELERATORS, lambda x: x),
 )

@@ -65,10 +65,8 @@ class StepContext(NamedTuple):
         mesh = self.before.mesh
         if not phases.are_several:
             return [group(mesh, phases.axes)]
-        return [
-            subgroups(mesh, [span.axis for span in level], partial(phases.members, level=i))
-            for i, level in enumerate(phases.levels)
-        ]
+        levels = [[span.axis for span in level] for level in phases.levels]
+        return [subgroups(mesh, axes, partial(phases.members, level=i)) for i, axes in enumerate(levels)]
 
 
 # Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without jit.

@@ -144,7 +144,6 @@ _retype: Callable[..., jax.Array] = linear_primitive(
     run=lambda x, **_: x,
     abstract_eval=lambda x, *, before, after: (with_manual_type(x, after), set()),
     transpose=_retype_transpose,
-    batch=lambda x, dim, _, **types: (_retype(x, **types), dim),
 )
 
 

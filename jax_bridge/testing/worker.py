@@ -107,7 +107,7 @@ def _answer_plan(question: Question) -> Answer:
     gradients, backward_s = _measured(backward)
     # The gradients of a max or min, and of several operands, begin with the forward pass.
     repeats = not is_linear(plan) or len(sources) > 1
-    n_bytes = {"forward_bytes": forward.received_bytes}
+    n_bytes: Any = {"forward_bytes": forward.received_bytes}
     n_bytes["backward_bytes"] = None if repeats else backward.received_bytes
     return Answer({OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s)
 

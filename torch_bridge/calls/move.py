@@ -64,13 +64,11 @@ class MoveCall(NamedTuple):
         cls, expression: Expression, mesh: MeshLike | None, shape: Any, profile: Any, comm_dtype: Any
     ) -> MoveCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
-        return cls(
-            expression if type(expression) is str else as_expression(expression),
-            mesh if type(mesh) is DeviceMesh else as_mesh(mesh),
-            None if shape is None else lengths_of(shape),
-            asked_for(profile),
-            None if comm_dtype is None else comm_dtypes(comm_dtype),
-        )
+        expression = expression if type(expression) is str else as_expression(expression)
+        mesh = mesh if type(mesh) is DeviceMesh else as_mesh(mesh)
+        shape = None if shape is None else lengths_of(shape)
+        comm_dtype = None if comm_dtype is None else comm_dtypes(comm_dtype)
+        return cls(expression, mesh, shape, asked_for(profile), comm_dtype)
 
     @property
     def text(self) -> str:

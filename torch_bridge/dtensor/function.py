@@ -213,11 +213,9 @@ def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> End:
     """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
     axes = dtensor_axes(mesh)
-    cuts, own = (
-        [None if isinstance(p, Partial | Replicate) else p for p in ps]
-        for ps in (placements, value.placements)
-    )
-    if mesh != value.mesh or cuts != own:
+    pairs, uncut_kinds = zip(placements, value.placements, strict=False), Partial | Replicate
+    same_cuts = all(p == q or all(isinstance(x, uncut_kinds) for x in (p, q)) for p, q in pairs)
+    if mesh != value.mesh or not same_cuts:
         return End(mesh, placements, layout_of(placements, axes, shape))
     uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
     return End(mesh, placements, replace(value.layout, tags=layout_of(uncut, axes, shape).tags))

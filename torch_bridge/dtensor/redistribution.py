@@ -141,11 +141,8 @@ def _has_no_tag(placement: Placement) -> bool:
 def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
     """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction."""
     everything = tuple(src) == tuple(dst)  # a `_MaskPartial` knows the rows of its block
-    stays = [
-        p == q and _has_no_tag(p) and (everything or type(p) is Partial)
-        for p, q in zip(src, dst, strict=False)
-    ]
-    kept = frozenset(i for i, one in enumerate(stays) if one)
+    stays = [i for i, (p, q) in enumerate(zip(src, dst, strict=False)) if p == q and _has_no_tag(p)]
+    kept = frozenset(i for i in stays if everything or type(src[i]) is Partial)
     kinds = {p for i, p in enumerate(src) if i in kept}
     others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
     if len(kinds) > 1 or (kinds and others):
@@ -228,15 +225,10 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     check_placed(x, src, text)
     src, dst = (positional(side, x.ndim) for side in (src, dst.in_order(src.names)))
     travels = comm_dtype_of(call.comm_dtype, x.dtype)
-    return move_of(
-        x,
-        End(x.device_mesh, x.placements, src),
-        End(x.device_mesh, to_placements(dst, x.device_mesh, x.shape), dst),
-        call.profile,
-        op_dtype=travels.forward,
-        backward_dtype=travels.backward,
-        gradient=to_placements(layout_of_gradient(src), x.device_mesh, x.shape),
-    )
+    mesh, gradient = x.device_mesh, to_placements(layout_of_gradient(src), x.device_mesh, x.shape)
+    ends = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
+    options: Any = {"op_dtype": travels.forward, "backward_dtype": travels.backward, "gradient": gradient}
+    return move_of(x, *ends, call.profile, **options)
 
 
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:

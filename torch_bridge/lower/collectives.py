@@ -21,14 +21,10 @@ from torch_bridge.mesh.process_mesh import Group
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
 # torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
 # which may be of a subclass: ranks as threads have another.
-_OLD = {
-    "all_gather": "_allgather_base",
-    "all_to_all": "alltoall_base",
-    "reduce_scatter": "_reduce_scatter_base",
-}
+_OLD = (("all_gather", "_allgather_base"), ("all_to_all", "alltoall_base"))
 _METHODS = {
-    kind: f"{kind}_single" if hasattr(dist.ProcessGroup, f"{kind}_single") else old
-    for kind, old in _OLD.items()
+    kind: new if hasattr(dist.ProcessGroup, new := f"{kind}_single") else old
+    for kind, old in (*_OLD, ("reduce_scatter", "_reduce_scatter_base"))
 }
 
 # What torch can only see as other dtypes.

@@ -52,13 +52,14 @@ _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
     """A collective that sends a block as messages, and assembles a block from those that it receives."""
     is_flat = received.is_flat
-    return PackedCollective(
-        collective,
-        sent,
-        received.arriving,
-        lambda block, arrived: arrived if is_flat else received.unpack(arrived),
-        lambda block, parts: received.place(block, received.split_each(parts)),
-    )
+
+    def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return received.place(block, received.split_each(parts))
+
+    def unpack(block: Tensor, arrived: Tensor) -> Tensor:
+        return arrived if is_flat else received.unpack(arrived)
+
+    return PackedCollective(collective, sent, received.arriving, unpack, place)
 
 
 def reduce_scattered(

@@ -205,13 +205,11 @@ def _exchange(step: steps.Exchange, site: Site) -> Move:
             return received.unpack(arrived)
         return put_together(block, received.split(arrived))
 
-    return PackedCollective(
-        Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank),
-        sent,
-        received.arriving,
-        unpack,
-        lambda block, parts: put_together(block, received.split_each(parts)),
-    )
+    def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return put_together(block, received.split_each(parts))
+
+    collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
+    return PackedCollective(collective, sent, received.arriving, unpack, place)
 
 
 def _embed(step: steps.Embed, site: Site) -> Move:

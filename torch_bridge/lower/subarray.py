@@ -99,11 +99,9 @@ def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch
     """The rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
     runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
     boxes = itertools.product(*(_spans(r, device) for r in runs))
-    return Subarray(
-        tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True)),
-        runs,
-        tuple(Box(_index(own for own, _ in b), _index(r for _, r in b)) for b in boxes),
-    )
+    shape = tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True))
+    pairs = ((_index(own for own, _ in box), _index(rows for _, rows in box)) for box in boxes)
+    return Subarray(shape, runs, tuple(Box(own, block) for own, block in pairs))
 
 
 def box_rows(box: Sequence[Sequence[Segment]], end: int) -> dict[int, Runs]:
@@ -133,10 +131,8 @@ def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, 
         return [(None, torch.tensor(listed, device=device))]
     if len(starts) == 1:
         return [(None, slice(int(starts[0]), int(stops[0])))]
-    return [
-        (slice(int(a), int(b)), slice(int(start), int(stop)))
-        for a, b, start, stop in zip(offsets[:-1], offsets[1:], starts, stops, strict=True)
-    ]
+    ends = zip(*(x.tolist() for x in (offsets[:-1], offsets[1:], starts, stops)), strict=True)
+    return [(slice(a, b), slice(start, stop)) for a, b, start, stop in ends]
 
 
 def take(block: Tensor, index: Index) -> Tensor:

@@ -123,12 +123,9 @@ def _transferred(
         begun = call_backend("an exchange", ranks, dist.batch_isend_irecv, work)
         meanwhile()
         call_backend("an exchange", ranks, Works(begun).wait)
-    return [
-        each.whole.place(block, [arrived[i, rank] for rank, _ in each.received])
-        if each.whole
-        else block.new_empty(0)
-        for i, (each, block) in enumerate(zip(crossings, blocks, strict=True))
-    ]
+    received = [[arrived[i, rank] for rank, _ in each.received] for i, each in enumerate(crossings)]
+    new = zip((each.whole for each in crossings), blocks, received, strict=True)
+    return [block.new_empty(0) if whole is None else whole.place(block, own) for whole, block, own in new]
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:

@@ -66,11 +66,8 @@ def derivatives_of(*blocks: Tensor) -> dict[str, str]:
         inside += [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
     if forward_ad._current_level >= 0:
         inside += [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
-    records = torch.is_grad_enabled()
-    return {
-        "requires_grad": ", ".join(str(records and x.requires_grad) for x in blocks),
-        "transforms": ", ".join(inside),
-    }
+    needed = ", ".join(str(torch.is_grad_enabled() and x.requires_grad) for x in blocks)
+    return {"requires_grad": needed, "transforms": ", ".join(inside)}
 
 
 def sent_facts(plan: Any, steps: Iterable[object], **sent: object) -> dict[str, str]:
@@ -138,7 +135,7 @@ class Compared(NamedTuple):
 
 def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:
     """The nodes of autograd between tensors, each once."""
-    nodes, seen = [y.grad_fn for y in outputs], {None, *(x.grad_fn for x in inputs)}
+    nodes, seen = list[Any](y.grad_fn for y in outputs), {None, *(x.grad_fn for x in inputs)}
     while nodes:
         if (node := nodes.pop()) not in seen:
             seen.add(node)
@@ -175,10 +172,11 @@ class _Channel:
             try:
                 reports = within(timeout, self._meet, store, rank, number, mine, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
-                raise DesyncError(
-                    f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store",
-                    hint=f"the process or node that has it has ended, or cannot be reached: {error}",
-                ) from error
+                what = (
+                    f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store"
+                )
+                hint = f"the process or node that has it has ended, or cannot be reached: {error}"
+                raise DesyncError(what, hint=hint) from error
         return reports
 
     def _meet(
@@ -197,11 +195,9 @@ class _Channel:
                 store.compare_set(key, "", ABSENT)
         reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
         if missing := [r for r, report in reports.items() if report == ABSENT]:
-            call, callers_ = f"'{mine['asked']}'", _ranks_text(self.ranks)
-            raise DesyncError(
-                f"{_ranks_text(missing)} did not come to {call} within {timeout.total_seconds():g} s",
-                hint=f"{callers_} of the mesh all call it, in the same order, with equal debug=",
-            )
+            late, limit = _ranks_text(missing), f"{timeout.total_seconds():g} s"
+            hint = f"{_ranks_text(self.ranks)} of the mesh all call it, in the same order, with equal debug="
+            raise DesyncError(f"{late} did not come to '{mine['asked']}' within {limit}", hint=hint)
         return {r: json.loads(report) for r, report in reports.items()}
 
     def _key(self, number: int, rank: int) -> str:
@@ -230,10 +226,8 @@ def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncErro
         shown = (f"{name} {facts.get(name)}" for name in (*one["own"], *differing))
         return ", ".join([f"'{one['asked']}'", *shown])
 
-    return DesyncError(
-        f"the ranks disagree about a redistribution: {', '.join(differing)}",
-        hint=_lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments",
-    )
+    hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
+    return DesyncError(f"the ranks disagree about a redistribution: {', '.join(differing)}", hint=hint)
 
 
 def _failed(reports: Mapping[int, dict]) -> DesyncError:

@@ -101,13 +101,8 @@ class StepGroup(dist.ProcessGroup):
 
 
 # What functional collectives call, in old and new releases. Others run too; their errors do not say where.
-for _method in (
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall_base",
-    "reduce_scatter_tensor_coalesced",
-):
+_REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter_tensor_coalesced")
+for _method in (*_REDUCTIONS, "allgather_into_tensor_coalesced", "alltoall_base"):
     setattr(StepGroup, _method, functools.partialmethod(StepGroup._call, _method))
 
 

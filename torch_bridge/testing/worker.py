@@ -204,7 +204,7 @@ def _answer(question: Question) -> RankAnswer | StructureError:
         ends = [named[name] for name in used], varied, [tensor_of(cotangents[name]) for name in used]
         pulled = torch.autograd.grad(*ends, allow_unused=True, materialize_grads=True)
     gradients = dict(zip(question.differentiable, pulled, strict=True))
-    arrays = {i: (array_of(gradient),) for i, gradient in gradients.items()}
+    arrays: dict[int, Devices] = {i: (array_of(gradient),) for i, gradient in gradients.items()}
     updated = {} if question.update is None else _updated(question.update, inputs, gradients)
     drawn = {} if question.results else {name: (block,) for name, block in cotangents.items()}
     slopes = _derivatives(question, arrays, cotangents) if question.differences else {}

@@ -197,15 +197,12 @@ def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     if row.answer is None or row.verdict is None:
         return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
     plan, seconds = question.plan, row.answer.seconds
-    return (
-        name,
-        _difference(row.verdict.forward),
-        _difference(row.verdict.backward),
-        _bytes(row.answer.forward_bytes, plan.bytes_received),
-        _bytes(row.answer.backward_bytes, backward_bytes(plan)),
-        Text("-" if seconds is None else format_seconds(seconds)),
-        Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
-    )
+    received = _bytes(row.answer.forward_bytes, plan.bytes_received)
+    received_back = _bytes(row.answer.backward_bytes, backward_bytes(plan))
+    differences = _difference(row.verdict.forward), _difference(row.verdict.backward)
+    time = Text("-" if seconds is None else format_seconds(seconds))
+    result = Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red")
+    return name, *differences, received, received_back, time, result
 
 
 def _difference(value: float | None) -> Text:

@@ -60,7 +60,7 @@ def sides_or_one(layout: Layout | Expression) -> Sides:
 
 
 def check_given(
-    what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: str
+    what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: Any
 ) -> None:
     """Raise MeshError, DtypeError or ShapeError unless a plan that was passed is for these; None: for any."""
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes

@@ -77,9 +77,9 @@ def mismatches(
                 right[str(run.mesh), *place] = array
             elif run.mesh.n_devices == 1 and not mismatch.problem:
                 alone[place] = whole(array.got, array.blocks)
-    for (mesh, runtime, *array_name), array in right.items():  # both are right, and may differ all the same
-        other = right.get((mesh, SIDES[1], *array_name)) if runtime == SIDES[0] else None
-        if other is not None and (SIDES[1], *array_name) not in alone:
+    for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
+        other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
+        if other is not None and (SIDES[1], kind, name) not in alone:
             differs(array, other.got, runtime, SIDES[1])
     return sorted(wrong, key=lambda m: KINDS.index(m.subject.kind)), compared
 

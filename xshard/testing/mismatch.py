@@ -108,12 +108,12 @@ def located(subject: Subject, case: Case) -> Mismatch:
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
     index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
     rows = tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index))
-    values = (in_double(blocks[device])[index].item() for blocks in (case.got, case.want))
+    got, want = (in_double(blocks[device])[index].item() for blocks in (case.got, case.want))
     counts = sum(int(mask.sum()) for mask in case.wrong), sum(mask.size for mask in case.wrong)
     error, names, wrong = float(errors[device][index]), case.sharding.layout.names, case.whole_wrong
     right = "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in enumerate(names))
-    largest = (device, index, rows, *values, error)
-    return Mismatch(subject, *largest, *counts, case.wrong_devices, cause=likely_cause(case), right=right)
+    largest, cause = (device, index, rows, got, want, error), likely_cause(case)
+    return Mismatch(subject, *largest, *counts, case.wrong_devices, cause=cause, right=right)
 
 
 class EquivalenceError(AssertionError):

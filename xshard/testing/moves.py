@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,10 +66,8 @@ class Recorder:
 
 def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
     """The recorded calls of every rank, with its own blocks -> calls with the blocks of all."""
-    return [
-        replace(parts[0], blocks={d: block for part in parts for d, block in part.blocks.items()})
-        for parts in zip(*ranks, strict=False)
-    ]
+    calls = zip(*ranks, strict=False)
+    return [replace(call[0], blocks=dict(ChainMap(*(part.blocks for part in call)))) for call in calls]
 
 
 def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:

@@ -98,10 +98,8 @@ class Verdict:
 
 def judge(answer: Answer, expected: Answer) -> Verdict:
     """A runtime against the reference, block by block."""
-    return Verdict(
-        _largest_error(answer.outputs, expected.outputs),
-        _largest_error(answer.gradients or {}, expected.gradients or {}),
-    )
+    pairs = (answer.outputs, expected.outputs), (answer.gradients or {}, expected.gradients or {})
+    return Verdict(*(_largest_error(got, want) for got, want in pairs))
 
 
 def audit(question: Question, answer: Answer) -> Verdict:
@@ -203,14 +201,8 @@ class Runtime:
         return audit(question, answer) if self.backend is None else judge(answer, expected)
 
 
-RUNTIMES = (
-    Runtime("numpy"),
-    *(
-        Runtime(f"{name}-{mode}" if mode else name, backend, mode)
-        for name, backend in BACKENDS.items()
-        for mode in backend.modes
-    ),
-)
+_MODES = [(name, backend, mode) for name, backend in BACKENDS.items() for mode in backend.modes]
+RUNTIMES = (Runtime("numpy"), *(Runtime(f"{n}-{mode}" if mode else n, b, mode) for n, b, mode in _MODES))
 
 
 def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:

@@ -62,8 +62,8 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     ['a', 'b', 'b']
     """
     options: Any = {"children": _sorted_children, "error": StructureError}
-    is_leaf = lambda x: _sorted_children(x) is None  # noqa: E731
-    branches = prefix_branches(prefix, tree, is_leaf, (name, "layouts"), **options)
+    what = (name, "layouts")
+    branches = prefix_branches(prefix, tree, lambda x: _sorted_children(x) is None, what, **options)
     return [value for _, value, branch in branches for _ in leaves(branch)]
 
 

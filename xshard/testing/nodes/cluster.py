@@ -131,6 +131,7 @@ def _is_root() -> bool:
 
 
 Work = Callable[..., Any] | str | Path  # a function, or the path of a script
+Answered = Callable[[], Mapping[int, str]]
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
 _LOOK_S = 0.2
 
@@ -237,7 +238,7 @@ class Cluster:
         return f"{self._network.address(0)}:{next(self._ports)}"
 
     def _ask(
-        self, name: str, function: str, arguments: Sequence[tuple], timeout_s: float, answered: Any = dict
+        self, name: str, function: str, arguments: Any, timeout_s: float, answered: Answered = dict
     ) -> list[Any]:
         """Ask all nodes together -> their answers. answered: the ranks that have ended, with their errors;
         after a failure their nodes may be late. Raises NodesError."""
