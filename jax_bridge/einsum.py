@@ -32,6 +32,7 @@ from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
 
 Move = Callable[[jax.Array, Plan], jax.Array]
+Given = Contraction | ContractionPlan
 
 
 class Choices(NamedTuple):
@@ -65,16 +66,12 @@ def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
 
 
 def einsum_blocks(
-    expression: Contraction | ContractionPlan,
-    blocks: Sequence[jax.Array],
-    mesh: AnyMesh | None,
-    shapes: Shapes | None,
-    options: Choices,
+    given: Given, blocks: Sequence[jax.Array], mesh: AnyMesh | None, shapes: Shapes | None, options: Choices
 ) -> jax.Array:
     """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
-    call, dtype = contraction_of(expression), jnp.result_type(*blocks)
-    if isinstance(expression, ContractionPlan):
-        plan = expression
+    call, dtype = contraction_of(given), jnp.result_type(*blocks)
+    if isinstance(given, ContractionPlan):
+        plan = given
         here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
         check_operands(plan, shapes or plan.shapes, dtype.name)
     else:

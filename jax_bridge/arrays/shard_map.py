@@ -20,7 +20,7 @@ from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest, remember
 from jax_bridge.calls import BlockCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
-from xshard import Layout, Mesh, Profile, Sharding, XshardError
+from xshard import Profile, XshardError
 from xshard.arguments import shown
 from xshard.errors import NotationError, located
 from xshard.layout.layout import check_axes, parse_signature
@@ -102,50 +102,6 @@ class _BorderArray(NamedTuple):
             return self.call.run(x, axes)
 
 
-class _Border(NamedTuple):
-    """The border of a function on a mesh."""
-
-    mesh: ArrayMesh
-    typed: bool  # blocks have types (`check_vma`)
-    profile: str | Path | Profile
-
-    def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
-        """A global array of this shape on its way in."""
-        with located(path):
-            src, dst, text, axes = self._sides(given, len(shape))
-            array = at_rest(src, axes, shape, text)
-            return self._array(path, Sides(self._block_layout(array), dst, text), array)
-
-    def result(self, path: str, given: Any, block: tuple[int, ...], lengths: Lengths) -> _BorderArray:
-        """Blocks of this shape on their way out. lengths: possible lengths of dims by name."""
-        with located(path):
-            src, dst, text, axes = self._sides(given, len(block))
-            hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
-            shape = dict(zip(src.names, global_shape(src, axes, block, text, lengths, hint), strict=True))
-            array = at_rest(dst, axes, tuple(shape[name] for name in dst.names), text)
-            return self._array(path, Sides(src, self._block_layout(array), text), array)
-
-    def _sides(self, given: Any, ndim: int) -> tuple[Layout, Layout, str, Mesh]:
-        """Both layouts given for an array, their text, and the axes that they may name."""
-        src, dst, text = sides_or_one(given)
-        axes = self.mesh.free((*src.axes, *dst.axes), text)
-        with mark_errors(text):
-            for side in (src, dst):
-                check_axes(side, axes, text)
-            return src.resolved(ndim), dst.resolved(ndim), text, axes
-
-    def _block_layout(self, array: Sharding) -> Layout:
-        # Without types JAX takes every device's value for its own, on both sides of a derivative: as `copy`.
-        rest = () if self.typed else tuple(a for a in array.mesh.axes if a not in array.layout.axes)
-        return replace(array.layout, tags=(("copy", rest),) if rest else ())
-
-    def _array(self, path: str, both: Sides, array: Sharding) -> _BorderArray:
-        lengths = dict(zip(array.layout.names, array.shape, strict=True))
-        shape = tuple(lengths[name] for name in both.src.names)
-        call = BlockCall(both, None, shape=shape, profile=self.profile)
-        return _BorderArray(call, StoredArray.of(array, self.mesh, both.text, path))
-
-
 class _Program(NamedTuple):
     """A jitted function of arrays, its arguments and results at the border, and the tree of results."""
 
@@ -187,13 +143,12 @@ class _MappedFunction:
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
             raise XshardError(f"an argument that is not an array lacks a hash: {error}", hint=hint) from None
-        border = _Border(mesh, self.typed, self.profile)
         arguments = program.arguments if program else []
         for leaf, x in [] if program else zip(taken, arrays, strict=True):
-            arguments.append(border.argument(f"argument '{leaf.name}'", leaf.given, x.shape))
+            arguments.append(self._at_border(mesh, f"argument '{leaf.name}'", leaf.given, x.shape))
         placed = [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
         if program is None:
-            program = self.programs[key] = self._program(names, tree, leaves, arguments, border, placed)
+            program = self.programs[key] = self._program(names, tree, leaves, arguments, mesh, placed)
         ys = zip(program.run(*placed), program.results, strict=True)
         return program.tree([remember(y, result.outside.array) for y, result in ys])
 
@@ -221,16 +176,42 @@ class _MappedFunction:
                 raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]
 
+    def _at_border(
+        self, mesh: ArrayMesh, path: str, given: Any, shape: tuple[int, ...], lengths: Lengths | None = None
+    ) -> _BorderArray:
+        """A global array of this shape on its way in, or blocks of this shape on their way out. lengths: the
+        possible lengths of results' dims by name."""
+        with located(path):
+            src, dst, text = sides_or_one(given)
+            axes = mesh.free((*src.axes, *dst.axes), text)
+            with mark_errors(text):
+                for side in (src, dst):
+                    check_axes(side, axes, text)
+                src, dst = src.resolved(len(shape)), dst.resolved(len(shape))
+            if lengths is not None:
+                hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
+                named = dict(zip(src.names, global_shape(src, axes, shape, text, lengths, hint), strict=True))
+                shape = tuple(named[name] for name in dst.names)
+            array = at_rest(src if lengths is None else dst, axes, shape, text)
+            # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
+            copies = () if self.typed else tuple(a for a in axes.axes if a not in array.layout.axes)
+            inside = replace(array.layout, tags=(("copy", copies),) if copies else ())
+            both = Sides(inside, dst, text) if lengths is None else Sides(src, inside, text)
+            named = dict(zip(array.layout.names, array.shape, strict=True))
+            whole = tuple(named[name] for name in both.src.names)
+            call = BlockCall(both, None, shape=whole, profile=self.profile)
+            return _BorderArray(call, StoredArray.of(array, mesh, text, path))
+
     def _program(
         self,
         names: Sequence[str],
         tree: Any,
         leaves: Sequence[Leaf],
         arguments: list[_BorderArray],
-        border: _Border,
+        mesh: ArrayMesh,
         placed: Sequence[jax.Array],
     ) -> _Program:
-        axes = tuple(free_axes(border.mesh.here))
+        axes = tuple(free_axes(mesh.here))
         taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]
         constants = [leaf.x if leaf.given is None else None for leaf in leaves]
 
@@ -249,7 +230,7 @@ class _MappedFunction:
             traced[:] = [jax.typeof(y) if is_array(y) else y for y in ys], structure
             return ()
 
-        options: Any = {"mesh": border.mesh.here, "axis_names": frozenset(axes), "check_vma": self.typed}
+        options: Any = {"mesh": mesh.here, "axis_names": frozenset(axes), "check_vma": self.typed}
         options["in_specs"] = tuple(argument.outside.sharding.spec for argument in arguments)
         jax.eval_shape(jax.shard_map(probe, out_specs=(), **options), *placed)
         types, structure = traced
@@ -265,7 +246,7 @@ class _MappedFunction:
         for i, leaf in enumerate(result_leaves):
             if is_array(leaf.x):
                 path = f"result '{leaf.name}'" if leaf.name else "the result"
-                results[i] = border.result(path, leaf.given, leaf.x.shape, lengths)
+                results[i] = self._at_border(mesh, path, leaf.given, leaf.x.shape, lengths)
 
         def local(*blocks: jax.Array) -> list[jax.Array]:
             ys, _ = inside(blocks)

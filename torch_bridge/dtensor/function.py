@@ -31,6 +31,7 @@ from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
+Shape = tuple[int, ...]
 _MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")  # what makes DTensors of blocks with a gradient
 
 
@@ -93,7 +94,7 @@ class _OfCopies(torch.autograd.Function):
     """Blocks that are copies as a DTensor of replicas, with addends as gradients (as torch 2.13 knows)."""
 
     @staticmethod
-    def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
+    def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: Shape) -> DTensor:
         ctx.gradient = mesh, to_placements(layout_of_gradient(layout), mesh, shape)
         return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
 
@@ -136,7 +137,7 @@ def local_block(x: DTensor) -> Tensor:
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
 
 
-def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
@@ -152,11 +153,7 @@ def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...
 
 @lru_cache(maxsize=1024)
 def executables(
-    move: DTensorMove,
-    shape: tuple[int, ...],
-    local_shape: tuple[int, ...],
-    device: torch.device,
-    world: object,
+    move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[Executable | TransferExecutable, ...]:
     """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
     Cached by the world too: its groups end with it. Raises as `redistribute` does, and MeshError."""
@@ -194,7 +191,7 @@ def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     return [src, target]
 
 
-def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
+def _gradient_end(move: DTensorMove, here: End, shape: Shape) -> End:
     """The end to which the gradient of a move's input goes when it arrives as `here`."""
     src, placements = move.src, move.gradient
     if placements is None:
@@ -210,7 +207,7 @@ def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
     return _end_like(src, src.mesh, placements, shape)
 
 
-def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> End:
+def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
     """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
     axes = dtensor_axes(mesh)
     pairs, uncut_kinds = zip(placements, value.placements, strict=False), Partial | Replicate
@@ -221,7 +218,7 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: tuple
     return End(mesh, placements, replace(value.layout, tags=layout_of(uncut, axes, shape).tags))
 
 
-def _winner_shares(block: Tensor, move: DTensorMove, shape: tuple[int, ...]) -> Tensor:
+def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
     """1 / (number of processes that hold the maximum) where this process's operand is the maximum, else 0."""
     src, processes = move.src, dtensor_mesh(move.src.mesh)
     ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
@@ -239,6 +236,6 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(placements: Placements, axes: Mesh, shape: tuple[int, ...]) -> Layout:
+def layout_of(placements: Placements, axes: Mesh, shape: Shape) -> Layout:
     """The layout of the blocks of a DTensor. Raises as `from_placements` does."""
     return from_placements(placements, axes, len(shape), shape)

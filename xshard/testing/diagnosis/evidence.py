@@ -60,18 +60,12 @@ class Case:
 
     @classmethod
     def of(
-        cls,
-        got: Sequence[Block],
-        want: Sequence[Block],
-        sharding: Sharding,
-        tolerance: float | None,
-        *beside: Any,
+        cls, got: Sequence[Block], want: Sequence[Block], on: Sharding, tolerance: float | None, *beside: Any
     ) -> Case:
         """Blocks under any layout as evidence. tolerance: None goes by the dtype."""
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
-        both = settle(got, sharding), settle(want, sharding)
-        return cls(*both, sharding.with_layout(settled(sharding.layout)), tolerance, *beside)
+        return cls(settle(got, on), settle(want, on), on.with_layout(settled(on.layout)), tolerance, *beside)
 
     @cached_property
     def scale(self) -> float:
