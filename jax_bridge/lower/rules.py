@@ -171,7 +171,7 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
     before, axes = context.before, axes_of(step.shards)
     dim, phases = before.dim_index(step.dim), context.phases(axes, step.op)
-    x = _to_parts(x, dim, _joined_parts(before, step.dim, step.shards, phases))
+    x = pick(x, dim, _joined_parts(before, step.dim, step.shards, phases)[None], ())
     pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
     if step.op == "sum":
         for devices in context.groups(phases):  # the slowest link last, when pieces are small
@@ -185,7 +185,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     before = context.before
     src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
     phases = context.phases(axes_of(step.dst_shards), op="")
-    x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, phases))
+    x = pick(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, phases)[None], ())
     # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all` makes two.
     x = _split(x, dst, before.mesh.size(*phases.axes))
     x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, phases.axes))
@@ -214,10 +214,6 @@ def _joined_parts(before: Sharding, dim: str, shards: tuple[Shard, ...], phases:
     parts = even_parts(before, dim, shards)
     devices = phases.reached(0) if phases.are_several else before.mesh.group(0, phases.axes)
     return np.concatenate([row_numbers(parts[before.mesh.index(d, axes_of(shards))]) for d in devices])
-
-
-def _to_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
-    return pick(x, dim, rows[None], ())
 
 
 def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:

@@ -84,8 +84,9 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     """Several moves with equal collectives in one, messages for a rank side by side -> all results."""
     collectives = [move.collective for move in packed]
     sent, received = [c.sent for c in collectives], [c.received for c in collectives]
+    all_sent, all_received = ([sum(each) for each in zip(*n, strict=True)] for n in (sent, received))
     is_even = all(c.is_even for c in collectives)
-    joint = replace(collectives[0], sent=_totals(sent), received=_totals(received), is_even=is_even)
+    joint = replace(collectives[0], sent=all_sent, received=all_received, is_even=is_even)
     messages = blocks[0].new_empty(sum(joint.sent))
     for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
         move.sent.write(block, move.sent.split_each(parts))
@@ -95,10 +96,6 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
 
 
 Sizes = Sequence[Sequence[int]]  # elements per message, for every move
-
-
-def _totals(sizes: Sizes) -> list[int]:
-    return [sum(each) for each in zip(*sizes, strict=True)]
 
 
 def _dealt(joint: Tensor, sizes: Sizes) -> list[Sequence[Tensor]]:

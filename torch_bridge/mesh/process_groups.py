@@ -106,7 +106,5 @@ for _method in (*_REDUCTIONS, "allgather_into_tensor_coalesced", "alltoall_base"
     setattr(StepGroup, _method, functools.partialmethod(StepGroup._call, _method))
 
 
-@functools.cache
-def step_group(place: str, group: dist.ProcessGroup, tensor_device: torch.device) -> StepGroup:
-    """A group for graphs. Cached, as long as graphs are: torch itself does not keep what it finds by name."""
-    return StepGroup(place, group, tensor_device)
+# A group for graphs, cached as long as graphs are: torch itself does not keep what it finds by name.
+step_group = functools.cache(StepGroup)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from xshard.cli.explore.views import live_page
 from xshard.errors import XshardError
-from xshard.runtimes.processes import FunctionError, Process, end_all, running
+from xshard.runtimes.processes import FunctionError, end_all, running
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # processor seconds for one answer
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 
 def serve(listener: socket.socket) -> None:
     """Answer until it is interrupted."""
-    _planner(0)  # started now: the first answer would wait for it
+    running("planner 0", {})  # started now: the first answer would wait for it
     config = uvicorn.Config(
         application(), log_level="warning", limit_concurrency=32, h11_max_incomplete_event_size=16_384
     )
@@ -90,13 +90,10 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
     number = free.get()
     try:
         if number != CLOSED:
-            return dict(_planner(number).ask(view, fields, timeout_s=LIMIT_S, quiet=True))
+            planner = running(f"planner {number}", {})
+            return dict(planner.ask(view, fields, timeout_s=LIMIT_S, quiet=True))
     except FunctionError:
         pass
     finally:
         free.put(number)
     return {"error": f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"}
-
-
-def _planner(number: int) -> Process:
-    return running(f"planner {number}", {})
