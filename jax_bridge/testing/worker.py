@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,7 +29,7 @@ from xshard.contractions.ring import NEVER
 from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.moves import Recorder, Seen
-from xshard.testing.plans import is_linear, sources_of, target_of
+from xshard.testing.plans import arrays_of, is_linear
 from xshard.testing.question import (
     OUTPUT,
     Answer,
@@ -89,7 +90,7 @@ def apply(plan: Plan | ContractionPlan, *blocks: jax.Array) -> jax.Array:
 
 def _answer_plan(question: Question) -> Answer:
     """A plan forward and backward: the blocks, and the bytes and seconds they took."""
-    plan, sources, target = question.plan, question.shardings, target_of(question.plan)
+    plan, sources, target = question.plan, question.shardings, arrays_of(question.plan)[-1]
 
     def run(*blocks: jax.Array) -> tuple[jax.Array]:
         return (apply(plan, *blocks),)
@@ -318,11 +319,10 @@ class Timer:
 
     def __init__(self, plan: Plan | ContractionPlan) -> None:
         counter = Sharding(Layout(()), plan.mesh, ())
-        sources, dtype, n = sources_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
+        (*sources, target), dtype, n = arrays_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
         calls = [np.ones((), np.int32)] * n, counter
-        loop, target = (lambda calls, *blocks: [_loop(plan, calls, *blocks)]), target_of(plan)
-        self.program = DeviceProgram(loop, plan.mesh, [calls, *inputs], [target], "novma")
+        self.program = DeviceProgram(partial(_loop, plan), plan.mesh, [calls, *inputs], [target], "novma")
         self.calls = 3
         self.seconds()
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
@@ -335,7 +335,7 @@ class Timer:
         return (time.perf_counter() - start) / self.calls
 
 
-def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) -> jax.Array:
+def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The plan on one device's blocks, `calls` times, each waiting for the one before."""
 
     def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -344,5 +344,5 @@ def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) 
         # The whole result is kept: if one element is all that is read, XLA computes that element alone.
         return tuple(x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]) for x in blocks), y
 
-    result = jnp.zeros(target_of(plan).max_local_shape, operands[0].dtype)
-    return lax.fori_loop(0, calls, again, (operands, result))[1]
+    result = jnp.zeros(arrays_of(plan)[-1].max_local_shape, operands[0].dtype)
+    return [lax.fori_loop(0, calls, again, (operands, result))[1]]

@@ -21,7 +21,8 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
 from xshard.notation.parser import ELLIPSIS
-from xshard.testing.mismatch import Mismatch, Subject, case_of, located, mismatch_text
+from xshard.testing.diagnosis.evidence import Case
+from xshard.testing.mismatch import Mismatch, Subject, located, mismatch_text
 
 
 class Place(NamedTuple):
@@ -112,7 +113,7 @@ def mismatch_of(w: Wanted, block: Tensor, largest: float, tol: float, context: P
     """The report of an array that is wrong on some process. largest: the largest value of its kind."""
     pair = [array_of(x.cpu().contiguous()) for x in (block, w.block)]
     got, want = zip(*_answers(pair, context), strict=True)
-    case = case_of(got, want, w.sharding, tol, largest, {})
+    case = Case.of(got, want, w.sharding, tol, largest, {})
     return located(Subject(w.kind, w.name, "torch", context.axes, "one device"), case)
 
 

@@ -29,7 +29,7 @@ from xshard import ContractionPlan, Plan, replicas
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.testing.moves import Recorder, Seen, merged
-from xshard.testing.plans import sources_of
+from xshard.testing.plans import arrays_of
 from xshard.testing.question import (
     OUTPUT,
     Answer,
@@ -325,7 +325,7 @@ class _PlanTimer:
 
     def __init__(self, plan: Plan | ContractionPlan) -> None:
         processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
-        shapes = [source.local_shape(processes.device) for source in sources_of(plan)]
+        shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
         self.run: Callable[..., Any] = (
             functools.partial(einsum, plan, mesh=plan.mesh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -40,13 +39,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "plan": plan_command,
-    "show": show,
-    "explore": explore,
-    "selfcheck": selfcheck,
-    "calibrate": calibrate_command,
-}
-for name, command in COMMANDS.items():
-    app.command(name)(command)
+app.command("plan")(plan_command)
+for command in (show, explore, selfcheck):
+    app.command(command.__name__)(command)
+app.command("calibrate")(calibrate_command)
 app.add_typer(state, name="state")

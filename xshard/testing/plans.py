@@ -28,19 +28,14 @@ from xshard.tolerances import EXACT
 MOST_BYTES = 2**32  # of all devices' blocks, which one process holds
 
 
-def sources_of(plan: AnyPlan) -> tuple[Sharding, ...]:
-    """The shardings of the operands."""
-    return plan.arrays[:-1] if isinstance(plan, ContractionPlan) else (plan.source,)
-
-
-def target_of(plan: AnyPlan) -> Sharding:
-    """The sharding of the result."""
-    return plan.arrays[-1] if isinstance(plan, ContractionPlan) else plan.target
+def arrays_of(plan: AnyPlan) -> tuple[Sharding, ...]:
+    """The shardings of the operands, and of the result."""
+    return plan.arrays if isinstance(plan, ContractionPlan) else (plan.source, plan.target)
 
 
 def is_linear(plan: AnyPlan) -> bool:
     """True if no max or min ends or stays."""
-    return all(source.layout.is_linear for source in sources_of(plan))
+    return all(source.layout.is_linear for source in arrays_of(plan)[:-1])
 
 
 def backward_bytes(plan: AnyPlan) -> int | None:
@@ -56,7 +51,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     every mesh size, so that means are whole too."""
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
-    rng, sources, target = np.random.default_rng(seed), sources_of(plan), target_of(plan)
+    rng, (*sources, target) = np.random.default_rng(seed), arrays_of(plan)
     sizes = [n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)]
     if sum(sizes) > MOST_BYTES:
         hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
@@ -66,7 +61,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     *inputs, cotangents = (
         tuple(random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit)) for s in (*sources, dual)
     )
-    arrays = tuple(range(len(sources))), tuple(inputs), sources
+    arrays = tuple(range(len(sources))), tuple(inputs), tuple(sources)
     results, wide = {OUTPUT: Result(target, cotangents)}, itemsize(plan.dtype) >= 8
     return Question(plan, plan.mesh, *arrays, results, wide=wide)
 
@@ -105,7 +100,7 @@ def judge(answer: Answer, expected: Answer) -> Verdict:
 def audit(question: Question, answer: Answer) -> Verdict:
     """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
     Gradients are right but for the scales of means; a max has winners, so they are not compared."""
-    plan, shardings, end = question.plan, question.shardings, target_of(question.plan)
+    plan, shardings, end = question.plan, question.shardings, arrays_of(question.plan)[-1]
     sources, target = shardings, end
     if isinstance(plan, ContractionPlan):
         sources, target = tuple(move.source for move in plan.moves), plan.result.target
