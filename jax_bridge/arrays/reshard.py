@@ -15,18 +15,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 from numpy.typing import NDArray
 
+from jax_bridge.arrays import stored
 from jax_bridge.arrays.program import make_program
-from jax_bridge.arrays.stored import (
-    ArrayMesh,
-    StoredArray,
-    at_rest,
-    check_order,
-    is_on,
-    known_layout,
-    order_of,
-    remember,
-    stored_rows,
-)
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, is_on, known_layout, order_of
 from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expression, sides_of
 from jax_bridge.mesh.context import jax_mesh, machine
 from jax_bridge.specs import storage_layout
@@ -88,7 +79,7 @@ def reshard(
         if donate and not x.is_deleted():
             x.delete()
     moved = zip(ys, moves, program.plans, strict=True)
-    results = [remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved]
+    results = [stored.remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved]
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
@@ -159,7 +150,7 @@ def place(
 
 def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     layout, _, text = sides_or_one(given)
-    target = at_rest(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
+    target = stored.at_rest(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
     if not isinstance(x, jax.Array):
         check_dtype(np.asarray(x).dtype, text)
     return StoredArray.of(target, mesh, text)
@@ -172,7 +163,7 @@ def _placed(x: Any, target: StoredArray, profile: str | Path | Profile) -> jax.A
         return reshard(x, (src, array.layout), mesh, profile=profile)
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
     host = np.asarray(x)
-    orders = [stored_rows(array, dim) for dim in range(host.ndim)]
+    orders = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
         block = host
@@ -180,4 +171,5 @@ def _placed(x: Any, target: StoredArray, profile: str | Path | Profile) -> jax.A
             block = block[(slice(None),) * dim + (rows if order is None else order[rows],)]
         return block
 
-    return remember(jax.make_array_from_callback(host.shape, target.sharding, part, dtype=host.dtype), array)
+    placed = jax.make_array_from_callback(host.shape, target.sharding, part, dtype=host.dtype)
+    return stored.remember(placed, array)

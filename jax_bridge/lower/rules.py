@@ -20,17 +20,8 @@ from numpy.typing import NDArray
 from jax_bridge.lower.exchange import exchange
 from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
-from jax_bridge.mesh.axis_types import (
-    as_bits,
-    as_invariant,
-    as_varying,
-    group,
-    is_vmapped,
-    ppermute,
-    spanned,
-    subgroups,
-    varying_axes,
-)
+from jax_bridge.mesh import axis_types
+from jax_bridge.mesh.axis_types import as_bits, as_varying, group, is_vmapped, spanned, subgroups
 from jax_bridge.versions import cuts_of
 from xshard import Plan, Sharding, steps
 from xshard.cost.model import Fabric
@@ -76,8 +67,8 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     invariant along the plan's axes that `plan.dst` does not name."""
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
-    stays_varying = varying_axes(x).difference(plan.axes).union(plan.dst.axes)
-    axes = sorted(varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
+    stays_varying = axis_types.varying_axes(x).difference(plan.axes).union(plan.dst.axes)
+    axes = sorted(axis_types.varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
@@ -85,7 +76,8 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         for step, before, after in plan.stages:
             context = StepContext(before, after, plan.profile.fabric(before.mesh), transport)
             x = as_varying(RULES[type(step)](step, x, context), axes)
-    return as_invariant(x, varying_axes(x) - stays_varying)  # a permutation is along all axes of the mesh
+    # A permutation is along all axes of the mesh.
+    return axis_types.as_invariant(x, axis_types.varying_axes(x) - stays_varying)
 
 
 def explicit_axes(x: jax.Array) -> frozenset[str]:
@@ -195,7 +187,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
 
 def _permute(_: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     pairs = enumerate(senders(context.before, context.after))
-    return ppermute(x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs])
+    return axis_types.ppermute(x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs])
 
 
 def _scale(step: steps.Scale, x: jax.Array, _: StepContext) -> jax.Array:

@@ -13,14 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jax_bridge.versions import (
-    changed_type,
-    cotangent_type,
-    linear_primitive,
-    manual_type,
-    named_axes,
-    with_manual_type,
-)
+from jax_bridge import versions
+from jax_bridge.versions import linear_primitive, manual_type
 from xshard import Layout, Mesh
 from xshard.layout.sub_axes import SubAxisMesh, unfactored
 from xshard.ops import Axes
@@ -28,7 +22,7 @@ from xshard.ops import Axes
 
 def bound_size(axis: str) -> int | None:
     """Devices along an axis; None if no collective here can name it."""
-    return lax.axis_size(axis) if axis in named_axes() else None
+    return lax.axis_size(axis) if axis in versions.named_axes() else None
 
 
 def axis_size(axis: Axes) -> int:
@@ -129,20 +123,20 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
     kinds = {k: getattr(before, k) - changed for k in ("varying", "unreduced", "reduced")}
     if kind in kinds:
         kinds[kind] |= changed
-    return _retype(x, before=before, after=changed_type(before, **kinds)) if changed else x
+    return _retype(x, before=before, after=versions.changed_type(before, **kinds)) if changed else x
 
 
 def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:
     if before.vur != after.vur:
         raise NotImplementedError("the cast to invariant cannot be transposed: the plan can")
-    return _retype(cotangent, before=cotangent_type(after), after=cotangent_type(before))
+    return _retype(cotangent, before=versions.cotangent_type(after), after=versions.cotangent_type(before))
 
 
 # The identity on blocks; only the type changes.
 _retype: Callable[..., jax.Array] = linear_primitive(
     "xshard_retype",
     run=lambda x, **_: x,
-    abstract_eval=lambda x, *, before, after: (with_manual_type(x, after), set()),
+    abstract_eval=lambda x, *, before, after: (versions.with_manual_type(x, after), set()),
     transpose=_retype_transpose,
 )
 

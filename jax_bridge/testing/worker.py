@@ -28,24 +28,10 @@ from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replica
 from xshard.contractions.ring import NEVER
 from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
+from xshard.testing.functions import called, derivatives, draw, leaves, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen
 from xshard.testing.plans import arrays_of, is_linear
-from xshard.testing.question import (
-    OUTPUT,
-    Answer,
-    Derivatives,
-    Devices,
-    Question,
-    StructureError,
-    Tree,
-    called,
-    derivatives,
-    draw,
-    leaves,
-    mapped,
-    named_outputs,
-    numbered,
-)
+from xshard.testing.question import OUTPUT, Answer, Derivatives, Devices, Question, StructureError, Tree
 
 Arrays = list[jax.Array]
 

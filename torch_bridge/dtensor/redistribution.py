@@ -17,16 +17,8 @@ from torch_bridge.autodiff.blocks import check_not_swapped
 from torch_bridge.autodiff.pending import watched
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
-from torch_bridge.dtensor.function import (
-    DTensorMove,
-    End,
-    RedistributeDTensor,
-    check,
-    executables,
-    layout_of,
-    local_block,
-    move_of,
-)
+from torch_bridge.dtensor import function as moves
+from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor
 from torch_bridge.dtensor.placements import (
     check_placed,
     dtensor_of,
@@ -120,7 +112,7 @@ def redistribute(
         gradient = None if grad_placements is None else _end(own, tuple(grad_placements), shape).placements
         options: Any = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
         options |= {"backward_dtype": backward_dtype, "gradient": gradient}
-        move = move_of(dtensor, src, dst, profile, **options)
+        move = moves.move_of(dtensor, src, dst, profile, **options)
         won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
         axes = zip(dtensor_axes(own).axes, gradient or (), strict=False)
         if any(isinstance(p, Partial) and a in won for a, p in axes):
@@ -163,7 +155,7 @@ def _end(
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     read = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     axes = dtensor_axes(mesh)
-    inferred = layout_of(read, axes, shape)
+    inferred = moves.layout_of(read, axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
     explicit = positional(Layout.parse(layout), len(shape))
@@ -192,7 +184,7 @@ def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorM
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
-        move, block = prepared(), local_block(x)
+        move, block = prepared(), moves.local_block(x)
         everywhere = {
             "placements": f"{move.src.placements} -> {move.dst.placements}",
             "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
@@ -203,7 +195,7 @@ def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorM
         sent = {"comm_dtype": f"{move.op_dtype}, {move.backward_dtype}", "device": block.device.type}
         everywhere |= Sent(tuple(x.shape), x.dtype, "", move.profile, **sent, **derivatives_of(x)).facts
         check_device(block.device)
-        check(move, tuple(x.shape), tuple(block.shape))
+        moves.check(move, tuple(x.shape), tuple(block.shape))
         return CallFacts(everywhere, {}, ranks, {"block": str(tuple(block.shape))})
 
     return compare_call(None, asked, facts, ranks)
@@ -228,13 +220,13 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     mesh, gradient = x.device_mesh, to_placements(layout_of_gradient(src), x.device_mesh, x.shape)
     ends = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
     options: Any = {"op_dtype": travels.forward, "backward_dtype": travels.backward, "gradient": gradient}
-    return move_of(x, *ends, call.profile, **options)
+    return moves.move_of(x, *ends, call.profile, **options)
 
 
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
     """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
-    move, block = move_by_layouts(x, call), local_block(x)
-    parts = executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
+    move, block = move_by_layouts(x, call), moves.local_block(x)
+    parts = moves.executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(parts) != 1 or not isinstance(executable := parts[0], Executable):
         return None
@@ -256,8 +248,8 @@ def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> 
     if not takes_part(x.device_mesh):
         return
     processes, shape = dtensor_mesh(x.device_mesh), tuple(x.shape)
-    sharding = Sharding(layout_of(x.placements, processes.mesh, shape), processes.mesh, shape)
+    sharding = Sharding(moves.layout_of(x.placements, processes.mesh, shape), processes.mesh, shape)
     check = ReplicaCheck(sharding, processes.mesh, name_of(x.dtype), text, cotangents, name)
     comparison = comparison_of(check, processes)
     if comparison is not None:
-        comparison(local_block(x))
+        comparison(moves.local_block(x))

@@ -28,6 +28,7 @@ from torch_bridge.testing.launch import RankError, run_ranks
 from xshard import ContractionPlan, Plan, replicas
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
+from xshard.testing.functions import called, derivatives, draw, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen, merged
 from xshard.testing.plans import arrays_of
 from xshard.testing.question import (
@@ -39,12 +40,6 @@ from xshard.testing.question import (
     StructureError,
     Tree,
     Update,
-    called,
-    derivatives,
-    draw,
-    mapped,
-    named_outputs,
-    numbered,
 )
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.

@@ -8,17 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from xshard.cli import options
 from xshard.cli.explore.views import plan_page
-from xshard.cli.options import (
-    Dtype,
-    ExpressionText,
-    MeshOrNone,
-    MeshText,
-    ShapeOrNone,
-    SizesOrNone,
-    lengths_of_arrays,
-    parse_devices,
-)
 from xshard.contractions.expression import contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.shapes import shapes_of
@@ -36,10 +27,10 @@ MOST_DRAWN = 4096  # devices: each has a line
 
 
 def plan_command(
-    expression: ExpressionText,
-    mesh: MeshOrNone = None,
-    shape: ShapeOrNone = None,
-    sizes: SizesOrNone = None,
+    expression: options.ExpressionText,
+    mesh: options.MeshOrNone = None,
+    shape: options.ShapeOrNone = None,
+    sizes: options.SizesOrNone = None,
     src_mesh: Annotated[
         str | None, typer.Option(metavar="AXES", help="Instead of --mesh: that of the left layout.")
     ] = None,
@@ -53,7 +44,7 @@ def plan_command(
     dst_devices: Annotated[
         str | None, typer.Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
     ] = None,
-    dtype: Dtype = "float32",
+    dtype: options.Dtype = "float32",
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
     ] = "h100",
@@ -85,11 +76,11 @@ def plan_command(
     """
     meshes = {"mesh": mesh, "src_mesh": src_mesh, "dst_mesh": dst_mesh}
     devices = {"src_devices": src_devices, "dst_devices": dst_devices}
-    options: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
-    options |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
-    options |= lengths_of_arrays(expression, shape, sizes)
-    options |= {"dtype": dtype, "profile": profile, "memory_limit": memory_limit, "objective": objective}
-    plan: Plan | ContractionPlan = make_plan(expression, **options)
+    named: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
+    named |= {name: options.parse_devices(text) for name, text in devices.items() if text is not None}
+    named |= options.lengths_of_arrays(expression, shape, sizes)
+    named |= {"dtype": dtype, "profile": profile, "memory_limit": memory_limit, "objective": objective}
+    plan: Plan | ContractionPlan = make_plan(expression, **named)
     if page is not None:
         page.write_text(plan_page(plan), encoding="utf-8")
     if json:
@@ -123,9 +114,9 @@ def show(
         str,
         typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted."),
     ],
-    mesh: MeshText,
-    shape: ShapeOrNone = None,
-    sizes: SizesOrNone = None,
+    mesh: options.MeshText,
+    shape: options.ShapeOrNone = None,
+    sizes: options.SizesOrNone = None,
     dims: Annotated[
         str, typer.Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
     ] = "",
@@ -134,7 +125,7 @@ def show(
 
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
-    on, lengths = Mesh.parse(mesh), lengths_of_arrays(layout, shape, sizes)
+    on, lengths = Mesh.parse(mesh), options.lengths_of_arrays(layout, shape, sizes)
     if on.n_devices > MOST_DRAWN:
         reason = f"{on.n_devices} devices, a drawing has up to {MOST_DRAWN}"
         raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")

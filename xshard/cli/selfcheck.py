@@ -12,15 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.options import (
-    Dtype,
-    ExpressionText,
-    MeshOrNone,
-    ShapeOrNone,
-    SizesOrNone,
-    counting,
-    lengths_of_arrays,
-)
+from xshard.cli import options
 from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
@@ -96,14 +88,14 @@ EXAMPLES = (
 
 
 def selfcheck(
-    expression: ExpressionText = "",
+    expression: options.ExpressionText = "",
     every: Annotated[
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,
-    mesh: MeshOrNone = None,
-    shape: ShapeOrNone = None,
-    sizes: SizesOrNone = None,
-    dtype: Dtype = "float32",
+    mesh: options.MeshOrNone = None,
+    shape: options.ShapeOrNone = None,
+    sizes: options.SizesOrNone = None,
+    dtype: options.Dtype = "float32",
     runtime: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
     ] = "",
@@ -138,7 +130,7 @@ def _examples(
         return EXAMPLES
     if not expression or mesh is None or (shape is None and sizes is None):
         raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-    return (Example(expression, "", Mesh.parse(mesh), lengths_of_arrays(expression, shape, sizes)),)
+    return (Example(expression, "", Mesh.parse(mesh), options.lengths_of_arrays(expression, shape, sizes)),)
 
 
 def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float) -> list[FunctionError]:
@@ -147,7 +139,7 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
     expected = list(map(answer_in_numpy, questions))
     failures: list[FunctionError] = []
     taken = {r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)] for r in runtimes}
-    with counting("") as count:
+    with options.counting("") as count:
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
             numbers = taken[runtime.name]

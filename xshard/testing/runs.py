@@ -19,6 +19,7 @@ from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.runtimes.backends import BACKENDS, check_size, kit_process
 from xshard.steps.base import Block
+from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
 from xshard.testing.plans import random_blocks
@@ -31,11 +32,6 @@ from xshard.testing.question import (
     StructureError,
     Tree,
     Update,
-    broadcast_prefix,
-    leaves,
-    mapped,
-    numbered,
-    parameters_of,
 )
 
 Meshes = Mesh | str | Sequence[Mesh | str]
