@@ -31,7 +31,7 @@ from xshard.runtimes.processes import FunctionError
 from xshard.testing.functions import called, derivatives, draw, leaves, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen
 from xshard.testing.plans import arrays_of, is_linear
-from xshard.testing.question import OUTPUT, Answer, Derivatives, Devices, Question, StructureError, Tree
+from xshard.testing.question import OUTPUT, Answer, Devices, Question, Slopes, StructureError, Tree
 
 Arrays = list[jax.Array]
 
@@ -145,7 +145,7 @@ def _on_one(question: Question, function: Callable[..., Any]) -> Callable[..., A
     return jax.shard_map(function, mesh=one, in_specs=P(), out_specs=P(), check_vma=False)
 
 
-def _derivatives(question: Question, answer: Answer) -> Derivatives:
+def _derivatives(question: Question, answer: Answer) -> Slopes:
     program = _UserProgram(question)
 
     def loss(*inputs: jax.Array) -> jax.Array:

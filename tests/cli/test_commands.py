@@ -19,7 +19,7 @@ from xshard.cli.selfcheck import EXAMPLES
 from xshard.plans.table import rows
 from xshard.runtimes import backends
 from xshard.testing import plans
-from xshard.testing.plans import answer_in_numpy
+from xshard.testing.plans import in_numpy
 
 MESH = xs.Mesh(dp=2, cp=4)
 ULYSSES = ("b s/cp c -> b s c/cp", "--mesh", "dp=2,cp=4", "--shape", "2,64,32")
@@ -267,7 +267,7 @@ def answer_with(monkeypatch, change):
     class Answers:
         def ask(self, function, questions, **_):
             calls.append((function, questions[0].mode, len(questions)))
-            return [change(answer_in_numpy(question)) for question in questions]
+            return [change(in_numpy(question)) for question in questions]
 
     monkeypatch.setattr(backends, "running", lambda package, environment: Answers())
     monkeypatch.setattr(backends, "find_spec", lambda _: object())
@@ -326,8 +326,8 @@ def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, given, cha
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
 def test_selfcheck_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
-    wrong = lambda q: replace(o := answer_in_numpy(q), **{where: one_off(getattr(o, where))})  # noqa: E731
-    monkeypatch.setattr(plans, "answer_in_numpy", wrong)
+    wrong = lambda q: replace(o := in_numpy(q), **{where: one_off(getattr(o, where))})  # noqa: E731
+    monkeypatch.setattr(plans, "in_numpy", wrong)
     selfcheck_one("--runtime", "numpy", code=1)
 
 

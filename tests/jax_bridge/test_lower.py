@@ -17,7 +17,7 @@ from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
 from xshard.plans.transfer import Transfer
 from xshard.steps import Exchange, Step
-from xshard.testing.plans import RUNTIMES, answer_in_numpy, judge, plan_question
+from xshard.testing.plans import RUNTIMES, in_numpy, judge, plan_question
 
 # Expression, mesh, shape, dtype. The mesh is never in the order that the expression names its axes in.
 CASES = (
@@ -70,7 +70,7 @@ def test_values_gradients_and_bytes() -> None:
     (with_types,) = (runtime for runtime in RUNTIMES if runtime.mode == "vma")
     for question, answer in zip(questions, with_types.answers(questions, 300), strict=True):
         plan = question.plan
-        verdict = judge(answer, answer_in_numpy(question))
+        verdict = judge(answer, in_numpy(question))
         assert verdict.agrees, f"{verdict}:\n{plan}"
         if not plan.source.is_even or not all(stage.after.is_even for stage in plan.stages):
             continue

@@ -4,7 +4,7 @@ import pytest
 
 from tests.cases import CASES, one_of_each
 from tests.jax_bridge.helpers import GPU, host, joined, needs_gpu
-from xshard.testing.plans import answer_in_numpy, judge, plan_question
+from xshard.testing.plans import in_numpy, judge, plan_question
 from xshard.testing.question import Answer
 
 QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
@@ -28,7 +28,7 @@ def check(environments, names) -> None:
     wrong = []
     for name, parts in zip(names, zip(*by_process, strict=True), strict=True):
         answer = Answer(merged([part.outputs for part in parts]), merged([part.gradients for part in parts]))
-        verdict = judge(answer, answer_in_numpy(QUESTIONS[name]))
+        verdict = judge(answer, in_numpy(QUESTIONS[name]))
         if not verdict.agrees:
             wrong.append((name, verdict))
     assert not wrong

@@ -11,7 +11,7 @@ import xshard as xs
 from jax_bridge.testing.stacked import padded
 from tests.cases import CASES, one_of_each
 from tests.jax_bridge.helpers import in_jax
-from xshard.testing.plans import answer_in_numpy, plan_question
+from xshard.testing.plans import in_numpy, plan_question
 
 ONE_AXIS = {
     case.name: case.plan()
@@ -31,7 +31,7 @@ def test_every_kind_of_case_of_one_axis() -> None:
     for seed, name in enumerate(names):
         plan, modes = ONE_AXIS[name], ("linear",) if seed % 3 else ("linear", "custom_vjp")
         question = plan_question(plan, seed)
-        expected = answer_in_numpy(question)
+        expected = in_numpy(question)
 
         def local(x, g, plan=plan, modes=modes):
             results = []

@@ -15,7 +15,7 @@ from tests import oracle
 from tests.cases import CASES, one_of_each
 from xshard.plans.transfer import Transfer
 from xshard.steps import AllReduce, ReduceScatter, Step
-from xshard.testing.plans import RUNTIMES, Verdict, answer_in_numpy, judge, plan_question
+from xshard.testing.plans import RUNTIMES, Verdict, in_numpy, judge, plan_question
 
 QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
 RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
@@ -74,7 +74,7 @@ class Table:
     """What holds on every runtime."""
 
     def test_values_and_gradients(self, answers, name):
-        assert judge(answers[name], answer_in_numpy(QUESTIONS[name])) == Verdict(0, 0)
+        assert judge(answers[name], in_numpy(QUESTIONS[name])) == Verdict(0, 0)
 
     def test_bytes_are_those_planned(self, answers, counted_name):
         """Counted at torch's process groups and in XLA's optimised programs."""
@@ -104,7 +104,7 @@ class TestJaxPmap(Table):
 def test_the_reference_does_what_the_layouts_say(name):
     """Forward the array stays as it is; backward is the adjoint. For winners see plans/test_max_min.py."""
     question, plan = QUESTIONS[name], QUESTIONS[name].plan
-    answer, [inputs] = answer_in_numpy(question), question.inputs
+    answer, [inputs] = in_numpy(question), question.inputs
     x = oracle.gather(inputs, plan.src, plan.mesh, plan.shape)
     expected = x.transpose([plan.source.layout.names.index(name) for name in plan.target.layout.names])
     result = oracle.gather(answer.outputs["output"], plan.dst, plan.mesh, plan.target.shape)

@@ -28,7 +28,7 @@ from tests.torch_bridge.helpers import block_of, check_error, numbers, on_ranks
 from tests.torch_bridge.test_nn import check_all
 from torch_bridge.autodiff import blocks as arrays
 from torch_bridge.testing import worker
-from xshard.testing.plans import answer_in_numpy, backward_bytes, is_linear, judge, plan_question
+from xshard.testing.plans import backward_bytes, in_numpy, is_linear, judge, plan_question
 from xshard.testing.question import Question
 
 MESH = xs.Mesh(a=2)
@@ -85,7 +85,7 @@ def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> 
     by_rank, wrong = on_gpus(n, backend, _answers, list(questions.values())), []
     for (name, question), *parts in zip(questions.items(), *by_rank, strict=True):
         answer, plan = worker.merge_ranks(parts), question.plan
-        verdict = judge(answer, answer_in_numpy(question))
+        verdict = judge(answer, in_numpy(question))
         planned = plan.bytes_received, backward_bytes(plan)
         counted = answer.forward_bytes, answer.backward_bytes
         if not verdict.agrees or counted != (planned if is_linear(plan) else (planned[0], counted[1])):

@@ -10,7 +10,7 @@ import pytest
 import xshard as xs
 from xshard.layout.layout import parse_expression
 from xshard.steps import Exchange, Permute
-from xshard.testing.plans import RUNTIMES, Verdict, answer_in_numpy, judge, plan_question
+from xshard.testing.plans import RUNTIMES, Verdict, in_numpy, judge, plan_question
 from xshard.testing.question import Answer
 
 (TORCH,) = (runtime for runtime in RUNTIMES if runtime.name == "torch")
@@ -88,7 +88,7 @@ def answers() -> dict[str, Answer]:
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_values_gradients_and_bytes(name: str, answers: dict[str, Answer]) -> None:
     question, answer = QUESTIONS[name], answers[name]
-    assert judge(answer, answer_in_numpy(question)) == Verdict(0, 0)
+    assert judge(answer, in_numpy(question)) == Verdict(0, 0)
     planned, received = question.plan.bytes_received, answer.forward_bytes
     assert received is not None and (0 < received <= planned if name == UNEVEN else received == planned)
     if question.plan.src.is_linear and name != UNEVEN:
@@ -101,4 +101,4 @@ def test_a_wrong_answer_is_seen(answers: dict[str, Answer]) -> None:
     blocks = [block.copy() for block in answers[name].outputs["output"]]
     blocks[-1].flat[-1] += 1
     wrong = replace(answers[name], outputs={"output": tuple(blocks)})
-    assert judge(wrong, answer_in_numpy(QUESTIONS[name])) == Verdict(1, 0)
+    assert judge(wrong, in_numpy(QUESTIONS[name])) == Verdict(1, 0)

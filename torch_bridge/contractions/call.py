@@ -14,15 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from torch_bridge.calls.move import (
-    TRACED,
-    Block,
-    check_local,
-    check_no_transform,
-    links_along,
-    ranked,
-    unless_fake,
-)
+from torch_bridge.calls import move as calls
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
@@ -81,9 +73,9 @@ class EinsumCall(NamedTuple):
     def executable(self, blocks: Sequence[Tensor]) -> ContractionExecutable:
         """The executable of this process, from the cache if it is there. Raises as `einsum` does."""
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-        return unless_fake(_executable, blocks, self, _facts(blocks), differentiated)
+        return calls.unless_fake(_executable, blocks, self, _facts(blocks), differentiated)
 
-    def plan(self, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
+    def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
         call, processes = self.contraction, process_mesh(as_mesh(self.mesh, HINT))
         for layout in call.arrays:
@@ -97,7 +89,7 @@ class EinsumCall(NamedTuple):
             check_given("the operands are", plan, name, self.shapes, processes.mesh, **about)
         else:
             axes = tuple(dict.fromkeys(axis for layout in call.arrays for axis in layout.axes))
-            links = links_along(machine(self.profile, tensor_device), axes, processes)
+            links = calls.links_along(machine(self.profile, tensor_device), axes, processes)
             processes = processes.along(axes)
             shapes = self.shapes or whole_shapes(call, processes.mesh, tuple(shape for shape, *_ in blocks))
             limit, overlap = self.memory_limit, self.overlap
@@ -106,7 +98,7 @@ class EinsumCall(NamedTuple):
         inferred, starts = self.shapes is None and self.expression is not plan, text_spans(call.text).layouts
         for i, (array, (block, *_)) in enumerate(zip(plan.arrays, blocks, strict=False)):
             what, options = f"the block of operand {i + 1} on", {"inferred": inferred, "start": starts[i][0]}
-            check_local(what, block, array, processes, call.text, **options)
+            calls.check_local(what, block, array, processes, call.text, **options)
         return plan, processes
 
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
@@ -119,17 +111,17 @@ class EinsumCall(NamedTuple):
         sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
         within = sent_facts(plan, steps, **sent, **derivatives_of(*blocks))
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
-        everywhere = {"expression": plan.text, "mesh": ranked(as_mesh(self.mesh, HINT))}
+        everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
         return CallFacts(everywhere, within, processes.ranks, own)
 
 
-def _facts(blocks: Sequence[Tensor]) -> tuple[Block, ...]:
+def _facts(blocks: Sequence[Tensor]) -> tuple[calls.Block, ...]:
     return tuple((x.shape, x.dtype, x.device) for x in blocks)
 
 
 @lru_cache(maxsize=4096)
 def _executable(
-    call: EinsumCall, blocks: tuple[Block, ...], differentiated: bool, world: object
+    call: EinsumCall, blocks: tuple[calls.Block, ...], differentiated: bool, world: object
 ) -> ContractionExecutable:
     """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(blocks)
@@ -140,7 +132,7 @@ def _executable(
 
 def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
     """`einsum` while a compiler records; all lengths are compiled for."""
-    check_no_transform()
+    calls.check_no_transform()
     lengths = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
     with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
@@ -150,10 +142,10 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
 
-TRACED["einsum"] = _traced
+calls.TRACED["einsum"] = _traced
 
 
-def _for_operands(given: Contraction, blocks: Sequence[Block]) -> Contraction:
+def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
     """The contraction of such blocks. Raises XshardError unless each operand has one, all of one kind."""
     check_number(given, blocks)
     check_device(blocks[0][2])

@@ -43,6 +43,10 @@ class End:
     placements: Placements
     layout: Layout
 
+    def dtensor(self, block: Tensor, shape: Sequence[int]) -> DTensor:
+        """A block -> the DTensor of global `shape`."""
+        return dtensor_of(block, self.mesh, self.placements, shape)
+
 
 @dataclass(frozen=True)
 class DTensorMove:
@@ -68,9 +72,9 @@ class RedistributeDTensor(torch.autograd.Function):
         if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
             ctx.save_for_backward(block)
         block = block.to(move.op_dtype)
-        for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device, world()):
+        for executable in executables(move, x, block):
             block = executable(block)
-        return dtensor_of(block.to(move.out_dtype), move.dst.mesh, move.dst.placements, x.shape)
+        return move.dst.dtensor(block.to(move.out_dtype), x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
@@ -86,7 +90,7 @@ class RedistributeDTensor(torch.autograd.Function):
                 moved = moved / averaged
             if ctx.saved_tensors:
                 shares = _winner_shares(ctx.saved_tensors[0], move, shape)
-                moved = moved * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
+                moved = moved * there.dtensor(shares, gradient.shape)
         return moved, None
 
 
@@ -151,12 +155,17 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
         raise ShapeError(what, hint=hint)
 
 
+def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[Executable | TransferExecutable, ...]:
+    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
+    Raises as `redistribute` does, and MeshError."""
+    return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
+
+
 @lru_cache(maxsize=1024)
-def executables(
+def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[Executable | TransferExecutable, ...]:
-    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
-    Cached by the world too: its groups end with it. Raises as `redistribute` does, and MeshError."""
+    """Cached by the world too: its groups end with it."""
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)

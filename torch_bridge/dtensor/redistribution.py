@@ -21,7 +21,6 @@ from torch_bridge.dtensor import function as moves
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor
 from torch_bridge.dtensor.placements import (
     check_placed,
-    dtensor_of,
     layout_of_gradient,
     positional,
     tag_of,
@@ -30,14 +29,7 @@ from torch_bridge.dtensor.placements import (
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivatives_of
-from torch_bridge.mesh.process_mesh import (
-    callers,
-    check_device,
-    dtensor_axes,
-    dtensor_mesh,
-    takes_part,
-    world,
-)
+from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, dtensor_mesh, takes_part
 from torch_bridge.replicas import comparison_of
 from xshard import Layout, Profile, Sharding, XshardError
 from xshard.arguments import shown
@@ -226,13 +218,13 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
     """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
     move, block = move_by_layouts(x, call), moves.local_block(x)
-    parts = moves.executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
+    parts = moves.executables(move, x, block)
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(parts) != 1 or not isinstance(executable := parts[0], Executable):
         return None
 
     def finish(y: Tensor) -> Tensor:
-        return _permuted(dtensor_of(y, x.device_mesh, move.dst.placements, x.shape), call)
+        return _permuted(move.dst.dtensor(y, x.shape), call)
 
     return block, executable.casting(x.dtype, move.op_dtype), finish
 

@@ -31,16 +31,7 @@ from xshard.steps.base import Block
 from xshard.testing.functions import called, derivatives, draw, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen, merged
 from xshard.testing.plans import arrays_of
-from xshard.testing.question import (
-    OUTPUT,
-    Answer,
-    Derivatives,
-    Devices,
-    Question,
-    StructureError,
-    Tree,
-    Update,
-)
+from xshard.testing.question import OUTPUT, Answer, Devices, Question, Slopes, StructureError, Tree, Update
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
 RankAnswer = tuple[Answer, list[int], list[int]]
@@ -222,9 +213,7 @@ def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor]
         raise
 
 
-def _derivatives(
-    question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]
-) -> Derivatives:
+def _derivatives(question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]) -> Slopes:
     def loss(blocks: Sequence[Block]) -> float:
         named = named_outputs(_returned(question, blocks)[1], None, "torch")
         return sum(float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items())

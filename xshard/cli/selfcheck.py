@@ -21,15 +21,7 @@ from xshard.pictures.terminal import console, print_error
 from xshard.planner import plan as make_plan
 from xshard.plans import table as moves
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.plans import (
-    RUNTIMES,
-    Runtime,
-    Verdict,
-    answer_in_numpy,
-    backward_bytes,
-    choose,
-    plan_question,
-)
+from xshard.testing.plans import RUNTIMES, Runtime, Verdict, backward_bytes, choose, in_numpy, plan_question
 from xshard.testing.question import Answer, Question
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
@@ -136,7 +128,7 @@ def _examples(
 def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float) -> list[FunctionError]:
     """Add a row per runtime to each section with a mesh it takes -> errors of runtimes that failed."""
     questions = [section.question for section in sections]
-    expected = list(map(answer_in_numpy, questions))
+    expected = list(map(in_numpy, questions))
     failures: list[FunctionError] = []
     taken = {r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)] for r in runtimes}
     with options.counting("") as count:

@@ -11,7 +11,7 @@ import numpy as np
 from xshard.layout import Mesh
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import in_double
-from xshard.testing.question import OUTPUT, Derivatives, Devices, Result, StructureError, Tree
+from xshard.testing.question import OUTPUT, Devices, Result, Slopes, StructureError, Tree
 from xshard.tolerances import DERIVATIVE
 from xshard.trees import children, prefix_branches
 
@@ -108,11 +108,11 @@ _STEPS = (1e-5, 1e-7)
 
 def derivatives(
     loss: Callable[[Sequence[Block]], float], inputs: Sequence[Block], gradients: Mapping[int, Devices]
-) -> Derivatives:
+) -> Slopes:
     """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
     loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are."""
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
-    by_input: Derivatives = {}
+    by_input: Slopes = {}
     for i, (block,) in gradients.items():
         rng, gradient, x = np.random.default_rng((13, i)), in_double(block), wide[i]
         length = float(np.abs(x).max(initial=0)) or 1.0

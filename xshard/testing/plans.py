@@ -66,7 +66,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     return Question(plan, plan.mesh, *arrays, results, wide=wide)
 
 
-def answer_in_numpy(question: Question) -> Answer:
+def in_numpy(question: Question) -> Answer:
     """The reference's answer to a question about a plan."""
     plan, start = question.plan, time.perf_counter()
     outputs = reference.run(plan, *question.inputs)
@@ -181,7 +181,7 @@ class Runtime:
     def answers(self, questions: Sequence[Question], timeout_s: float) -> list[Answer]:
         """The answer to every question. timeout_s: see `Process.ask`. Raises FunctionError."""
         if self.backend is None:
-            return [answer_in_numpy(question) for question in questions]
+            return [in_numpy(question) for question in questions]
         n = max((question.mesh.n_devices for question in questions), default=1)
         asked = [replace(question, mode=self.mode) for question in questions]
         try:

@@ -14,7 +14,7 @@ from xshard.steps.base import Block
 
 Tree = Any  # a leaf, or a dict, list or tuple of trees; None is a tree without leaves
 Devices = tuple[Block, ...]  # the blocks of one array, one per device
-Derivatives = dict[int, tuple[Devices, Devices, float]]  # see `derivatives`
+Slopes = dict[int, tuple[Devices, Devices, float]]  # see `derivatives`
 AnyPlan = Plan | ContractionPlan
 OUTPUT = "output"  # the name of a result that is one array
 
@@ -83,7 +83,7 @@ class Answer:
     updated: Mapping[int, Devices] = field(default_factory=dict)
     cotangents: Mapping[str, Devices] = field(default_factory=dict)  # as `tree`, `derivatives`: a reference's
     tree: Tree = None
-    derivatives: Derivatives = field(default_factory=dict)  # see `differences`
+    derivatives: Slopes = field(default_factory=dict)  # see `differences`
     forward_bytes: int | None = None  # that the busiest device received; None if not measured
     backward_bytes: int | None = None
     seconds: float | None = None  # of one forward and backward pass after a first one

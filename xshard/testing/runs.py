@@ -23,16 +23,7 @@ from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered,
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
 from xshard.testing.plans import random_blocks
-from xshard.testing.question import (
-    Answer,
-    Derivatives,
-    Devices,
-    Question,
-    Result,
-    StructureError,
-    Tree,
-    Update,
-)
+from xshard.testing.question import Answer, Devices, Question, Result, Slopes, StructureError, Tree, Update
 
 Meshes = Mesh | str | Sequence[Mesh | str]
 
@@ -203,7 +194,7 @@ class Truth:
     updated: dict[int, Block]
     source: str
     mesh: Mesh
-    derivatives: Derivatives
+    derivatives: Slopes
     draws: bool
 
 
