@@ -45,20 +45,16 @@ def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.
 
 
 def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False) -> jax.Array:
-    """This device's part of an array that every device has whole: [H, ...] -> [H/P, ...] along `dim`.
-
-    uneven: allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError.
-    """
+    """This device's part of an array that every device has whole: [H, ...] -> [H/P, ...] along `dim`. uneven:
+    allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError."""
     return calls.redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
 
 
 def gather_tensor(
     x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, shape: Sequence[int] | None = None, grad: Grad = "sum"
 ) -> jax.Array:
-    """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`.
-
-    shape: the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`.
-    """
+    """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`. shape:
+    the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`."""
     return ops.all_gather(x, dim, axis, grad=grad, shape=shape)
 
 

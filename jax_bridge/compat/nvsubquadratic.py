@@ -54,8 +54,6 @@ def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 
 def zigzag_gather_from_group_ranks(
     data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> jax.Array:
-    """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...].
-
-    shape: the global shape, needed if L does not divide. Gradients are summed over devices.
-    """
+    """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...]. shape: the
+    global shape, needed if L does not divide. Gradients are summed over devices."""
     return redistribute(data, compat.zigzag_gather(data.shape, seq_dim, axis), shape=shape)

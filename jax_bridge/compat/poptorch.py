@@ -21,10 +21,8 @@ def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def all_gather_cross_replica_identical_grads_in(x: jax.Array, axis: Axes) -> jax.Array:
-    """Stack every replica's array: [...] -> [N, ...]; the gradient is the slice of the own cotangent.
-
-    With types the result is invariant along the axis.
-    """
+    """Stack every replica's array: [...] -> [N, ...]; the gradient is the slice of the own cotangent. With
+    types the result is invariant along the axis."""
     return all_gather(x[None], 0, axis, grad="replicated")
 
 
@@ -38,9 +36,7 @@ def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph:
 
 
 def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
-    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
-
-    Its own adjoint. Raises ShapeError if N does not divide the leading dim.
-    """
+    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
+    adjoint. Raises ShapeError if N does not divide the leading dim."""
     parts = x.reshape(compat.equal_parts(x.shape, axis_size(axis)))
     return all_to_all(parts, 1, 0, axis).reshape(x.shape)

@@ -242,10 +242,8 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
 
 
 class DomainParallelConv2d(nn.Module):
-    """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
-
-    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are a process's
-    share, until `sync_domain_gradients`."""
+    """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`. Blocks have equal sizes, unless another
+    layer returned them. Gradients of parameters are a process's share, until `sync_domain_gradients`."""
 
     default_dim: ClassVar[int] = -2
     conv: Any
@@ -286,10 +284,8 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
 
 
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
-    """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`.
-
-    It has a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns.
-    """
+    """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`. It has
+    a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns."""
 
     def __init__(self, periodic_conv: Any, shard_dim: int = -2) -> None:
         if shard_dim not in (2, -2):

@@ -50,9 +50,7 @@ class AllGatherGradAutograd:
 
 class AllGatherGradOverwrite:
     """The blocks of all ranks; the gradient of a block is the cotangent of its own rank: nothing is sent.
-
-    Right if all ranks compute the same loss.
-    """
+    Right if all ranks compute the same loss."""
 
     @staticmethod
     def apply(x: Tensor) -> list[Tensor]:
@@ -119,10 +117,8 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:
-    """The sum over ranks, on every rank: [...] -> [...]; the gradient passes, as for a loss equal on all.
-
-    A bool becomes whether any is true.
-    """
+    """The sum over ranks, on every rank: [...] -> [...]; the gradient passes, as for a loss equal on all. A
+    bool becomes whether any is true."""
     return _reduced(x, mean=False)
 
 

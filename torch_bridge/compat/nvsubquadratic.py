@@ -42,7 +42,6 @@ def all_to_all_single_fn(
     is sharded in zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], if lengths
     do not divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the
     other ranks: if they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
-
     Raises XshardError, a ValueError, for other types, dims and lengths, and a group without this process.
 
     >>> import torch, torch_bridge as xt
@@ -80,10 +79,8 @@ class AllToAllSingleFunction:
 
 
 def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0) -> Tensor:
-    """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
-
-    Nothing is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`.
-    """
+    """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...]. Nothing
+    is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`."""
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
 
 

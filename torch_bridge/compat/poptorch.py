@@ -51,10 +51,8 @@ def all_reduce_cross_replica_sum(
 
 
 def all_to_all_single_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
-    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
-
-    Its own adjoint. Raises ShapeError if N does not divide the leading dim.
-    """
+    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
+    adjoint. Raises ShapeError if N does not divide the leading dim."""
     mesh = _replicas(replication_factor, group)
     parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)

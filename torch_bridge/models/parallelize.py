@@ -71,7 +71,6 @@ def parallelize(
     state dict of whole ones. device: device of these. bucket_bytes: how much of the gradients travels
     together, as 2**20 or "25MiB"; None for all. comm_dtype: dtype in which parameters and gradients travel,
     as in `redistribute`.
-
     Raises XshardError with the name of the parameter or the module: for a name without a rule, a rule
     without a name, layouts that do not fit, tensors that differ between processes, and, in the forward pass,
     for a block that contradicts a rule. DesyncError, on all processes, if their calls differ. After

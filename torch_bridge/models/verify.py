@@ -60,7 +60,6 @@ def verify(
     tol: tolerance relative to the largest value of an array; None goes by dtype.
     original: the model as it was before changes beside its rules, as to count its own heads. Its values do
     not matter, and may be on the meta device.
-
     Raises XshardError if random numbers are drawn, as for dropout; ReplicaError for a batch that differs.
 
     >>> import torch, torch_bridge as xt

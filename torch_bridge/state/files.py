@@ -51,7 +51,6 @@ def save(
     their layouts. rules: layouts of the other tensors by name; None: they are replicated.
     mesh: the processes; None: the world. names: maps this program's names to stored names.
     shard_bytes: the most bytes of a file. shapes: global shapes by name, if blocks differ in size.
-
     Raises, on all processes: before anything is written, XshardError for a name without a rule, PlanError for
     sums and halos, DtypeError; FileError if the disk is full, with the old checkpoint as it was.
 
@@ -116,7 +115,6 @@ def load(
     both. dtype: the dtype of all floats, without `like`. profile: the machine; if it has a disk, processes
     that need the same rows may read a part each and share it. verify: compare checksums, which reads
     everything once.
-
     Raises, on all processes, before anything is read: FileError for malformed files, XshardError for
     names without a rule and rules without a name, ShapeError.
     """

@@ -18,15 +18,9 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
+from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import (
-    MeshLike,
-    callers,
-    dtensor_axes,
-    dtensor_mesh,
-    mesh_of,
-    process_mesh,
-)
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
 from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
 from xshard.arguments import lengths_of, shown
@@ -153,9 +147,9 @@ def local_array(
     block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
         on, shape = x.device_mesh, tuple(x.shape)
-        ranks, axes = callers(on), dtensor_axes(on)
+        ranks, axes = meshes.callers(on), meshes.dtensor_axes(on)
         rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
-        block, mesh = (local_block(x), dtensor_mesh(on)) if rank() in ranks else (None, on)
+        block, mesh = (local_block(x), meshes.dtensor_mesh(on)) if rank() in ranks else (None, on)
     elif rule is None:
         raise XshardError("a tensor without a layout", hint="a rule for the source, or a DTensor")
     else:

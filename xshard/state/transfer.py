@@ -48,7 +48,6 @@ def plan_transfer(
     dtypes: by name; float32 by default. Values that `names` casts travel in the smaller dtype. src_devices,
     dst_devices, profile: as in `xshard.plan`. bucket_bytes: about the most that a device sends and receives
     at once; None: no limit.
-
     Raises as `Names.resolve`, `Rules.match` and `xshard.plan` do, with the name of the array.
 
     >>> shapes = {"a.weight": (8, 6), "a.bias": (8,)}
