@@ -93,10 +93,8 @@ class Gradients:
         self.context, self.bucket_bytes, self.syncs = context, bucket_bytes, True
         self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
-        self._all: list[Gradient] = []
         self._handles: list[Any] = []
-        self._buckets: list[list[Gradient]] = []  # in the order in which a backward pass fills them
-        self._pass: BackwardPass | None = None
+        self._attach([each.tensor for each in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         new = Gradients(self.context, (), self.bucket_bytes)
@@ -138,12 +136,12 @@ class Gradients:
             x = gradient.parameter
             self._handles.append(x.register_hook(partial(self._arrives, gradient)))
             self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, gradient)))
-        last_first = self._all[::-1]
+        last_first = self._all[::-1]  # as a backward pass fills the buckets
         keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
         members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
         self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
-        self._pass = None
+        self._pass: BackwardPass | None = None
 
     def _begin(self) -> BackwardPass:
         return BackwardPass([*map(len, self._buckets)])

@@ -154,8 +154,7 @@ class ModuleHooks:
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
         """The position or the name of the argument that a rule is for; None if it is not a tensor."""
         if key is None:
-            first = _first_tensor(values)
-            if first is None:
+            if (first := _part(None, values)) is None:
                 what = f"input of {self.name or 'the model'}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
                 raise ShapeError(what, hint=hint)
@@ -191,12 +190,9 @@ def _parts_of(result: Any) -> dict[Any, Any]:
 
 
 def _part(key: Key, parts: Mapping[Any, Any]) -> Any:
-    """The key of the part of a result that a rule is for."""
-    return None if None in parts else _first_tensor(parts) if key is None else key
-
-
-def _first_tensor(parts: Mapping[Any, Any]) -> Any:
-    """The position or name of the first tensor, or None."""
+    """The key of the part that a rule is for; one without a key is for the first tensor, if there is any."""
+    if key is not None and None not in parts:
+        return key
     return next((key for key, x in parts.items() if isinstance(x, Tensor)), None)
 
 

@@ -117,11 +117,9 @@ def parallelize(
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, limit)
-        gradients.prepare()
     for owner, attribute, _, n in counted:
         setattr(owner, attribute, n)
-    wholes = [count[:3] for count in counted]
-    parallel = ParallelModel(context, sharded, uses, hooks, gradients, counts=wholes)
+    parallel = ParallelModel(context, sharded, uses, hooks, gradients, counts=[each[:3] for each in counted])
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
         if name in hooks:
@@ -264,8 +262,7 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, Module
         use = uses[name]
         if use.unsummed:
             owner[0].register_forward_pre_hook(partial(check_apart, name, use), with_kwargs=True)
-        move = use.move(each.later)
-        if move is None:
+        if (move := use.move(each.later)) is None:
             continue
         gatherer = _around(_path(name), hooks, "gathers")
         assert gatherer is not None  # the nearest one with a rule, or the model

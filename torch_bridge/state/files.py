@@ -184,13 +184,10 @@ def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) ->
     is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
     direct = is_plain and not load.is_shared and out.dtype == stored
     read = read_block(checkpoint, load, array.device, _as_numpy(out) if direct else None)
-    if direct:
-        return None
     block = torch.from_numpy(read).view(stored)
-    if load.is_shared:
-        return block.to(out.device, out.dtype)
-    out.copy_(block)
-    return None
+    if not (direct or load.is_shared):
+        out.copy_(block)
+    return block.to(out.device, out.dtype) if load.is_shared else None
 
 
 def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile) -> None:
