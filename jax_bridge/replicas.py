@@ -18,20 +18,16 @@ from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import ACCELERATORS, Batch, batch_first, host_callback, linear_primitive
 from xshard import Mesh, Plan, XshardError, replicas
-from xshard.replicas import ReplicaCheck
+from xshard.replicas import ReplicaCheck, checks_of
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     """`apply`, with checks of `x` forward, and of the result's cotangents backward, which raise JAX's error
     with the text of a ReplicaError."""
     everyone = Mesh(bound_sizes(plan.mesh.axes))
-    check = ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False)
-    x = _expect(x, entering=_watched(check), returning=None)
-    y = apply(plan, x, ad)
-    if not plan.dst.is_linear:
-        return y
-    dual = plan.target.with_layout(plan.target.layout.dual)
-    return _expect(y, entering=None, returning=_watched(check._replace(sharding=dual, cotangents=True)))
+    entering, returning = checks_of(plan, everyone, text)
+    y = apply(plan, _expect(x, entering=_watched(entering), returning=None), ad)
+    return _expect(y, entering=None, returning=_watched(returning)) if returning else y
 
 
 class _Watched(NamedTuple):

@@ -16,20 +16,15 @@ from torch_bridge.autodiff.function import apply
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_mesh
-from xshard import Mesh, Plan, Sharding, replicas
-from xshard.replicas import ReplicaCheck
+from xshard import Mesh, Plan, replicas
+from xshard.replicas import ReplicaCheck, checks_of
 
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
     """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
     ReplicaError, with the user's expression `text`, on all ranks, here or backward."""
-    plan, mesh = executable.plan, processes.mesh
-    check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
-    entering = comparison_of(check, processes)
-    returning = None
-    if plan.dst.is_linear:
-        dual = plan.target.with_layout(plan.target.layout.dual)
-        returning = comparison_of(check._replace(sharding=dual, cotangents=True), processes)
+    checks = checks_of(executable.plan, processes.mesh, text, name)
+    entering, returning = (check and comparison_of(check, processes) for check in checks)
     x = Expect.apply(x, entering, None) if entering else x
     y = apply(executable, x)
     return Expect.apply(y, None, returning) if returning else y
@@ -39,16 +34,14 @@ def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Compa
     """Comparisons before and after a plan between two meshes, for all processes of the world."""
     world = process_mesh(Mesh(world=dist.get_world_size()))
 
-    def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
-        check = ReplicaCheck(sharding, sharding.mesh, plan.dtype, text, cotangents)
-        own = mesh_of_ranks(sharding.mesh, ranks) if dist.get_rank() in ranks else None
-        return Comparison(check, ranks, own, world) if check.axes else None
+    def comparison(check: ReplicaCheck | None, ranks: tuple[int, ...]) -> Comparison | None:
+        if check is None or not check.axes:
+            return None
+        own = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
+        return Comparison(check, ranks, own, world)
 
-    entering = comparison(plan.source, plan.src_devices, False)
-    if not plan.dst.is_linear:
-        return entering, None
-    dual = plan.target.with_layout(plan.target.layout.dual)
-    return entering, comparison(dual, tuple(plan.dst_devices), True)
+    entering, returning = checks_of(plan, None, text)
+    return comparison(entering, plan.src_devices), comparison(returning, tuple(plan.dst_devices))
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,6 +79,17 @@ class ReplicaCheck(NamedTuple):
         return f"if each device uses its result in its own way, say so: copy({axis}) on the right"
 
 
+def checks_of(
+    plan: Any, mesh: Mesh | None, text: str, name: str = ""
+) -> tuple[ReplicaCheck, ReplicaCheck | None]:
+    """The checks of a plan's blocks, and of its results' cotangents. mesh: None is the mesh of either."""
+    check = ReplicaCheck(plan.source, mesh or plan.source.mesh, plan.dtype, text, False, name)
+    if not plan.dst.is_linear:
+        return check, None
+    dual = plan.target.with_layout(plan.target.layout.dual)
+    return check, check._replace(sharding=dual, mesh=mesh or dual.mesh, cotangents=True)
+
+
 def are_checked(asked: bool | None) -> bool:
     """True if replicas are compared: as the call asks, else as the environment does. Or they are watched."""
     return WATCH is not None or (ALWAYS if asked is None else asked)

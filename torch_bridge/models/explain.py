@@ -44,11 +44,11 @@ def explain(model: nn.Module) -> str:
             moves.append((part.name, written(part.move), forward, back + (0 if hooks.keep else forward)))
     for name, hooks in parallel.hooks.items():
         for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
-            for each in (each for each in rules if each.rule.moves):
-                received = (
-                    (None, None) if each.last is None else _received(each.rule, axes, profile, *each.last)
-                )
-                moves.append((f"{name or 'the model'}, {side}", each.rule.text, *(received or (None, None))))
+            for one in (one for one in rules if one.rule.moves):
+                received: Any = (None, None)
+                if one.last is not None:
+                    received = _received(one.rule, axes, profile, *one.last)
+                moves.append((f"{name or 'the model'}, {side}", one.rule.text, *received))
     moves += sums
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]

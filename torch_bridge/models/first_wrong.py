@@ -96,7 +96,8 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
         largest = whole.abs().max().item() if whole.numel() else 0.0
         name, sharding = f"{place} as '{written(layout)}'", Sharding(layout, context.axes, tuple(whole.shape))
         pairs[place] = Wanted("output", name, sharding, block, largest), _reduced(x, layout, context)
-    flags = differing(*zip(*pairs.values(), strict=True), tol, context) if pairs else []
+    wanted, blocks = zip(*pairs.values(), strict=True) if pairs else ((), ())
+    flags = differing(wanted, blocks, tol, context) if pairs else []
     right = {place: not n for place, n in zip(pairs, flags, strict=True) if n < 2}
     leaving = [place for place in right if place.side == "output" and right[place]]
     wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]

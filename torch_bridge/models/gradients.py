@@ -94,6 +94,7 @@ class Gradients:
         self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
+        self._pass: BackwardPass | None = None
         self._attach([each.tensor for each in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -141,7 +142,7 @@ class Gradients:
         members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
         self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
-        self._pass: BackwardPass | None = None
+        self._pass = None
 
     def _begin(self) -> BackwardPass:
         return BackwardPass([*map(len, self._buckets)])

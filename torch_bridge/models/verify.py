@@ -191,8 +191,8 @@ def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
-                owner, function = getattr(hook, "__self__", None), getattr(hook, "func", None)
-                if function is check_apart or any(owner is x for x in ours):
+                bound, function = getattr(hook, "__self__", None), getattr(hook, "func", None)
+                if function is check_apart or any(bound is x for x in ours):
                     del hooks[key]
     return copied, wholes
 
@@ -268,7 +268,7 @@ def _compare(
         runs: list[Any] = []
         with _eager(), torch.enable_grad():
             run(partial(watching, hooks=parallel.hooks, runs=runs))
-        place, text = first_wrong(*runs, parallel, tol)
+        place, text = first_wrong(runs[0], runs[1], parallel, tol)
         if not place:
             name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
             of = "gradient of " if numbers[0] else ""

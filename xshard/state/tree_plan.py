@@ -149,8 +149,9 @@ class ArrayPlan:
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The pairs (sender, receiver) of devices of the two meshes."""
-        sent = ((move.plan, m) for move in self.moves for m in move.transfer.messages)
-        return {(p.src_devices[m.src], p.dst_devices[m.dst]) for p, m in sent if not p.transfer.is_kept(m)}
+        steps = ((move.plan, move.transfer) for move in self.moves)
+        sent = ((plan, m) for plan, step in steps for m in step.messages if not step.is_kept(m))
+        return {(plan.src_devices[m.src], plan.dst_devices[m.dst]) for plan, m in sent}
 
 
 @dataclass(frozen=True, repr=False)
