@@ -52,9 +52,8 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     return ActivationRule(src, dst, text)
 
 
-def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozenset[str]:
+def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:
     """Axes along which activations differ inside a module: as `outside` it, but for axes that rules name."""
-    rules = list(rules)
     named = {axis for rule in rules for axis in rule.axes}
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,15 +25,6 @@ from xshard.state import Names, TreePlan, plan_transfer
 
 LEAF, PROFILE = "leaf ", "profile"
 Facts = Mapping[str, str]
-
-
-class LeafFacts(NamedTuple):
-    """Facts about a leaf for other processes. rule: its layout or expression."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str
-    device_type: str
 
 
 def described(
@@ -66,15 +57,15 @@ def described(
                     text = f"{sharding.layout.named(dst.names)} -> {dst}"
                 else:
                     check_placed(x, rule.src, text)
-            leaf = LeafFacts(sharding.shape, name_of(x.dtype), text, local.block.device.type)
+            leaf = sharding.shape, name_of(x.dtype), text, local.block.device.type
         blocks[name], facts[LEAF + name] = local.block, json.dumps(leaf)
     return blocks, facts
 
 
-def leaf_facts(facts: Facts) -> dict[str, LeafFacts]:
-    """The tensors of a described tree."""
+def leaf_facts(facts: Facts) -> Iterator[dict[str, Any]]:
+    """Shapes, dtypes, layouts or expressions, and kinds of devices of the tensors of a described tree."""
     leaves = {key.removeprefix(LEAF): json.loads(facts[key]) for key in facts if key.startswith(LEAF)}
-    return {name: LeafFacts(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
+    return ({name: leaf[i] for name, leaf in leaves.items()} for i in range(4))
 
 
 def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
@@ -94,11 +85,9 @@ def plan_described(
     bucket_bytes: int | str | None,
 ) -> TreePlan:
     """The plan for a described tree; dst_rules: see `target_rules`. Cached, as trainers send again."""
-    leaves, src_mesh = leaf_facts(dict(facts)), mesh_in(dict(facts))[0]
-    src_rules = {re.compile(re.escape(name)): leaf.rule for name, leaf in leaves.items()}
+    shapes, dtypes, layouts, _ = leaf_facts(dict(facts))
+    src_mesh, src_rules = mesh_in(dict(facts))[0], {re.compile(re.escape(n)): layouts[n] for n in layouts}
     rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     there: Any = {"dst_mesh": mesh, "src_devices": devices[0], "dst_devices": devices[1], "names": names}
     options: Any = {"dtypes": dtypes, "profile": profile, "bucket_bytes": bucket_bytes}
     return plan_transfer(shapes, rules, src_mesh=src_mesh, **there, **options)
@@ -124,7 +113,7 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
 def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
     """Results by name -> the described tree, or with `names` the results by name. Tensors that were on the
     CPU beside tensors on other devices, as counters of steps, go to the CPU again."""
-    kinds = {name: leaf.device_type for name, leaf in leaf_facts(facts).items()}
+    *_, kinds = leaf_facts(facts)
     mixed = len(set(kinds.values())) > 1
     for array in plan.arrays:
         x = received[array.name]

@@ -92,8 +92,8 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
                 raise FileError(f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint)
             entries, metadata = read_header(file)
             mapped = _mapped(file, entries)
-            if name := next((name for name in mapped if name in arrays), None):
-                raise FileError(f"{name} is in {places[name]} and in {file.name}")
+            if twice := [name for name in mapped if name in arrays]:
+                raise FileError(f"{twice[0]} is in {places[twice[0]]} and in {file.name}")
             arrays |= mapped
             places |= dict.fromkeys(mapped, file.name)
             notes.append(_json(metadata.get(KEY, "{}"), file.name))
