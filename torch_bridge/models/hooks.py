@@ -51,23 +51,20 @@ class TensorRule:
         self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
     ) -> tuple[Tensor, tuple[KnownDim, ...]]:
         """A block -> the block after its rule, and the dims known then. where: its name in errors."""
-        rule = self.rule
-        if torch.compiler.is_compiling():
-            return self._sent(x, context), ()
-        key = x.shape, outside
-        if key in self.seen:
-            shape, known = self.seen[key]
-            return self._sent(x, context, shape), known
-        shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
-        y = self._sent(x, context, shape)
-        known = known_inside(rule, shape, y.shape, outside, where)
-        self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
+        rule, key, is_compiled = self.rule, (x.shape, outside), torch.compiler.is_compiling()
+        shape, known = (None, ()) if is_compiled else self.seen.get(key, (None, ()))
+        is_new = not is_compiled and shape is None
+        if is_new:
+            shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
+        y = (
+            redistribute(x, rule.text, context.mesh, shape=shape, profile=context.profile)
+            if rule.moves
+            else x
+        )
+        if is_new and shape is not None:
+            known = known_inside(rule, shape, y.shape, outside, where)
+            self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
         return y, known
-
-    def _sent(self, x: Tensor, context: ParallelContext, shape: tuple[int, ...] | None = None) -> Tensor:
-        if not self.rule.moves:
-            return x
-        return redistribute(x, self.rule.text, context.mesh, shape=shape, profile=context.profile)
 
 
 @dataclass(eq=False, repr=False)

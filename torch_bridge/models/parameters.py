@@ -104,7 +104,7 @@ def shard_all(
     parameters: Sequence[ShardedParameter], context: ParallelContext, init: Init, device: torch.device | None
 ) -> None:
     """Replace every tensor by its block, on the meta device with values by `init`; all must begin equal."""
-    checked, sums = [], []
+    sums: dict[str, Tensor] = {}
     for each in parameters:
         x = each.tensor
         if x.is_meta and isinstance(init, Mapping):
@@ -113,11 +113,10 @@ def shard_all(
             _initialise(each.owners[0][0], init, device)
             x = each.tensor
         if not x.is_meta:
-            checked.append(each.name)
-            sums.append(x.detach().double().sum())
+            sums[each.name] = x.detach().double().sum()
         each.put(each.cut(x, context))
     if sums:
-        _check_equal(checked, torch.stack(sums), context)
+        _check_equal(sums, context)
 
 
 def _check_no_graph(x: nn.Parameter, name: str) -> None:
@@ -159,12 +158,12 @@ def _initial(init: Mapping[str, Tensor], each: ShardedParameter, x: Tensor, devi
     return value.to(device=device, dtype=x.dtype)
 
 
-def _check_equal(names: Sequence[str], sums: Tensor, context: ParallelContext) -> None:
+def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them."""
-    axes = ",".join(context.axes.axes)
-    most, least = redistribute(torch.stack([sums, -sums]), f"a b | max({axes}) -> a b", context.mesh)
+    axes, own = ",".join(context.axes.axes), torch.stack([*sums.values()])
+    most, least = redistribute(torch.stack([own, -own]), f"a b | max({axes}) -> a b", context.mesh)
     differ = (most + least).abs() > SAME_SEED * torch.maximum(most.abs(), least.abs())
     if bool(differ.any()):
-        name = names[int(differ.nonzero()[0])]
+        name = [*sums][int(differ.nonzero()[0])]
         hint = "torch.manual_seed(0) on all before the model is made, or load one state dict on all"
         raise XshardError(f"{name} differs between processes, before it is sharded", hint=hint)
