@@ -56,11 +56,8 @@ class TensorRule:
         is_new = not is_compiled and shape is None
         if is_new:
             shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
-        y = (
-            redistribute(x, rule.text, context.mesh, shape=shape, profile=context.profile)
-            if rule.moves
-            else x
-        )
+        options: Any = {"shape": shape, "profile": context.profile}
+        y = redistribute(x, rule.text, context.mesh, **options) if rule.moves else x
         if is_new and shape is not None:
             known = known_inside(rule, shape, y.shape, outside, where)
             self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
