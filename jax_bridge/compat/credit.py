@@ -5,7 +5,7 @@ Layers are functions in `jax_bridge.nn`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from jax_bridge import calls, ops
 from jax_bridge.mesh.axis_types import axis_size
 from xshard import compat
-from xshard.ops import Axes, Grad, HaloWidth
+from xshard.ops import Axes, Grad, HaloWidth, Shape
 
 AXIS = "domain"
 
@@ -25,7 +25,7 @@ def halo_exchange(
     axis: Axes = AXIS,
     *,
     boundary: str = "zero",
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> jax.Array:
     """`HaloExchange(halo_width, dim)(x)`: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
@@ -51,7 +51,7 @@ def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool
 
 
 def gather_tensor(
-    x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, shape: Sequence[int] | None = None, grad: Grad = "sum"
+    x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, shape: Shape = None, grad: Grad = "sum"
 ) -> jax.Array:
     """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`. shape:
     the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`."""

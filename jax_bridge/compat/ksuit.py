@@ -6,8 +6,6 @@ The axis None means "not distributed". With types, results that are equal on all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -17,15 +15,13 @@ from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import all_gather, all_reduce
 from xshard import compat
-from xshard.ops import Axes, Grad
+from xshard.ops import Axes, Grad, Shape
 
 # Dtypes that are added in a wider one: a sum of bools counts, and one of bfloat16 is rounded once.
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
 
 
-def all_gather_grad(
-    x: ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Sequence[int] | None = None
-) -> jax.Array:
+def all_gather_grad(x: ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Shape = None) -> jax.Array:
     """Concatenate all devices' blocks along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
     shape: the global shape, needed if blocks differ in size.
@@ -89,9 +85,7 @@ def all_reduce_mean_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     return _reduced(stop_gradient(x), axis, mean=True)
 
 
-def _gathered(
-    x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Sequence[int] | None = None
-) -> jax.Array:
+def _gathered(x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Shape = None) -> jax.Array:
     block = jnp.atleast_1d(jnp.asarray(x))  # a scalar is one row
     return block if axis is None else all_gather(block, dim, axis, grad=grad, shape=shape)
 

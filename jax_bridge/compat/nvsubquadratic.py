@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,7 +9,7 @@ import jax
 from jax_bridge.calls import redistribute
 from jax_bridge.mesh.axis_types import axis_size
 from xshard import compat
-from xshard.ops import Axes
+from xshard.ops import Axes, Shape
 
 
 def all_to_all_single_fn(
@@ -19,7 +18,7 @@ def all_to_all_single_fn(
     input: jax.Array,
     with_zigzag_splitting: bool = True,
     *,
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
     channel_dim: int = 1,
     sequence_dim: int = 2,
 ) -> jax.Array:
@@ -52,7 +51,7 @@ def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 
 
 
 def zigzag_gather_from_group_ranks(
-    data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Sequence[int] | None = None
+    data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Shape = None
 ) -> jax.Array:
     """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...]. shape: the
     global shape, needed if L does not divide. Gradients are summed over devices."""

@@ -30,10 +30,9 @@ from torch_bridge.ops import all_gather, halo_exchange
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError
-from xshard.ops import Grad, HaloWidth
+from xshard.ops import Grad, HaloWidth, Shape
 
 AXIS = "domain"
-Shape = Sequence[int] | None
 
 
 class DomainParallelManager:

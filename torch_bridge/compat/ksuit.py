@@ -19,6 +19,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
 from torch_bridge.ops import all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
 from xshard import compat, ops
+from xshard.ops import Grad, Shape
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
@@ -59,7 +60,7 @@ class AllGatherGradOverwrite:
 
 
 def all_gather_grad(
-    x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """The blocks of all ranks along `batch_dim`: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
 
@@ -144,7 +145,7 @@ def _world() -> MeshLike:
 
 
 def _gathered(
-    x: Values, dim: int, grad: ops.Grad, shape: ops.Shape = None, sizes: Sequence[int] | None = None
+    x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():

@@ -8,7 +8,6 @@ blocks of different sizes (`shape=`); any dims. Lengths that do not divide are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch_bridge.mesh.desync import CallFacts
 from torch_bridge.mesh.process_mesh import group_mesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import compat
+from xshard.ops import Shape
 
 AXIS = "cp"
 Group = dist.ProcessGroup | None
@@ -31,7 +31,7 @@ def all_to_all_single_fn(
     input: Tensor,
     with_zigzag_splitting: bool = True,
     *,
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
     channel_dim: int = 1,
     sequence_dim: int = 2,
     debug: bool = False,
@@ -85,7 +85,7 @@ def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0
 
 
 def zigzag_gather_from_group_ranks(
-    data: Tensor, group: Group, seq_dim: int = 0, *, shape: Sequence[int] | None = None
+    data: Tensor, group: Group, seq_dim: int = 0, *, shape: Shape = None
 ) -> Tensor:
     """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 

@@ -22,6 +22,7 @@ from xshard.errors import PlanError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim
 from xshard.notation.parser import Shard as Cut
+from xshard.ops import Shape
 
 AXIS = "axis"
 _TAGS = {"sum": "P", "copy": "R"}
@@ -37,7 +38,7 @@ def redistribute(
     out_dtype: torch.dtype | None = None,
     async_op: bool = False,
     backward_options: Mapping[str, Any] | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Shape = None,
 ) -> Tensor:
     """A block of type `src` along an axis -> the block of type `dst`, with the gradient of those types.
 
