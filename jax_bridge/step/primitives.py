@@ -25,17 +25,21 @@ class Written(NamedTuple):
 
 
 _INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj copy copy_p
-    convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
-    is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or
-    population_count pow real reduce_precision rem round rsqrt select_n sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"""
+_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil
+    clamp conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
+    not optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor"""
 _SOURCES = """create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
     random_wrap rng_bit_generator threefry2x32"""
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
 FREE = {"accesses": 0.0}  # compilers make it part of what is before or after it
-COPIES = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint")
+_COPIES = (
+    "bitcast_convert_type convert_element_type copy copy_p name optimization_barrier sharding_constraint"
+)
+COPIES = frozenset(_COPIES.split())
 
 
 def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:
@@ -57,7 +61,7 @@ def _class(primitive: str, shapes: Sequence[Shape | None]) -> str:
     """`linear` for what partial sums may pass: sums of arrays, and products with numbers."""
     sums = primitive in ("add", "add_any", "sub") and all(shapes)
     scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
-    return "linear" if primitive in (*COPIES, "neg", "real") or sums or scaled else "pointwise"
+    return "linear" if primitive in COPIES | {"neg", "real"} or sums or scaled else "pointwise"
 
 
 def _text(operands: Sequence[str], result: str) -> str:

@@ -98,7 +98,9 @@ class Trace:
                 self.dims[operand], self.parameters[operand] = its_dims, side
         if how.get("rules") is not None:
             how["rules"] = tuple(_in_names(rule, meaning) for rule in how["rules"])
-        whole = tuple(n for letter in whole for n in meaning[letter])
+        whole = tuple(
+            n for letter, names in meaning.items() for n in names if letter in whole or self.lengths[n] == 1
+        )
         text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
         self.ops.append(Op(name, text, tuple(operands), kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
