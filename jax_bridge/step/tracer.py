@@ -113,10 +113,17 @@ class Tracer:
         m = n + eqn.params["num_carry"]
         carries = dict[int, str | None]()
         for i, operand in enumerate(operands):
-            if operand is None or i < n or (i < m and body.outvars[i - n] is body.invars[i]):
+            if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
                 continue
             shape = trace.shapes[operand]
-            if i < m:
+            if i < n:  # a parameter of all rounds is one parameter, not one of each
+                is_parameter = operand not in trace.dims or operand in trace.parameters
+                args[i] = (
+                    self._add(f"{name}.const.{i}", "copy", {}, [operand], shape, times)
+                    if is_parameter
+                    else operand
+                )
+            elif i < m:
                 args[i] = carries[i - n] = self._add(
                     f"{name}.carry.{i - n}", "copy", {}, [operand], shape, inner
                 )
