@@ -151,9 +151,9 @@ def _first_free(used: dict[int, int]) -> int:
 
 
 class Transport(NamedTuple):
-    """A way to send the boxes of an exchange: those packed for every round -> those that arrived."""
+    """A way to send the boxes of an exchange."""
 
-    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]  # -> those that arrived
     branches: bool  # devices may take different branches of a program; on GPUs the host would wait for each
 
 

@@ -210,9 +210,9 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     src, dst = (positional(side, x.ndim) for side in (src, dst.in_order(src.names)))
     travels = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh, gradient = x.device_mesh, to_placements(layout_of_gradient(src), x.device_mesh, x.shape)
-    ends = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
+    here, there = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
     options: Any = {"op_dtype": travels.forward, "backward_dtype": travels.backward, "gradient": gradient}
-    return moves.move_of(x, *ends, call.profile, **options)
+    return moves.move_of(x, here, there, call.profile, **options)
 
 
 def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:

@@ -146,7 +146,7 @@ class Collective:
         return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether a collective of two ranks is large, and on gloo, where it sends before it receives."""
+        """Whether a collective of two ranks is large, and on gloo, which sends before it receives."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
         _, (_, sent, arrives) = self._peers

@@ -131,8 +131,8 @@ def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, 
         return [(None, torch.tensor(listed, device=device))]
     if len(starts) == 1:
         return [(None, slice(int(starts[0]), int(stops[0])))]
-    ends = zip(*(x.tolist() for x in (offsets[:-1], offsets[1:], starts, stops)), strict=True)
-    return [(slice(a, b), slice(start, stop)) for a, b, start, stop in ends]
+    bounds = zip(*(x.tolist() for x in (offsets[:-1], offsets[1:], starts, stops)), strict=True)
+    return [(slice(a, b), slice(start, stop)) for a, b, start, stop in bounds]
 
 
 def take(block: Tensor, index: Index) -> Tensor:

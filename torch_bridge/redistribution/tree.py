@@ -75,10 +75,10 @@ def _spread(
     tree: Any, layouts: Any, shape: Any, is_optional: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
-    given = (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"), (shape, _is_shape, "shapes")
+    trees = (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"), (shape, _is_shape, "shapes")
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
-        for values, is_value, what in given
+        for values, is_value, what in trees
     )
     for leaf, whole in zip(expressions, shapes, strict=True):
         x = None if leaf.x is None and is_optional else as_tensor(leaf.x, leaf.place or "x")

@@ -187,8 +187,8 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     varied = [inputs[i] for i in question.differentiable]
     pulled: Any = map(torch.zeros_like, varied)
     if used := [name for name in cotangents if named[name].requires_grad]:
-        ends = [named[name] for name in used], varied, [tensor_of(cotangents[name]) for name in used]
-        pulled = torch.autograd.grad(*ends, allow_unused=True, materialize_grads=True)
+        pairs = ([named[name] for name in used], varied, [tensor_of(cotangents[name]) for name in used])
+        pulled = torch.autograd.grad(*pairs, allow_unused=True, materialize_grads=True)
     gradients = dict(zip(question.differentiable, pulled, strict=True))
     arrays: dict[int, Devices] = {i: (array_of(gradient),) for i, gradient in gradients.items()}
     updated = {} if question.update is None else _updated(question.update, inputs, gradients)

@@ -61,8 +61,8 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
         raise StructureError(f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each")
     names, values, parsed = [], [], []
     for title, argument, prefix in zip(_titles(function, len(args)), args, inputs, strict=True):
-        given = broadcast_prefix(prefix, argument, title)
-        for (name, value), layout in zip(leaves(argument, title).items(), given, strict=True):
+        own = broadcast_prefix(prefix, argument, title)
+        for (name, value), layout in zip(leaves(argument, title).items(), own, strict=True):
             names.append(name)
             values.append(_array(value, name))
             parsed.append(_parsed(layout, name))
