@@ -43,10 +43,8 @@ def _lowered(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths = None
 ) -> Executable:
     again = functools.partial(lower, processes=processes, tensor_device=tensor_device, lengths=lengths)
-    steps, moves = (
-        zip(*_moves(plan, processes, tensor_device, lengths), strict=True) if plan.steps else ((), ())
-    )
-    return Executable(plan, processes, moves, steps, again)
+    moves = list(_moves(plan, processes, tensor_device, lengths))
+    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
 
 
 _kept = functools.lru_cache(maxsize=4096)(_lowered)
@@ -75,9 +73,8 @@ def _moves(
 
 def no_arithmetic(what: str, dtype: str) -> DtypeError:
     """The error of a reduction of a dtype in which torch cannot compute."""
-    return DtypeError(
-        f"torch has no {what} of {dtype}", hint="this dtype only moves: cast before the reduction"
-    )
+    hint = "this dtype only moves: cast before the reduction"
+    return DtypeError(f"torch has no {what} of {dtype}", hint=hint)
 
 
 def _computes(step: steps.Step, before: Sharding) -> bool:
@@ -174,10 +171,9 @@ def _exchange(step: steps.Exchange, site: Site) -> Move:
         """The rank at the other end of every message, and its part of the block at this end."""
         parts = []
         for m in messages:
-            part = site.subarray(shapes[end], box_rows(m.box, end))
-            parts.append(
-                (group.devices.index((m.dst, m.src)[end]), replace(part, sign=m.sign) if end else part)
-            )
+            peer, sign = (m.src, m.sign) if end else (m.dst, 1)
+            part = replace(site.subarray(shapes[end], box_rows(m.box, end)), sign=sign)
+            parts.append((group.devices.index(peer), part))
         return sorted(parts, key=lambda message: message[0])
 
     def packing(shape: tuple[int, ...], messages: Sequence[tuple[int, Subarray]]) -> Packing:

@@ -27,13 +27,13 @@ def zero(case: Case) -> str | None:
 
 def only_first(case: Case) -> str | None:
     """Right on the first device along axes of replicas, zeros on the others."""
-    index, pairs = case.sharding.mesh.index, [*enumerate(zip(case.got, case.want, strict=True))]
-    along = first_of(
-        case.free_axes,
-        lambda axes: all(
-            not in_double(got).any() if index(d, axes) else case.near(got, want) for d, (got, want) in pairs
-        ),
-    )
+    pairs = [*enumerate(zip(case.got, case.want, strict=True))]
+
+    def is_alone(axes: tuple[str, ...]) -> bool:
+        index = [case.sharding.mesh.index(device, axes) for device, _ in pairs]
+        return all(not in_double(x).any() if index[d] else case.near(x, want) for d, (x, want) in pairs)
+
+    along = first_of(case.free_axes, is_alone)
     return along and (
         f"only the first device along {along} has the value, the others have zeros: nothing sent it to them"
     )
