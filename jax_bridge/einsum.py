@@ -25,8 +25,7 @@ from xshard import ContractionPlan, Mesh, Plan, Profile, Sharding, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
-from xshard.contractions.shapes import Shapes, whole_shapes
-from xshard.contractions.views import named_block
+from xshard.contractions.shapes import Shapes, named_block, whole_shapes
 from xshard.errors import ShapeError
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given

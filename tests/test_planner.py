@@ -21,8 +21,8 @@ from xshard import Layout
 from xshard.errors import NotationError, PlanError, ProfileError, ShapeError
 from xshard.plans.table import alternatives
 from xshard.search.a_star import Search
+from xshard.search.moves import Space
 from xshard.search.solve import without_copies
-from xshard.search.states import Space
 from xshard.steps import Exchange
 
 ROOT = Path(__file__).parents[1]

@@ -28,9 +28,8 @@ def format_seconds(s: float) -> str:
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows with equally many cells -> lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class Pictured:

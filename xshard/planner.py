@@ -12,9 +12,8 @@ from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths, written
 from xshard.contractions.solve import ContractionRequest, find_contraction
-from xshard.contractions.views import written
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of, precision
@@ -27,6 +26,8 @@ from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
 from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Request, device_numbers
+
+Shape = tuple[int, ...]
 
 
 @overload
@@ -108,9 +109,6 @@ def plan(
     >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
     >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
     (['all_to_all s/cp -> c/cp'], True)
-    >>> both = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8), objective="forward+backward")
-    >>> both.cost == p.cost + p.backward.cost
-    True
     >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
     >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
     ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce sum(tp)'])
@@ -142,9 +140,8 @@ def plan(
     options = dtype, profile, limit_of(memory_limit), objective or FORWARD
     if mesh is None or relabel or two != (None,) * 4:
         meshes = _two_meshes(mesh, src_mesh, dst_mesh)
-        return _plan_between(
-            expression, meshes, _lengths(shape), (src_devices, dst_devices), relabel, *options
-        )
+        devices = src_devices, dst_devices
+        return _plan_between(expression, meshes, _lengths(shape), devices, relabel, *options)
     lengths = _lengths(shape)
     return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
 
@@ -161,10 +158,7 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction without `...`, cached. shapes: the operands', with one dim per name.
-
-    Without an objective, by its dtype.
-    """
+    """`plan` of a contraction without `...`, with a length per name; without an objective, by its dtype."""
     name = name_of(dtype)
     objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:
@@ -180,29 +174,17 @@ def plan_contraction(
     return find_contraction(request)
 
 
-@lru_cache(maxsize=4096)
-def _plan(
-    expression: LayoutPair,
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    _: tuple[type, ...],  # tells 4 from 4.0, which are equal keys
-    *options: Any,
-) -> Plan:
+@lru_cache(maxsize=4096)  # with the types of lengths, which tell 4 from 4.0
+def _plan(expression: LayoutPair, mesh: Mesh, shape: Shape, _: tuple[type, ...], *options: Any) -> Plan:
     return _plan_between(expression, (mesh, mesh), shape, (None, None), False, *options)
 
 
 def _plan_between(
-    expression: LayoutPair,
-    meshes: tuple[Mesh, Mesh],
-    shape: tuple[int, ...],
-    devices: tuple[Sequence[int] | None, Sequence[int] | None],
-    relabel: bool,
-    dtype: object,
-    profile: str | Path | Profile,
-    memory_limit: int | None,
-    objective: str,
+    move: LayoutPair, meshes: tuple[Mesh, Mesh], shape: Shape, devices: Any, relabel: bool, *options: Any
 ) -> Plan:
-    src, dst, text = sides(expression)
+    """options: dtype, profile, memory limit and objective."""
+    dtype, profile, memory_limit, objective = options
+    src, dst, text = sides(move)
     check_axes(src, meshes[0], text)
     if meshes[0] == meshes[1]:
         check_axes(dst, meshes[1], text)
@@ -238,7 +220,7 @@ def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None)
     return src_mesh, dst_mesh
 
 
-def _lengths(shape: Sequence[int] | None) -> tuple[int, ...]:
+def _lengths(shape: Sequence[int] | None) -> Shape:
     if shape is None:
         raise ShapeError("no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)")
     return lengths_of(shape)

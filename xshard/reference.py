@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from xshard import dtypes
 from xshard.arguments import lengths_of
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.views import named_block
+from xshard.contractions.shapes import named_block
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -23,8 +23,10 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange.messages import fill_boxes
-from xshard.steps.exchange.sources import View, views
+from xshard.steps.exchange.sources import DimEnd, View, dim_end, views
 from xshard.steps.local import Scale
+
+Arrays = Sequence[ArrayLike]  # a block per device
 
 
 def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
@@ -52,9 +54,7 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     return blocks
 
 
-def gather(
-    blocks: Sequence[ArrayLike], layout: Layout | str, mesh: Mesh, shape: Sequence[int]
-) -> NDArray[np.generic]:
+def gather(blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int]) -> NDArray[np.generic]:
     """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
 
     Addends and contributions are reduced; of several copies of a row one is read, its owner's if there.
@@ -83,7 +83,7 @@ def gather(
     return out
 
 
-def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Block]:
+def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
 
     Between two meshes: a block per device of the source -> a block per device of the destination. A
@@ -112,9 +112,7 @@ def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Bl
     return current
 
 
-def pullback(
-    plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Sequence[ArrayLike]
-) -> list[Any]:
+def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arrays) -> list[Any]:
     """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
 
     cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan runs its
@@ -138,9 +136,7 @@ def pullback(
 Operand = list[Block]  # its blocks
 
 
-def _contracted(
-    plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]]
-) -> tuple[Operand, list[list[Operand]]]:
+def _contracted(plan: ContractionPlan, operands: Sequence[Arrays]) -> tuple[Operand, list[list[Operand]]]:
     """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
@@ -157,9 +153,7 @@ def _contracted(
     return _as_written(left[0], target, plan.result.target), held
 
 
-def _pulled(
-    plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
-) -> list[Operand]:
+def _pulled(plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays) -> list[Operand]:
     """The cotangents of all operands, computed part by part, the last part first."""
     held = _contracted(plan, operands)[1]
     left = [by_name(list(map(np.asarray, cotangents)), plan.arrays[-1], plan.result.target)]
@@ -228,7 +222,7 @@ def contract(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[s
     return result
 
 
-def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Block]:
+def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
     """One array per device of the shape that the layout gives it, all of one dtype."""
     arrays = [np.asarray(b) for b in blocks]
     if len(arrays) != sharding.mesh.n_devices:
@@ -244,11 +238,10 @@ def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Bloc
     return arrays
 
 
-def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """For every dim, the arguments of `wanted_rows` and `offered_rows`, and the device's place in it."""
-    for d, dim in enumerate(sharding.layout.dims):
-        sizes = sharding.mesh.sizes_of(dim.axes)
-        yield (dim, sharding.shape[d], sizes, view.sides[d], view.shifts[d]), sharding.dim_device(d, device)
+def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[DimEnd, int]]:
+    """Every dim in a view, and the device's place in it."""
+    for d, part in enumerate(zip(view.sides, view.shifts, strict=True)):
+        yield dim_end(sharding, d, *part), sharding.dim_device(d, device)
 
 
 def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:

@@ -23,7 +23,7 @@ from jax_bridge.trees import array_leaves, is_array
 from xshard import Profile, XshardError
 from xshard.arguments import shown
 from xshard.errors import NotationError, located
-from xshard.layout.layout import check_axes, parse_signature
+from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Sides, sides_or_one
@@ -82,7 +82,7 @@ def shard_map(
 def _signature(layouts: Any) -> tuple[Any, Any]:
     """The layouts of arguments and of results, as trees."""
     if isinstance(layouts, str):
-        arguments, results = parse_signature(layouts)
+        arguments, results = parse_layouts(layouts, "signature")
         return arguments, results[0] if len(results) == 1 else results
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return layouts[0], layouts[1]

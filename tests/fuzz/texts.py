@@ -21,7 +21,7 @@ from xshard.arguments import parse_bytes
 from xshard.cli.options import parse_shape, parse_sizes
 from xshard.contractions.expression import contraction
 from xshard.cost.machine import profile_of
-from xshard.layout.layout import parse_expression, parse_signature
+from xshard.layout.layout import parse_expression, parse_layouts
 from xshard.notation.overlap_parser import parse_boundaries
 from xshard.rules import match_stars
 from xshard.state.names import Names, rename
@@ -85,7 +85,7 @@ def readers() -> dict[str, Reader]:
             contraction, (GEMM, "a b/x, b/x c -> a c", "b h s/z -> s", "n, n ->"), lambda c: c.text
         ),
         "signature": Reader(
-            parse_signature,
+            lambda text: parse_layouts(text, "signature"),
             (f"{GEMM}, ()", "n d -> (), n/a"),
             lambda both: "->".join(",".join(map(str, side)) for side in both),
         ),

@@ -10,6 +10,7 @@ from tests import oracle
 from tests.strategies import layouts, meshes, shapes
 from tests.two_meshes import crossing
 from xshard.cost.machine import refined
+from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
 
 
@@ -38,11 +39,11 @@ def test_refined_meshes(src_mesh, dst_mesh, refined):
 def test_a_refined_layout_gives_every_device_the_same_rows(data, src_mesh, dst_mesh, shape):
     common = refine(src_mesh, dst_mesh)
     if common is not None:
-        for mesh, refined in ((src_mesh, common.source), (dst_mesh, common.target)):
+        for mesh, factors in ((src_mesh, common.src), (dst_mesh, common.dst)):
             layout = data.draw(layouts(mesh, len(shape)))
             for device in range(mesh.n_devices):
                 plain = oracle.block_index(layout, mesh, shape, device)
-                fine = oracle.block_index(refined(layout), common.mesh, shape, device)
+                fine = oracle.block_index(factored(layout, dict(factors)), common.mesh, shape, device)
                 assert all(np.array_equal(a, b) for a, b in zip(plain, fine, strict=True))
 
 

@@ -13,6 +13,7 @@ from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.pictures.grid import MAX_BLOCKS, Picture, devices_text, picture, rows_text
+from xshard.pictures.terminal import console, renderable
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
@@ -66,10 +67,10 @@ def test_zigzag_blocks():
 
 
 def test_devices_have_coordinates_shape_and_rows():
-    block = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).devices[3]
-    assert block.coords == (("dp", 1), ("sp", 1))
-    assert block.local_shape == (6, 3)
-    assert (rows_text(block.owned[0]), rows_text(block.held[0])) == ("4-7", "3-7, 1 fill")
+    out = console()
+    with out.capture() as shown:
+        out.print(renderable(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)))
+    assert shown.get().split()[-8:] == ["3", "1", "1", "6x3", "4-7", "3-7,", "1", "fill"]
 
 
 @pytest.mark.parametrize(

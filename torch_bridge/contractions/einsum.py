@@ -20,8 +20,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Profile
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import for_operands, shapes_of
-from xshard.contractions.views import written
+from xshard.contractions.shapes import for_operands, shapes_of, written
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 

@@ -19,7 +19,7 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.views import named_block
+from xshard.contractions.shapes import named_block
 from xshard.layout import Sharding
 
 Move = Executable | None  # None: neither the block moves nor its gradient

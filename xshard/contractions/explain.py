@@ -80,7 +80,8 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     names = ["all of it on every device", *(f"where '{array.layout}' is" for array in shardings.arrays)]
     for name, placement in zip(names, shardings.seeds(), strict=True):
         candidate = CandidateSearch(shardings, prices, plan.objective).candidate(placement)
-        moves, result = tuple(map(prices.plan, candidate.moves)), prices.plan(candidate.result)
+        *others, result = map(prices.plan, candidate.moves)
+        moves = tuple(others)
         if all(moves != known.parts[0].moves for _, known in plans):
             other = replace(part, moves=moves, result=result)
             plans.append((name, replace(plan, parts=(other,), memory_limit=None)))

@@ -11,14 +11,14 @@ from typing import Any
 
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
-from xshard.layout.layout import NONLINEAR, check_form
+from xshard.layout.layout import NONLINEAR, parse_layouts
 from xshard.notation.parser import (
     ELLIPSIS,
     Dim,
     Shard,
     check_text,
     mark_errors,
-    parse_operands,
+    parse_sides,
     parts_of,
     text_spans,
 )
@@ -26,15 +26,12 @@ from xshard.notation.parser import (
 
 @dataclass(frozen=True)
 class Contraction:
-    """The layouts of operands and result with one dim per name, the text that errors mark, and its layouts.
-
-    arrays: these, operands and result, in which a dim may be composed and a name stand twice.
-    """
+    """The layouts of operands and result with one dim per name, and the text that errors mark."""
 
     operands: tuple[Layout, ...]
     result: Layout
     text: str
-    arrays: tuple[Layout, ...]
+    arrays: tuple[Layout, ...]  # as the text writes them, the result last: composed dims, names that repeat
 
     def __hash__(self) -> int:  # cheap: calls are keys of caches
         return hash(self.text)
@@ -47,10 +44,7 @@ class Contraction:
         return cls(tuple(operands), result, text, tuple(arrays))
 
     def resolved(self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None) -> Contraction:
-        """The contraction with dims `_0`, `_1`, ... for `...`, of operands with so many dims, or ShapeError.
-
-        layouts: the operands'; by default the arrays' own.
-        """
+        """The contraction with dims `_0`, ... for `...`, of arrays, or `layouts`, of so many dims."""
         pairs = enumerate(zip(layouts or self.arrays, ndims, strict=False))
         count = {n - len(x.dims) + 1: i for i, (x, n) in pairs if ELLIPSIS in x.names}
         if not count:
@@ -65,11 +59,7 @@ class Contraction:
 
 
 def is_contraction(expression: Any, *, named: bool) -> bool:
-    """Whether an expression has several operands, or one with dims that the result lacks.
-
-    named: the lengths belong to a contraction: by name, or a shape for each operand. Without them a result
-    that lacks dims of its one operand is a mistake in a move.
-    """
+    """Whether an expression has several operands, or one that is not moved. named: lengths are by operand."""
     return isinstance(expression, str) and _is_contraction(expression, named)
 
 
@@ -78,10 +68,10 @@ def _is_contraction(text: str, named: bool) -> bool:
     depths = itertools.accumulate((char in "([") - (char in ")]") for char in text)
     if any(char == "," and not depth for char, depth in zip(text, depths, strict=True)):
         return True  # or meant as one, so that errors speak of operands
-    if not named:
+    if not named:  # a result that lacks dims of its one operand is a mistake in a move
         return False
     try:
-        operands, (kept, _) = parse_operands(text)
+        operands, ((kept, _),), _ = parse_sides(text, "contraction")
     except NotationError:
         return False
     dims, names = operands[0][0], {dim.name for dim in kept}
@@ -97,11 +87,8 @@ def contraction(text: str) -> Contraction:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
-    operands, result = parse_operands(text)
-    spans = text_spans(text)
-    for parsed, span in zip((*operands, result), spans.layouts, strict=False):  # an empty side has no span
-        check_form(*parsed, text, slice(*span))
-    call = Contraction.of([Layout(*parsed) for parsed in (*operands, result)], text)
+    operands, results = parse_layouts(text, "contraction")
+    call, spans = Contraction.of((*operands, *results), text), text_spans(text)
     for dim, span in spans.full_dims:
         if dim.overlap is not None:
             raise NotationError("an overlap in a contraction", text=text, span=span, hint="trim halos first")

@@ -14,6 +14,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
+from xshard.search.grid import remembered
 from xshard.steps.base import axes_of
 
 Axes = frozenset[str]
@@ -23,18 +24,13 @@ Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has parti
 
 @dataclass(frozen=True, eq=False)
 class DimSharding:
-    """How a dim is sharded, outermost first, the rows of its longest block, and whether the dim can be so.
+    """How a dim is sharded. Equal shardings are one object: placements are compared by identity."""
 
-    normal: the simplest shards with the same blocks.
-
-    Equal shardings of a dim are one object: placements are compared by identity.
-    """
-
-    shards: Shards
+    shards: Shards  # outermost first
     axes: Axes
-    rows: int
-    fits: bool
-    normal: Shards
+    rows: int  # of the longest block
+    fits: bool  # whether the dim can be so
+    normal: Shards  # the simplest with the same blocks
 
 
 class Placement(NamedTuple):
@@ -70,7 +66,17 @@ class OperandSharding(NamedTuple):
         return OperandSharding(self.dims, self.copies, self.sums)
 
 
-Finer = list[tuple[DimSharding, Axes]]  # shardings, each with the axes that it takes
+class ArrayMove(NamedTuple):
+    """An array of a global shape is to go from one layout to another."""
+
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def dual(self) -> ArrayMove:
+        """The move of the gradient."""
+        return ArrayMove(self.dst.dual, self.src.dual, self.shape)
 
 
 def dim_lengths(operands: Iterable[Layout], shapes: Iterable[Sequence[int]]) -> dict[str, int]:
@@ -81,15 +87,13 @@ def dim_lengths(operands: Iterable[Layout], shapes: Iterable[Sequence[int]]) -> 
 
 @dataclass(frozen=True, repr=False)
 class EinsumShardings:
-    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result.
-
-    dim_shardings: the shardings of dims met so far, by length and shards: contractions share them.
-    """
+    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result."""
 
     operands: tuple[Sharding, ...]
     result: Sharding
+    # The shardings of dims met so far, by length and shards: contractions share them.
     dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
-    _finer: dict[tuple[int, DimSharding, str], Finer] = field(default_factory=dict, compare=False)
+    stays: bool = False  # the result, where it is contracted
 
     @cached_property
     def arrays(self) -> tuple[Sharding, ...]:
@@ -119,10 +123,8 @@ class EinsumShardings:
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """The placements in which one axis, with the axes of its shard, does something else."""
         for axis in self.axes:
-            dims = [
-                self._sharded(d, tuple(shard for shard in dim.shards if axis not in shard.axes))
-                for d, dim in enumerate(placement.dims)
-            ]
+            shards = (tuple(s for s in dim.shards if axis not in s.axes) for dim in placement.dims)
+            dims = [self._sharded(d, others) for d, others in enumerate(shards)]
             sums = tuple(pair for pair in placement.sums if pair[0] != axis)
             rest = Placement.of(tuple(dims), sums, tuple(a for a in placement.copies if a != axis))
             others = self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
@@ -159,17 +161,15 @@ class EinsumShardings:
         if axis in self.result.layout.tagged("copy"):
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
-    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> Finer:
+    @remembered
+    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> list[tuple[DimSharding, Axes]]:
         """Dim `d` sharded once more by an axis, each time with the axes that it takes."""
-        finer = self._finer.get((d, dim, axis))
-        if finer is None:
-            finer = self._finer[d, dim, axis] = []
-            length, mesh = self._all_lengths[d], self.result.mesh
-            for shard in self._shards[d]:
-                for i in range(len(dim.shards) + 1) if axis in shard.axes else ():
-                    shards = (*dim.shards[:i], shard, *dim.shards[i:])
-                    if shards in self._given_shards or mesh.size(*axes_of(shards)) <= length:
-                        finer.append((self._sharded(d, shards), Axes(shard.axes)))
+        finer, length, mesh = list[tuple[DimSharding, Axes]](), self._all_lengths[d], self.result.mesh
+        for shard in self._shards[d]:
+            for i in range(len(dim.shards) + 1) if axis in shard.axes else ():
+                shards = (*dim.shards[:i], shard, *dim.shards[i:])
+                if shards in self._given_shards or mesh.size(*axes_of(shards)) <= length:
+                    finer.append((self._sharded(d, shards), Axes(shard.axes)))
         return finer
 
     def _sharded(self, d: int, shards: Shards) -> DimSharding:
@@ -216,26 +216,24 @@ class EinsumShardings:
             endpoints.append(OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged)))
         return tuple(endpoints)
 
-    def dims_of(self, placement: Placement, i: int) -> tuple[DimSharding, ...]:
-        """The dims of an array as the placement shards them."""
-        return tuple([placement.dims[d] for d in self._positions[i]])
-
     def sharding_at(self, placement: Placement, i: int) -> OperandSharding:
         """An operand as it is contracted in the placement; -1 is the local result."""
-        dims, copies = self.dims_of(placement, i), Axes(placement.copies)
+        dims, copies = tuple([placement.dims[d] for d in self._positions[i]]), Axes(placement.copies)
         others = placement.busy.difference(*(dim.axes for dim in dims))
         if i < 0:
             return OperandSharding(dims, others - copies, copies)
         sums = Axes(axis for axis, owner in placement.sums if owner == i)
         return OperandSharding(dims, sums, others - sums)
 
-    def layout_at(self, placement: Placement, i: int) -> Layout:
-        """`sharding_at` as a layout."""
-        local, sums, copies = self.sharding_at(placement, i)
-        means = {axis for axis, owner in placement.sums if axis in self.operands[owner].layout.tagged("mean")}
-        tags = [("copy", tuple(copies)), *(("mean" if axis in means else "sum", (axis,)) for axis in sums)]
-        dims = (Dim(n, dim.shards) for n, dim in zip(self.arrays[i].layout.names, local, strict=True))
-        return Layout(tuple(dims), tuple(tags))
+    def move(self, i: int, local: OperandSharding, sums: Sums) -> ArrayMove:
+        """The move of operand `i` to where it is contracted; -1 is the result, from there."""
+        means = {axis for axis, owner in sums if axis in self.operands[owner].layout.tagged("mean")}
+        tags = [("copy", tuple(local.copies)), *(("mean" if a in means else "sum", (a,)) for a in local.sums)]
+        array = self.arrays[i]
+        dims = (Dim(name, dim.shards) for name, dim in zip(array.layout.names, local.dims, strict=True))
+        layout = Layout(tuple(dims), tuple(tags))
+        endpoints = (array.layout, layout) if i >= 0 else (layout, layout if self.stays else array.layout)
+        return ArrayMove(*endpoints, array.shape)
 
     @cached_property
     def _positions(self) -> list[list[int]]:
@@ -265,12 +263,9 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """The dims of operands and result -> how often each array is read or written; a copy is one of both.
-
-    A matrix product takes arrays that can be read as matrices, one for each index of the dims that all arrays
-    have: dims that the same arrays have are side by side, and the dims of all arrays are not the last. Others
-    are copied. A gradient is a product of arrays with the same dims, so it copies the same ones.
-    """
+    """The dims of operands and result -> how often each array is read or written; a copy is one of both."""
+    # A product of matrices takes arrays with the dims that the same arrays have side by side, and the dims of
+    # all arrays not last; others are copied, also for a gradient, since its arrays have the same dims.
 
     def owners(name: str) -> tuple[bool, ...]:
         return tuple(name in dims for dims in arrays)

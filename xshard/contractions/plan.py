@@ -11,9 +11,8 @@ from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.placements import accesses, dim_lengths, operations
 from xshard.contractions.ring import ContractionRing, rings
-from xshard.contractions.shapes import Shapes
+from xshard.contractions.shapes import Shapes, written
 from xshard.contractions.types import local_type
-from xshard.contractions.views import written
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize, name_of
@@ -27,12 +26,9 @@ from xshard.search.request import BOTH
 
 @dataclass(frozen=True)
 class Part:
-    """One local contraction, with the moves before and after it, one after the other or in a `ring`.
+    """One local contraction, with the moves before and after it, one after the other or in a `ring`."""
 
-    takes: indices of its operands among those that are left; the result goes behind the others.
-    """
-
-    takes: tuple[int, ...]
+    takes: tuple[int, ...]  # its operands among those that are left; the result goes behind the others
     moves: tuple[Plan, ...]
     result: Plan
     ring: ContractionRing | None = None
@@ -232,8 +228,12 @@ class ContractionPlan(Pictured):
         """The plan as text, with all that is needed to check and run it elsewhere."""
         values = {"contraction": self.text, "mesh": to_plain(self.mesh), "shapes": to_plain(self.shapes)}
         values |= {"dtype": self.dtype, "profile": self.profile.name, "memory_limit": self.memory_limit}
-        values |= {"objective": self.objective, "parts": list(map(_part_to_plain, self.parts))}
-        return json.dumps(values, indent=1)
+        parts = []
+        for part in self.parts:
+            moves, ring = list(map(plan_to_plain, part.moves)), part.ring and list(part.ring.key)
+            plain = {"takes": list(part.takes), "moves": moves, "result": plan_to_plain(part.result)}
+            parts.append(plain | {"ring": ring})
+        return json.dumps(values | {"objective": self.objective, "parts": parts}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
@@ -245,16 +245,11 @@ class ContractionPlan(Pictured):
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
             call, shapes = contraction(data["contraction"]), from_plain(Shapes, data["shapes"])
-            return ContractionPlan(
-                call.resolved(map(len, shapes), call.operands),
-                Mesh(data["mesh"]),
-                shapes,
-                name_of(data["dtype"]),
-                tuple(_part_from_plain(part, machine) for part in data["parts"]),
-                machine,
-                from_plain(int | None, data["memory_limit"]),
-                data["objective"],
-            )
+            call = call.resolved(map(len, shapes), call.operands)
+            array = Mesh(data["mesh"]), shapes, name_of(data["dtype"])
+            parts = tuple(_part_from_plain(part, machine) for part in data["parts"])
+            limit = from_plain(int | None, data["memory_limit"])
+            return ContractionPlan(call, *array, parts, machine, limit, data["objective"])
 
 
 def contraction_of(expression: str | Contraction | ContractionPlan) -> Contraction:
@@ -262,11 +257,6 @@ def contraction_of(expression: str | Contraction | ContractionPlan) -> Contracti
     if isinstance(expression, Contraction):
         return expression
     return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
-
-
-def _part_to_plain(part: Part) -> dict[str, Any]:
-    moves, ring = [plan_to_plain(move) for move in part.moves], part.ring and list(part.ring.key)
-    return {"takes": list(part.takes), "moves": moves, "result": plan_to_plain(part.result), "ring": ring}
 
 
 def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:

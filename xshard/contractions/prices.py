@@ -5,36 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
-from xshard.contractions.placements import DimSharding, OperandSharding
+from xshard.contractions.placements import ArrayMove, DimSharding, OperandSharding
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
-from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout import Mesh
 from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
-from xshard.notation.parser import Dim
 from xshard.plans.plan import Plan, find_plan, search_plan
-from xshard.search.move_costs import estimate
+from xshard.search.grid import Cut, Grid, State, grid, remembered
+from xshard.search.moves import estimate
 from xshard.search.request import Request
-from xshard.search.states import Cut, Space, State
 
 BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
 
 
-class ArrayMove(NamedTuple):
-    """An array of a global shape is to go from one layout to another."""
-
-    src: Layout
-    dst: Layout
-    shape: tuple[int, ...]
-
-    @property
-    def dual(self) -> ArrayMove:
-        """The move of the gradient."""
-        return ArrayMove(self.dst.dual, self.src.dual, self.shape)
+Shape = tuple[int, ...]
+Make = Callable[[], ArrayMove]
 
 
 @dataclass(eq=False)
@@ -44,8 +33,8 @@ class MoveEstimate:
     least: float
     before: OperandSharding
     after: OperandSharding
-    shape: tuple[int, ...]
-    make: Callable[[], ArrayMove]
+    shape: Shape
+    make: Make
     level: int = BOUND
 
     def __post_init__(self) -> None:
@@ -64,64 +53,46 @@ class Prices:
     profile: Profile
     find: Callable[[Request], Plan] = search_plan
     _moves: dict[Leg, MoveEstimate] = field(default_factory=dict)
-    _estimates: dict[tuple[tuple[int, ...], State, State], float] = field(default_factory=dict)
-    _spaces: dict[tuple[int, ...], Space] = field(default_factory=dict)
-    _cuts: dict[tuple[tuple[int, ...], DimSharding], Cut] = field(default_factory=dict)
-    _sizes: dict[frozenset[str], int] = field(default_factory=dict)
 
     def plan(self, move: ArrayMove) -> Plan:
         """The cheapest plan of a move."""
-        devices = range(self.mesh.n_devices)
-        endpoints = move.src, move.dst, self.mesh, self.mesh, devices, devices
-        return self.find(Request(*endpoints, move.shape, self.dtype, self.profile))
+        return self.find(Request.on(self.mesh, *move, self.dtype, self.profile))
 
     def move(
-        self,
-        before: OperandSharding,
-        after: OperandSharding,
-        shape: tuple[int, ...],
-        means: object,
-        make: Callable[[], ArrayMove],
+        self, before: OperandSharding, after: OperandSharding, shape: Shape, means: object, make: Make
     ) -> MoveEstimate:
         """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
         leg = before[:2], after[:2], shape, means
         if (known := self._moves.get(leg)) is None:
-            received = self._received(before, after, math.prod(shape))
-            start, per_element = self._fastest
-            seconds = received * per_element + start if received else 0.0
+            grid, received = self._grid(shape), self._received(before, after, math.prod(shape))
+            start = grid.least_launch + grid.least_latency
+            seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
             known = self._moves[leg] = MoveEstimate(seconds, before, after, shape, make)
         return known
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
         if move.level == BOUND:
-            move.level, move.seconds = ESTIMATE, max(move.seconds, self._estimated(move))
+            both = self._state(move.shape, move.before), self._state(move.shape, move.after)
+            move.level, move.seconds = ESTIMATE, max(move.seconds, self._estimate(move.shape, *both))
         else:
             move.level, move.seconds = PRICE, self.plan(move.make()).cost
 
-    def _estimated(self, move: MoveEstimate) -> float:
-        space = self._space(move.shape)
-        start, goal = self._state(space, move.before), self._state(space, move.after)
-        key = move.shape, start, goal
-        if key not in self._estimates:
-            self._estimates[key] = estimate(space, start, goal)
-        return self._estimates[key]
+    @remembered
+    def _estimate(self, shape: Shape, start: State, goal: State) -> float:
+        return estimate(self._grid(shape), start, goal)
 
-    def _space(self, shape: tuple[int, ...]) -> Space:
-        if shape not in self._spaces:
-            unsharded = Sharding(Layout(tuple(Dim(f"d{i}") for i in range(len(shape)))), self.mesh, shape)
-            self._spaces[shape] = Space(unsharded, unsharded, self.dtype, self.profile)
-        return self._spaces[shape]
+    @remembered
+    def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
+        return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
-    def _state(self, space: Space, sharding: OperandSharding) -> State:
-        """The state of an array."""
-        cuts = []
-        for dim in sharding.dims:
-            key = space.start.shape, dim
-            if (cut := self._cuts.get(key)) is None:
-                cut = self._cuts[key] = tuple(map(space.grid.shards.number, dim.normal))
-            cuts.append(cut)
-        return State(tuple(cuts), tuple(sorted(map(space.axes.index, sharding.sums))))
+    def _state(self, shape: Shape, sharding: OperandSharding) -> State:
+        sums = sorted(map(self._grid(shape).axes.index, sharding.sums))
+        return State(tuple([self._cut(shape, dim) for dim in sharding.dims]), tuple(sums))
+
+    @remembered
+    def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
+        return tuple(map(self._grid(shape).number, dim.normal))
 
     def _received(self, before: OperandSharding, after: OperandSharding, elements: int) -> int:
         """Fewest elements that the busiest device must receive."""
@@ -134,18 +105,10 @@ class Prices:
         src, dst = [dim.rows for dim in before.dims], [dim.rows for dim in after.dims]
         return math.prod(dst) - math.prod(map(min, src, dst))
 
+    @remembered
     def _size(self, axes: frozenset[str]) -> int:
         """The number of devices along some axes."""
-        if axes not in self._sizes:
-            self._sizes[axes] = self.mesh.size(*axes)
-        return self._sizes[axes]
-
-    @cached_property
-    def _fastest(self) -> tuple[float, float]:
-        """Fewest seconds before the first byte of any move arrives, and for each element."""
-        links, launches = self.profile.fabric(self.mesh).links, [s for _, s in self.profile.launch_s]
-        start = min(launches, default=0.0) + min((link.latency_s for link in links), default=0.0)
-        return start, itemsize(self.dtype) / max((link.bytes_per_s for link in links), default=1.0)
+        return self.mesh.size(*axes)
 
 
 @lru_cache(maxsize=4096)
@@ -155,9 +118,8 @@ def fastest_attention(
     """The attention with its own method, or with the fastest of `methods`."""
     if attn.how != AUTO:
         return attn
-    return min(
-        (replace(attn, how=how) for how in methods), key=lambda each: attention_seconds(each, dtype, profile)
-    )
+    each = (replace(attn, how=how) for how in methods)
+    return min(each, key=lambda attn: attention_seconds(attn, dtype, profile))
 
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:

@@ -27,18 +27,14 @@ MAX_PRODUCTS = 8
 
 @dataclass(frozen=True)
 class ContractionRing:
-    """Parts of `dim` that travel along one mesh axis, in pieces, while devices contract.
+    """Parts of `dim` that travel along one mesh axis, in pieces, while devices contract."""
 
-    operand: the operand that travels; None: the sums of the result do. rotation: brings a piece of the part
-    of the axis' next device. rest: the rest of the move, before the rounds of an operand, after a result's.
-    """
-
-    operand: int | None
+    operand: int | None  # that travels; None: the sums of the result do
     dim: str
     axis: str
     pieces: int
-    rotation: Plan
-    rest: Plan
+    rotation: Plan  # brings a piece of the part of the axis' next device
+    rest: Plan  # of the move: before the rounds of an operand, after a result's
 
     @property
     def rounds(self) -> int:
@@ -60,10 +56,7 @@ class ContractionRing:
         return f"in {self.rounds} rounds{pieces} along {self.axis}"
 
     def order(self, device: Any) -> list[Any]:
-        """The pieces in the order in which a device contracts them, its own last if sums travel.
-
-        device: its position along the axis, a number or a scalar of JAX, which the pieces are then too.
-        """
+        """The pieces in the order of a device: a number, or a scalar of JAX; its own last if sums travel."""
         first, n = device + (self.operand is None), self.rounds
         return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
 
@@ -76,12 +69,9 @@ class ContractionRing:
 
 
 def rings(part: Part) -> Iterator[ContractionRing]:
-    """The rings of a part: for moves of one step, between even contiguous blocks.
-
-    The gathered operand has to be copies: each replica would give the whole gradient.
-    """
+    """The rings of a part: for moves of one step, between even contiguous blocks."""
     for i, move in enumerate(part.moves):
-        gather = _only_step(move)
+        gather = _only_step(move)  # to copies: each replica would give the whole gradient
         if isinstance(gather, AllGather) and gather.shards == (Shard(gather.copies[:1]),):
             if gather.dim not in part.result.src.names and gather.copies[0] in part.result.src.tagged("copy"):
                 continue  # each copy of the result would be added in another order
@@ -102,22 +92,19 @@ def _only_step(move: Plan) -> Step | None:
     return steps[0] if len(steps) == 1 and not move.split else None
 
 
-def _rings(
-    operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout
-) -> Iterator[ContractionRing]:
-    """The rings of parts under `src`, and under `dst` after the rest of the move, sharded equally."""
-    tags = src.layout.tags if operand is None else dst.tags
+def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, to: Layout) -> Iterator[ContractionRing]:
+    """The rings of parts under `src`, and under `to` after the rest of the move, sharded equally."""
+    tags = src.layout.tags if operand is None else to.tags
     dims, mesh = src.normal.dims, src.mesh  # groups as nested shards
 
     def plan(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Plan:
-        return find_plan(
-            Request(src, dst, mesh, mesh, move.devices, move.devices, shape, move.dtype, move.profile)
-        )
+        array = shape, move.dtype, move.profile
+        return find_plan(Request.on(mesh, src, dst, *array, devices=move.devices))
 
     d = src.dim_index(dim)
     (axis,), rows = dims[d].shards[-1].axes, src.max_local_shape[d]
     n = mesh.size(axis)
-    rest = plan(src.layout, dst, src.shape)
+    rest = plan(src.layout, to, src.shape)
     for pieces in (1, 2, 4):
         if rows % pieces or (pieces > 1 and n * pieces > MAX_PRODUCTS):
             continue

@@ -8,26 +8,23 @@ import itertools
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from xshard.contractions.placements import EinsumShardings, OperandSharding, Placement
-from xshard.contractions.prices import ESTIMATE, PRICE, ArrayMove, MoveEstimate, Prices
+from xshard.contractions.placements import ArrayMove, EinsumShardings, OperandSharding, Placement, Sums
+from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
+from xshard.search.grid import remembered
 from xshard.search.request import BOTH
 
 MAX_PLACEMENTS = 5000  # beyond, the search climbs from the arrays' own placements, one change at a time
 FINALISTS = 8  # candidates that are priced, the best by estimates first
 SLACK = 1.04  # how much too high an estimate may be
-Key = tuple[object, ...]
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
 class Candidate(NamedTuple):
-    """A placement with its cost: elements touched, seconds of work, the moves, with gradients' if counted.
-
-    stays: whether the result stays where it is contracted.
-    """
+    """A placement with its cost: elements touched, seconds of work, the moves, with gradients' if counted."""
 
     shardings: EinsumShardings
     placement: Placement
@@ -35,7 +32,6 @@ class Candidate(NamedTuple):
     touched: int
     work: float
     estimates: tuple[MoveEstimate, ...]
-    stays: bool
 
     @property
     def seconds(self) -> float:
@@ -53,14 +49,10 @@ class Candidate(NamedTuple):
 
     @property
     def moves(self) -> tuple[ArrayMove, ...]:
-        """The moves of the operands."""
-        numbers = range(len(self.shardings.operands))
-        return tuple(_move(self.shardings, self.placement, i, self.stays) for i in numbers)
-
-    @property
-    def result(self) -> ArrayMove:
-        """The move of the local result."""
-        return _move(self.shardings, self.placement, -1, self.stays)
+        """The moves of the operands, and last of the local result."""
+        call, placement = self.shardings, self.placement
+        numbers = (*range(len(call.operands)), -1)
+        return tuple(call.move(i, call.sharding_at(placement, i), placement.sums) for i in numbers)
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
         """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
@@ -70,24 +62,14 @@ class Candidate(NamedTuple):
         return self.seconds
 
 
-def _move(shardings: EinsumShardings, placement: Placement, i: int, stays: bool) -> ArrayMove:
-    """The move of operand `i` to a placement; -1 is the result, from there."""
-    array, local = shardings.arrays[i], shardings.layout_at(placement, i)
-    if i >= 0:
-        return ArrayMove(array.layout, local, array.shape)
-    return ArrayMove(local, local if stays else array.layout, array.shape)
-
-
 @dataclass(frozen=True)
 class CandidateSearch:
-    """The search for candidates of fewer seconds than `below`. stays: the result may stay where it is."""
+    """The search for candidates of fewer seconds than `below`."""
 
     shardings: EinsumShardings
     prices: Prices
     objective: str
-    stays: bool = False
     below: float = math.inf
-    _estimates: dict[Key, tuple[MoveEstimate, ...]] = field(default_factory=dict)
 
     def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
         """Candidates within the operations that no device may exceed, the best first, known to `level`."""
@@ -147,29 +129,25 @@ class CandidateSearch:
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement, with the estimates as far as they are known."""
         shardings, estimates, touched = self.shardings, list[MoveEstimate](), 0
-        n = len(shardings.operands)
+        n, sums = len(shardings.operands), placement.sums if shardings.has_means else None
         for i in (*range(n), -1):
             local = shardings.sharding_at(placement, i)
             touched += shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
-            means = (i, placement.sums) if shardings.has_means else None
-            key: Key = i, local, means
-            estimates += self._estimates.get(key) or self._new_estimates(key, placement, i, local, means)
+            estimates += self._estimates(i, local, sums)
         flops = shardings.flops(placement)
         passes = 1 + n if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
-        return Candidate(shardings, placement, flops, touched, work, tuple(estimates), self.stays)
+        return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
-    def _new_estimates(
-        self, key: Key, placement: Placement, i: int, local: OperandSharding, means: object
-    ) -> tuple[MoveEstimate, ...]:
-        """The move of operand `i` to a placement, and of its gradient back; -1 is the result."""
-        shardings = self.shardings
-        endpoint, shape = shardings.endpoints[i], shardings.arrays[i].shape
-        before, after = (local, local if self.stays else endpoint) if i < 0 else (endpoint, local)
-        move = partial(_move, shardings, placement, i, self.stays)  # without `self`, which keeps it
+    @remembered
+    def _estimates(self, i: int, local: OperandSharding, sums: Sums | None) -> list[MoveEstimate]:
+        """The move of operand `i`, and of its gradient back; -1 is the result. sums: if there are means."""
+        endpoint, shape = self.shardings.endpoints[i], self.shardings.arrays[i].shape
+        before, after = (local, local if self.shardings.stays else endpoint) if i < 0 else (endpoint, local)
+        move = partial(self.shardings.move, i, local, sums or ())  # without `self`, which keeps it
+        means = None if sums is None else (i, sums)
         estimates = [self.prices.move(before, after, shape, means, move)]
         if self.objective == BOTH:
             dual = self.prices.move(after.dual, before.dual, shape, means, lambda: move().dual)
             estimates.append(dual)
-        self._estimates[key] = tuple(estimates)
-        return self._estimates[key]
+        return estimates

@@ -1,16 +1,17 @@
-"""The shapes of a contraction's operands: given by the user, or inferred from blocks."""
+"""The shapes of operands, given or inferred from blocks, and contractions with one dim per name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from xshard.arguments import lengths_of, shown, whole_number
 from xshard.contractions.expression import Contraction
+from xshard.contractions.placements import dim_lengths
 from xshard.errors import ShapeError
-from xshard.layout import Mesh
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import ELLIPSIS, parts_of, text_spans
 
@@ -40,10 +41,7 @@ def _length(what: str, value: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def shapes_of(call: Contraction, sizes: Sizes | None, shapes: Shapes | None) -> tuple[Contraction, Shapes]:
-    """Lengths by name, or all global shapes -> the contraction without `...`, and shapes by name of operands.
-
-    A shape by name has a length for every name of an operand. Raises ShapeError.
-    """
+    """Lengths by name, or all global shapes -> the contraction without `...`, a length per operand's name."""
     text, operands = call.text, call.operands
     if (sizes is None) == (shapes is None):
         what = "no shapes" if sizes is None else "sizes and shapes"
@@ -107,10 +105,8 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
 
 
 def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
-    """The shape of every block -> the global lengths of every operand's names. Raises ShapeError.
-
-    A dim is as long as in an operand that holds it unsharded, else its blocks are taken to be equal.
-    """
+    """The shape of every block -> the global lengths of every operand's names. Raises ShapeError."""
+    # A dim is as long as in an operand that holds it unsharded, else its blocks are taken to be equal.
     operands = list(zip(call.arrays, blocks, strict=False))
     dims = [pair for layout, block in operands for pair in zip(layout.dims, block, strict=True)]
     unsharded = {str(parts_of(dim)): rows for dim, rows in dims if not dim.shards}
@@ -119,3 +115,45 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
         known = {dim.name: unsharded.get(str(parts_of(dim))) for dim in layout.dims if dim.shards}
         shapes.append(global_shape(layout, mesh, block, call.text, known))
     return shapes_of(call, None, tuple(shapes))[1]
+
+
+def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> tuple[Sharding, ...]:
+    """Operands and result as they are written; ShapeError if blocks end within a row of a first name."""
+    lengths, arrays = dim_lengths(call.operands, shapes), list[Sharding]()
+    for layout in call.arrays:
+        for dim in layout.dims:
+            first, *rest = parts_of(dim)
+            n = mesh.size(*dim.axes) * 2 ** sum(shard.order == "zigzag" for shard in dim.shards)
+            in_turn = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
+            if rest and (in_turn or lengths[first] % n):
+                what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
+                raise ShapeError(what, text=str(dim), hint="it takes equal parts or zigzags of these rows")
+        shape = (math.prod(lengths[name] for name in parts_of(dim)) for dim in layout.dims)
+        arrays.append(Sharding(layout, mesh, tuple(shape)))
+    return tuple(arrays)
+
+
+def named_block(
+    x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
+) -> Any:
+    """A block (numpy, torch or JAX) as it is written -> with one dim per name. rows: of a name, global."""
+    here, whole = (dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape))
+    names, lengths, picked = list[str](), list[int](), list[int]()
+    for dim in layout.dims:
+        for i, name in enumerate(parts_of(dim)):
+            is_here = bool(dim.shards) and not i
+            if named.layout.dim(name).shards and not is_here:
+                picked.append(len(names))
+            names.append(name)
+            lengths.append((here if is_here else whole)[name])
+    if layout.names != tuple(names):
+        x = x.reshape(lengths)
+    for d in picked:
+        x = x[(slice(None),) * d + (rows(names[d]),)]
+    for name in named.layout.names:
+        while names.count(name) > 1:
+            first = names.index(name)
+            second = names.index(name, first + 1)
+            x = x.diagonal(0, first, second)
+            names = [*names[:first], *names[first + 1 : second], *names[second + 1 :], name]
+    return x

@@ -20,18 +20,18 @@ from xshard.contractions.ring import ALWAYS, NEVER, rings
 from xshard.contractions.search import SLACK, Candidate, CandidateSearch
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
-from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.plans.kept import kept
-from xshard.search.request import BOTH, FORWARD
+from xshard.search.request import BOTH, FORWARD, too_large
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
 WIDTH = 8  # candidates of a pair that are followed up, the best first
 
 # The indices of the operands that every part takes, among those left; its result goes behind the others.
-Order = tuple[tuple[int, ...], ...]
+Takes = tuple[int, ...]
+Order = tuple[Takes, ...]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def _search(request: ContractionRequest) -> ContractionPlan:
     if least is None:
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
-    what = f"no plan stays within {format_bytes(limit or 0)} per device"
-    raise PlanError(what, hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)")
+    raise too_large(limit, least)
 
 
 class ContractionPath(NamedTuple):
@@ -83,12 +82,12 @@ class ContractionPath(NamedTuple):
     seconds: float
     flops: int
     left: tuple[Sharding, ...]
-    steps: tuple[tuple[tuple[int, ...], Candidate], ...]  # indices of operands among those left
+    steps: tuple[tuple[Takes, Candidate], ...]  # indices of operands among those left
 
-    def then(self, takes: tuple[int, ...], candidate: Candidate) -> ContractionPath:
+    def then(self, takes: Takes, candidate: Candidate) -> ContractionPath:
         """The path with one more contraction; its result goes behind the operands that are left."""
         rest = tuple(operand for i, operand in enumerate(self.left) if i not in takes)
-        result = candidate.shardings.result.with_layout(candidate.result.dst)
+        result = candidate.shardings.result.with_layout(candidate.moves[-1].dst)
         total = self.seconds + candidate.seconds, self.flops + candidate.flops
         return ContractionPath(*total, (*rest, result), (*self.steps, (takes, candidate)))
 
@@ -147,19 +146,16 @@ class _Solver:
         for takes in order:
             longer = [path for shorter in paths for path in self._extended(shorter, takes, order)]
             paths = sorted(longer, key=lambda path: path.seconds)[:WIDTH]
-            pair, stays = self._pair(in_one_placement, takes), len(in_one_placement.left) > 2
+            pair = self._pair(in_one_placement, takes)
             placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
-            candidate = CandidateSearch(pair, self.prices, self.request.objective, stays).candidate(placement)
-            seconds = (
-                in_one_placement.seconds + candidate.least_seconds
-            )  # prices decide about it, not estimates
+            candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(placement)
+            # Prices decide about it, not estimates.
+            seconds = in_one_placement.seconds + candidate.least_seconds
             in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 
-    def _extended(
-        self, path: ContractionPath, takes: tuple[int, ...], order: Order
-    ) -> Iterator[ContractionPath]:
+    def _extended(self, path: ContractionPath, takes: Takes, order: Order) -> Iterator[ContractionPath]:
         """A path with one more contraction, in each of its best placements."""
         pair, is_last = self._pair(path, takes), len(path.left) == len(takes)
         limit = self.request.flops_limit
@@ -168,7 +164,7 @@ class _Solver:
         # A complete path has to be among the best of all orders.
         most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
         below = most - path.seconds if is_last else math.inf
-        search = CandidateSearch(pair, self.prices, self.request.objective, not is_last, below)
+        search = CandidateSearch(pair, self.prices, self.request.objective, below)
         for candidate in itertools.islice(search.best(limit, ESTIMATE), 1 if is_last else WIDTH):
             longer = path.then(takes, candidate)
             if is_last:
@@ -188,7 +184,7 @@ class _Solver:
             left = [*rest, kept]
         return flops
 
-    def _pair(self, path: ContractionPath, takes: tuple[int, ...]) -> EinsumShardings:
+    def _pair(self, path: ContractionPath, takes: Takes) -> EinsumShardings:
         """Two of the operands that are left, and their result: unsharded if others are left."""
         operands = tuple(path.left[i] for i in takes)
         rest = [operand for i, operand in enumerate(path.left) if i not in takes]
@@ -198,16 +194,16 @@ class _Solver:
         lengths = dim_lengths((x.layout for x in operands), (x.shape for x in operands))
         dims = {name: n for name, n in lengths.items() if name in kept}
         result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
-        return EinsumShardings(operands, result, self.shardings.dim_shardings)
+        return EinsumShardings(operands, result, self.shardings.dim_shardings, stays=True)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
         r, parts = self.request, tuple(itertools.starmap(self._part, path.steps))
         return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
 
-    def _part(self, takes: tuple[int, ...], candidate: Candidate) -> Part:
+    def _part(self, takes: Takes, candidate: Candidate) -> Part:
         """The part, in the ring in which it takes the fewest seconds if that is wanted."""
-        moves, overlap = tuple(map(self.prices.plan, candidate.moves)), self.request.overlap
-        part = Part(takes, moves, self.prices.plan(candidate.result))
+        *moves, result = map(self.prices.plan, candidate.moves)
+        part, overlap = Part(takes, tuple(moves), result), self.request.overlap
         if overlap == NEVER:
             return part
         in_rounds = (replace(part, ring=ring) for ring in rings(part))

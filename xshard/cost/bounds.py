@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,19 +20,19 @@ from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from, rows_in_common
+from xshard.steps.permute import block_keys
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements the busiest device must receive between two shardings in normal form.
 
-    Without a reduction: the elements of its destination block that its source block lacks. If a sum begins,
-    any device of the sum may contribute an element, so the bound is their mean. If a reduction ends, the
-    busiest device receives at least the mean over all devices.
+    Those that its block lacks; their mean over a sum that begins, since any device may contribute an element;
+    the mean over all devices if a reduction ends.
     """
     mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
     if ended_axes(src.layout, dst.layout):
         return -(-total_elements(src, dst) // mesh.n_devices)
-    if _overlap(src, dst):
+    if src.layout.overlaps or dst.layout.overlaps:
         return _received_with_overlaps(src, dst)
     if not begins:
         return Exchange(dst.layout).traffic(src).received
@@ -42,10 +43,9 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
 def total_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements that all devices together must receive between two shardings in normal form.
 
-    Without a reduction: the elements that each device lacks. If a reduction of n addends ends in m copies, an
-    element takes n-1 + m-1 messages: n-1 until some device has the whole reduction, and one to every other
-    owner, which is complete later. It takes one more if none of its owners holds an addend: then either the
-    first to complete is not an owner, or it received all n addends. Every sum that stays multiplies that.
+    If a reduction of n addends ends in m copies, an element takes n-1 + m-1 messages: n-1 until some device
+    has all, and one to every other owner. It takes one more if no owner holds an addend: then the first to
+    have all is not an owner, or it received all n. Every sum that stays multiplies that.
     """
     mesh, ended, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
     if not ended:
@@ -53,7 +53,8 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     sums = dst.layout.tagged("sum", "max", "min")
     cut = [a for dim in dst.layout.dims for a in dim.axes]
     copies = mesh.n_devices // mesh.size(*cut, *sums)
-    whole = _reached(src, dst) if _overlap(src, dst) else math.prod(dst.shape)
+    overlap = src.layout.overlaps or dst.layout.overlaps
+    whole = _reached(src, dst) if overlap else math.prod(dst.shape)
     messages = reduction_messages(whole, mesh.size(*ended), copies)
     if not begins:
         messages += max(0, whole - _met(src, dst))
@@ -75,10 +76,6 @@ def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
     mesh = dst.mesh
     lacking = received_from(src, dst, ()).elements - received_from(src, dst, mesh.axes).elements
     return np.broadcast_to(lacking, mesh.sizes)
-
-
-def _overlap(*ends: Sharding) -> bool:
-    return any(dim.overlap is not None for end in ends for dim in end.layout.dims)
 
 
 def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
@@ -141,19 +138,18 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
         table = rows_in_common(source.owners(d), target.holders(d))
-        rows, columns = (
-            [s.dim_device(d, device) for device in range(s.mesh.n_devices)] for s in (source, target)
-        )
-        shared *= table[np.ix_(rows, columns)]
+        places = ([s.dim_device(d, i) for i in range(s.mesh.n_devices)] for s in (source, target))
+        shared *= table[np.ix_(*places)]
     return shared
 
 
-def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int] | None = None) -> bool:
-    """Whether devices hold the same rows and addends under both; places: positions in the mesh of `a`."""
-    if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices or _reduced(a) != _reduced(b):
+def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int]) -> bool:
+    """Whether devices hold the same rows and addends under both normal forms; places: in the mesh of `a`."""
+    kinds = ([kind for kind, _ in sharding.layout.tags if kind != "copy"] for sharding in (a, b))
+    if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices or operator.ne(*kinds):
         return False
-    places = range(b.mesh.n_devices) if places is None else places
-    return all(_block_of(a, i) == _block_of(b, j) for j, i in enumerate(places))
+    keys = list(block_keys(a))
+    return [keys[i] for i in places] == list(block_keys(b))
 
 
 def received_elements_between(
@@ -192,15 +188,3 @@ def lacking_elements(
         if not target.mesh.index(d, sums):
             lacking[d] = max(needed[d] - held[list(target.mesh.group(d, sums))].sum(), 0)
     return lacking
-
-
-def _block_of(sharding: Sharding, device: int) -> tuple[object, ...]:
-    """The number of a device's addend, and its rows."""
-    sums = sorted(sharding.normal.tagged(*REDUCERS), key=sharding.mesh.position)
-    rows = (sharding.held(d, device) for d in range(len(sharding.shape)))
-    return sharding.mesh.index(device, sums), *rows
-
-
-def _reduced(sharding: Sharding) -> tuple[str, ...]:
-    """The kinds of addends that it holds."""
-    return tuple(kind for kind, _ in sharding.normal.tags if kind != "copy")

@@ -183,10 +183,9 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
         return profile
     links = dict.fromkeys(mesh.axes, profile.default)
     for axis in mesh.axes:
-        for first, *others in mesh.groups((axis,)):
-            for other in others:
-                if link_between(profile, devices[first], devices[other]) == profile.across:
-                    links[axis] = profile.across
+        pairs = ((devices[first], devices[i]) for first, *others in mesh.groups((axis,)) for i in others)
+        if any(link_between(profile, *pair) == profile.across for pair in pairs):
+            links[axis] = profile.across
     links |= dict(profile.axes)
     nodes = profile.node_devices or 1
     in_step = all(device // nodes - devices[0] // nodes == i // nodes for i, device in enumerate(devices))

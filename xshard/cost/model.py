@@ -14,11 +14,11 @@ from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, ProfileError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
+from xshard.steps.base import FREE
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds with messages from any device to any other
 TOPOLOGIES = ("switch", "ring", "port")
-FREE = ("retag", "transpose")  # kinds of local steps that return a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
@@ -95,9 +95,9 @@ class Profile:
                 raise ProfileError(f"a profile with {field} {shown(getattr(self, field))}", hint=hint)
         for dtype, rate in self.flops_per_s:
             if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
+                hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
                 raise ProfileError(
-                    f"no such rate: {shown(rate)} operations per second in {dtype!r}",
-                    hint='a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}',
+                    f"no such rate: {shown(rate)} operations per second in {dtype!r}", hint=hint
                 )
 
     def __hash__(self) -> int:
@@ -146,8 +146,11 @@ class Profile:
 
     def launch(self, kind: str) -> float:
         """Seconds to start a step of a kind."""
-        known = dict(self.launch_s)
-        return known.get(kind, known.get("other", 0.0))
+        return self._launches.get(kind, self._launches.get("other", 0.0))
+
+    @cached_property
+    def _launches(self) -> dict[str, float]:
+        return dict(self.launch_s)
 
     def launches(self, kind: str, traffic: Traffic) -> int:
         """How many collectives a step of a kind starts."""
@@ -200,8 +203,7 @@ class Fabric:
         """Predicted time of a step of a kind on the busiest device."""
         total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
         if kind not in LOCAL:
-            launch_s = self._launches.get(kind, self._launches.get("other", 0.0))
-            total += launch_s * self.profile.launches(kind, traffic)
+            total += self.profile.launch(kind) * self.profile.launches(kind, traffic)
         for hop in traffic.hops:
             link, way = self.link(hop), 1.0
             if link.topology == "ring" and kind in DIRECT:
@@ -228,10 +230,6 @@ class Fabric:
             phases += (span.size - 1) * gathered * seconds
             gathered *= span.size
         return len({span.level for span in spans}) > 1 and phases < ring
-
-    @cached_property
-    def _launches(self) -> dict[str, float]:
-        return dict(self.profile.launch_s)
 
 
 @lru_cache(maxsize=256)

@@ -6,16 +6,13 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
+from xshard.layout.partition import Ints, Sizes, all_owned_rows, cut_nested, everywhere, misfit, owned_rows
 from xshard.layout.runs import FILL, Run, Runs, n_rows, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
-
-Sizes = tuple[int, ...]
 
 
 class RowSpan(NamedTuple):
@@ -25,20 +22,14 @@ class RowSpan(NamedTuple):
     origin: str
 
 
-def held_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
     """Global rows of the device's block: the rows that it owns, widened by the dim's overlap."""
     if dim.overlap is None:
         return owned_rows(dim, length, sizes, coords)
     return tuple(span.run for span in row_spans(dim, length, sizes, coords))
 
 
-@lru_cache(maxsize=4096)
-def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """`held_rows` for every index along the dim's axes, row-major."""
-    return tuple(held_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
-
-
-def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
+def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan, ...]:
     """The rows of `held_rows` with their origins, in local order."""
     mine = owned_rows(dim, length, sizes, coords)
     if dim.overlap is None:
@@ -57,15 +48,10 @@ def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]
     return tuple(itertools.chain.from_iterable(spans))
 
 
-@lru_cache(maxsize=4096)
-def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
-    """`row_spans` for every index along the dim's axes, row-major."""
-    return tuple(row_spans(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+all_held_rows, all_row_spans = everywhere(held_rows), everywhere(row_spans)
 
 
-def window_outputs(
-    dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]
-) -> Runs:
+def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
     """The outputs of a window op over `length` rows that the device computes."""
     n = window.output_length(length)
     rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
@@ -89,9 +75,8 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n = window.output_length(length)
-    every = [
-        tuple(window_outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))
-    ]
+    coords = itertools.product(*map(range, sizes))
+    every = [tuple(window_outputs(dim, window, length, sizes, c)) for c in coords]
     lengths = tuple(map(n_rows, every))
     candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
     for shards in candidates[:1] if not dim.axes else candidates:
@@ -137,17 +122,14 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
     return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
 
 
-def _halo_intervals(
-    dim: Dim, halo: Halo, length: int, sizes: Sequence[int], coords: Sequence[int]
-) -> list[tuple[int, int]]:
+def _halo_intervals(dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints) -> list[tuple[int, int]]:
     part = 0
     for n, coord in zip(sizes, coords, strict=True):
         part = part * n + coord
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
-        return [
-            (r.start - lo, r.start + r.length + hi) for r in unrolled(owned_rows(dim, length, sizes, coords))
-        ]
+        owned = unrolled(owned_rows(dim, length, sizes, coords))
+        return [(r.start - lo, r.start + r.length + hi) for r in owned]
     # With a width per part even an empty part has a position: after the parts before it.
     every = all_owned_rows(replace(dim, overlap=None), length, tuple(sizes))
     *earlier, mine = map(n_rows, every[: part + 1])

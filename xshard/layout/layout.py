@@ -81,9 +81,7 @@ class Layout(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that the layout names, shards first."""
-        return tuple(a for dim in self.dims for a in dim.axes) + tuple(
-            a for _, axes in self.tags for a in axes
-        )
+        return tuple(a for dim in self.dims for a in dim.axes) + self.tagged(*parser.TAGS)
 
     def tagged(self, *kinds: str) -> tuple[str, ...]:
         """Axes under any of the tags."""
@@ -99,6 +97,11 @@ class Layout(Pictured):
 
     def dim(self, name: str) -> Dim:
         return self.dims[self.names.index(name)]
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether a dim has a halo, a window or a fold."""
+        return any(dim.overlap is not None for dim in self.dims)
 
     @property
     def is_linear(self) -> bool:
@@ -122,9 +125,7 @@ class Layout(Pictured):
     @property
     def tangent(self) -> Layout:
         """Layout of a tangent: constants beyond the ends of the array become zeros, the rest is unchanged."""
-        if not any(dim.overlap for dim in self.dims):
-            return self
-        return replace(self, dims=_linear(self.dims, turned=False))
+        return replace(self, dims=_linear(self.dims, turned=False)) if self.overlaps else self
 
     def in_order(self, names: Sequence[str]) -> Layout:
         """The layout of the array with its dims in the order of `names`."""
@@ -205,12 +206,12 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
     return _parse_expression(text)
 
 
-def parse_signature(text: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """`"layout, layout -> layout"` -> the layouts of arguments and of results. Raises NotationError."""
-    arguments, results = parser.parse_signature(text)
-    for parsed, span in zip((*arguments, *results), parser.text_spans(text).layouts, strict=True):
+def parse_layouts(text: str, kind: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """The layouts on both sides of a text of some kind (`parser.parse_sides`). Raises NotationError."""
+    left, right, spans = parser.parse_sides(text, kind)
+    for parsed, span in zip((*left, *right), spans.layouts, strict=False):  # an empty side has no span
         check_form(*parsed, text, slice(*span))
-    return tuple(Layout(*parsed) for parsed in arguments), tuple(Layout(*parsed) for parsed in results)
+    return tuple(Layout(*parsed) for parsed in left), tuple(Layout(*parsed) for parsed in right)
 
 
 def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
@@ -250,10 +251,8 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
     def over(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(factor for axis in axes for factor in factors[axis])
 
-    dims = tuple(
-        replace(d, shards=tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)))
-        for d in layout.dims
-    )
+    shards = (tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)) for d in layout.dims)
+    dims = tuple(replace(dim, shards=own) for dim, own in zip(layout.dims, shards, strict=True))
     return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))
 
 
@@ -266,11 +265,7 @@ def _parse(text: str) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _parse_expression(text: str) -> tuple[Layout, Layout]:
-    sides = parser.parse_sides(text)
-    arrow = text.index(parser.ARROW)
-    for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
-        check_form(*parsed, text, side)
-    src, dst = (Layout(*parsed) for parsed in sides)
+    (src,), (dst,) = parse_layouts(text, "expression")
     check_dims(src.dims, dst.dims, text)
     return src, dst
 

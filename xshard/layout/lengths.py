@@ -13,6 +13,7 @@ from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Halo, unfolded
 from xshard.notation.parser import Dim, mark_errors
 
+HINT = "pass shape= (the global shape)"
 # Lengths of dims by name: a length, several lengths that the dim may have, or None for an unknown one.
 Lengths = Mapping[str, int | Collection[int] | None]
 
@@ -23,15 +24,14 @@ def global_shape(
     block: Sequence[int],
     text: str,
     known: Lengths | None = None,
-    hint: str = "pass shape= (the global shape)",
+    hint: str = HINT,
 ) -> tuple[int, ...]:
     """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
     with mark_errors(text):
         dims = layout.resolved(len(block)).dims
         known = known or {}
-        return tuple(
-            _length(dim, rows, mesh, known.get(dim.name), hint) for dim, rows in zip(dims, block, strict=True)
-        )
+        pairs = zip(dims, block, strict=True)
+        return tuple(_length(dim, rows, mesh, known.get(dim.name), hint) for dim, rows in pairs)
 
 
 def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:

@@ -148,11 +148,7 @@ class Mesh(Pictured):
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Every group along `axes`, ordered by its first device."""
-        seen: dict[int, tuple[int, ...]] = {}
-        for device in range(self.n_devices):
-            group = self.group(device, axes)
-            seen.setdefault(group[0], group)
-        return tuple(seen[first] for first in sorted(seen))
+        return tuple(sorted({self.group(device, axes) for device in range(self.n_devices)}))
 
 
 def check_mesh(mesh: object) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from xshard.layout.runs import Run, Runs, interval, interval_pairs, n_rows, select
 from xshard.notation.parser import INTERVALS, SEGMENTS, SIZES, Dim, Shard
+
+Sizes = tuple[int, ...]
+Ints = Sequence[int]  # a size, or a coordinate, per axis
+R = TypeVar("R")
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
@@ -38,7 +43,7 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     return _chunk(length, n, index)
 
 
-def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
     """Positions of `range(length)` that one device keeps after all shards; a size and a coord per axis."""
     runs = interval(0, length)
     first = 0
@@ -59,7 +64,7 @@ def rows_in_numbers(shard: Shard) -> int | None:
     return sum(n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers)
 
 
-def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
+def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
     """The first shard with numbers that do not fit its rows, with the reason; None if all fit."""
     first = 0
     for i, shard in enumerate(dim.shards):
@@ -90,9 +95,22 @@ def rotated(axes: tuple[str, ...], n: int, rows: int, by: int = 1) -> Shard:
     return Shard(axes, INTERVALS, tuple((start, start + rows) for start in starts))
 
 
-def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
     """Global rows that the device at `coords` owns, in local order; sizes, coords: per axis of `dim.axes`."""
     return cut_nested(length, dim.shards, sizes, coords)
+
+
+def everywhere(rows: Callable[[Dim, int, Sizes, Sizes], R]) -> Callable[[Dim, int, Sizes], tuple[R, ...]]:
+    """A function of one device's rows -> for every index along the dim's axes, row-major, cached."""
+
+    @lru_cache(maxsize=4096)
+    def all_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[R, ...]:
+        return tuple(rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+    return all_rows
+
+
+all_owned_rows = everywhere(owned_rows)
 
 
 @lru_cache(maxsize=65536)
@@ -112,12 +130,6 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
         return left, even
     lengths = set(map(n_rows, all_owned_rows(dim, length, sizes)))
     return max(lengths), len(lengths) == 1
-
-
-@lru_cache(maxsize=4096)
-def all_owned_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    """`owned_rows` for every index along the dim's axes, row-major."""
-    return tuple(owned_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
 def _zigzag(length: int, n: int, index: int) -> Runs:

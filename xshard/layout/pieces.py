@@ -40,8 +40,11 @@ def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     check_pieces(int(many.sum()), MOST_PIECES)
     which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
     start, length = edges[interval], np.diff(edges)[interval]
-    local = (table.local - table.start)[which] + start
-    return Pieces(table.block[which], local, start, length), interval, which
+    return (
+        Pieces(table.block[which], (table.local - table.start)[which] + start, start, length),
+        interval,
+        which,
+    )
 
 
 def firsts(table: Pieces, *, alone: bool) -> Pieces:
@@ -85,10 +88,8 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
 
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
-    blocks: list[list[Run]] = [[] for _ in range(n)]
-    for block, _, start, length in _merged(table._replace(local=table.start)):
-        blocks[block].append(Run(start, length))
-    return tuple(map(tuple, blocks))
+    blocks = filled(table._replace(local=table.start), [0] * n)
+    return tuple(tuple(run for run in runs if run.start != FILL) for runs in blocks)
 
 
 def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
@@ -100,24 +101,19 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
     """Pieces by block and position, merged where both the positions and the rows go on."""
     table = table.take(np.lexsort((table.local, table.block)))
     block, local, start, length = table
-    goes_on = np.diff(block) == 0
-    for first in (local, start):
-        goes_on &= first[:-1] + length[:-1] == first[1:]
+    goes_on = (np.diff(block) == 0) & (np.diff(local) == length[:-1]) & (np.diff(start) == length[:-1])
     heads = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(local) else np.zeros(0, np.int64)
     table = table.take(heads)._replace(length=np.add.reduceat(length, heads) if len(local) else length)
     return np.stack(table, axis=1).tolist()  # type: ignore[no-any-return]
 
 
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
-    """The pairs of blocks with rows in common: their numbers in `dst`, in `src`, and how many rows.
-
-    A row counts as often as both have it. Of long cyclic cuts that repeat, one period is counted.
-    """
+    """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
     tables = run_table(src), run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)
         times: Any = np.ones(len(b.start), np.int64)
-    else:
+    else:  # where long cyclic cuts repeat
         (a, _), (b, times) = _one_period(*tables)
     parts, interval, which = at_edges(joined(a, b))
     mine = which < len(a.start)
@@ -134,8 +130,7 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
 
 
 def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
-    """The pieces of every table in one period of each stretch of rows in which all runs repeat, and how often
-    the stretch repeats it."""
+    """The pieces in one period of each stretch of rows in which all runs repeat, and how often it comes."""
     tables = tuple(map(_ascending_runs, tables))
     _, _, start, _, repeats, stride = np.concatenate(tables).T
     period = min(math.lcm(*np.unique(stride[repeats > 1]).tolist()), 2**62)  # longer than any dim

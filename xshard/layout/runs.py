@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
+AllRuns = tuple[Runs, ...]  # of every block
 Numbers = NDArray[np.int64]
 Intervals = NDArray[np.int64]  # (n, 2): start, stop
 
@@ -99,9 +100,8 @@ def expanded(table: Numbers) -> Pieces:
     check_pieces(int(repeats.sum()), MOST_PIECES)
     which = np.repeat(np.arange(len(table)), repeats)
     i = counted(repeats)
-    return Pieces(
-        block[which], (local[which] + length[which] * i), start[which] + stride[which] * i, length[which]
-    )
+    position, first = local[which] + length[which] * i, start[which] + stride[which] * i
+    return Pieces(block[which], position, first, length[which])
 
 
 def counted(many: Numbers, first: Numbers | int = 0) -> Numbers:
@@ -117,10 +117,7 @@ def check_pieces(n: int, most: int) -> None:
 
 
 def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Rows in both, in the order of `b`: the number in `a`, the number in `b`, first row, row after the last.
-
-    a: sorted by rows, which are distinct.
-    """
+    """Rows of sorted, distinct `a` that `b` has, in its order: which of `a`, of `b`, first row, stop."""
     first = np.searchsorted(a.start + a.length, b.start, side="right")
     many = np.maximum(np.searchsorted(a.start, b.start + b.length, side="left") - first, 0)
     check_pieces(int(many.sum()), MOST_PIECES)
@@ -141,19 +138,12 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
-@lru_cache(maxsize=4096)
-def extents(blocks: tuple[Runs, ...]) -> Intervals:
-    """For every block, the smallest [start, stop) that contains all its rows; [0, 0) if it has none."""
-    ranges = np.zeros((len(blocks), 2), np.int64)
-    for i, runs in enumerate(blocks):
-        spans = [
-            (start, start + run.length)
-            for run in runs
-            if run.start != FILL and run.length and run.repeats
-            for start in (run.start, run.start + run.stride * (run.repeats - 1))
-        ]
-        if spans:
-            ranges[i] = min(a for a, _ in spans), max(b for _, b in spans)
+def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
+    """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
+    block, _, start, length, repeats, stride = run_table(blocks).T
+    last, ranges = start + stride * (repeats - 1), np.tile(np.array([2**62, 0]), (len(blocks), 1))
+    np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
+    np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)
     return ranges
 
 
@@ -181,10 +171,8 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
     joins = np.concatenate([[True], (stops != rows[1:, :2]).any(axis=1)])
     heads = np.flatnonzero(joins)
     lengths = np.add.reduceat(rows[:, 2], heads)
-    return tuple(
-        Segment(int(s), int(d), int(n))
-        for s, d, n in zip(rows[heads, 0], rows[heads, 1], lengths, strict=True)
-    )
+    columns = rows[heads, 0], rows[heads, 1], lengths
+    return tuple(Segment(*row) for row in np.stack(columns, axis=1).tolist())
 
 
 def interval(start: int, stop: int) -> Runs:
@@ -243,9 +231,8 @@ def select(runs: Runs, part: Run) -> Runs:
         start, step = whole.start + chunk * whole.stride + first, part.stride // whole.length * whole.stride
         return (part._replace(start=start, stride=step),)
     check_pieces(part.repeats, MOST_LISTED)
-    return tuple(
-        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
-    )
+    parts = (_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 def _slice(runs: Runs, start: int, stop: int) -> Runs:

@@ -137,7 +137,7 @@ class Sharding(Pictured):
     def even_cuts(self) -> EvenCuts | None:
         """Per dim, the axes (name, size) that shard it; None unless all shards are contiguous and even."""
         plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
-        if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
+        if not plain or not self.is_even or self.layout.overlaps:
             return None
         return tuple(tuple((a, self.mesh.size(a)) for a in d.axes) for d in self.layout.dims)
 
@@ -150,10 +150,8 @@ class Sharding(Pictured):
         'n/a/b d'
         """
         dims = tuple(normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
-        tags = tuple(
-            ("sum" if kind == "mean" else kind, tuple(a for a in axes if self.mesh.size(a) > 1))
-            for kind, axes in self.layout.tags
-        )
+        kept = ((kind, tuple(a for a in axes if self.mesh.size(a) > 1)) for kind, axes in self.layout.tags)
+        tags = tuple(("sum" if kind == "mean" else kind, axes) for kind, axes in kept)
         return Layout(dims, tags)
 
     @property
@@ -192,9 +190,8 @@ class Sharding(Pictured):
         d = self.layout.dims[dim]
         if shards and d.shards[-len(shards) :] == tuple(shards):
             d = replace(d, shards=d.shards[: -len(shards)])
-        length = n_rows(
-            all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)]
-        )
+        owned = all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        length = n_rows(owned[self.mesh.index(device, d.axes)])
         axes = tuple(a for shard in shards for a in shard.axes)
         return _part_positions(length, tuple(shards), self.mesh.sizes_of(axes))
 

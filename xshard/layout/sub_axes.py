@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from xshard.errors import MeshError
-from xshard.layout.layout import Layout, factored
+from xshard.layout.layout import factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
@@ -78,21 +79,12 @@ def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
 Factors = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Refinement:
+class Refinement(NamedTuple):
     """A mesh that splits the axes of two others; device numbers are the same on all three."""
 
     mesh: Mesh
     src: Factors
     dst: Factors
-
-    def source(self, layout: Layout) -> Layout:
-        """A layout on the source mesh -> the same layout on the refined mesh."""
-        return factored(layout, dict(self.src))
-
-    def target(self, layout: Layout) -> Layout:
-        """A layout on the destination mesh -> the same layout on the refined mesh."""
-        return factored(layout, dict(self.dst))
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:

@@ -131,19 +131,13 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
         hint += "(the same names, in any order; einsum sums dims)"
         raise fault("dim names differ across the arrow", span=odd[-1] if odd else None, hint=hint)
     for dim, span in spans.full_dims:
-        boundaries = ends_of(dim.overlap) if dim.overlap else ()
-        if any(end.kind == "pole" and not end.dim for end in boundaries):
+        if any(end.kind == "pole" and not end.dim for end in ends_of(dim.overlap)):
             reason = "a pole rolls the next dim, and the order of dims changes"
             raise fault(reason, span=span, hint="name the dim, as in pole(w)")
-    fills = {dim.name: values for dim in dst if (values := _fills(dim))}
-    turned = [name for name in left if name in fills] != [name for name in right if name in fills]
+    # The constants beyond the ends of every dim; a fold drops these rows.
+    wide = (dim for dim in dst if not isinstance(dim.overlap, Fold))
+    fills = {dim.name: {end.fill for end in ends_of(dim.overlap)} - {None} for dim in wide}
+    turned = [name for name in left if fills.get(name)] != [name for name in right if fills.get(name)]
     if turned and len(set().union(*fills.values())) > 1:
         reason = "a corner has the constant of the later dim, and the order of dims changes"
         raise fault(reason, hint="change the order in a redistribution of its own, before")
-
-
-def _fills(dim: Dim) -> set[float]:
-    """The constants beyond the ends of a dim; a fold drops these rows."""
-    if dim.overlap is None or isinstance(dim.overlap, Fold):
-        return set()
-    return {end.fill for end in (dim.overlap.before, dim.overlap.after) if end.fill is not None}

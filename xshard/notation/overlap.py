@@ -73,9 +73,7 @@ class Window:
     def __str__(self) -> str:
         defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
         values = [(name, getattr(self, name), default) for name, default in defaults]
-        options = "".join(
-            f",{name}={bracketed(value)}" for name, value, default in values if value != default
-        )
+        options = "".join(f",{name}={bracketed(n)}" for name, n, default in values if n != default)
         return f"window(k={self.k}{options}{_boundary_text(self)})"
 
     @property
@@ -106,10 +104,9 @@ def unfolded(overlap: Overlap) -> Halo | Window:
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
-def ends_of(overlap: Overlap) -> tuple[Boundary, Boundary]:
-    """The boundaries at both ends of the array."""
-    rows = unfolded(overlap)
-    return rows.before, rows.after
+def ends_of(overlap: Overlap | None) -> tuple[Boundary, ...]:
+    """The boundaries at both ends of the array, if there is an overlap."""
+    return () if overlap is None else (unfolded(overlap).before, unfolded(overlap).after)
 
 
 def _boundary_text(overlap: Halo | Window) -> str:

@@ -129,9 +129,8 @@ def _halo(scanner: Scanner) -> Halo:
     span = scanner.span
     hi = parse_width(scanner)
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
-        raise scanner.error(
-            f"{len(lo)} widths before and {len(hi)} after", span, "as many widths on both sides"
-        )
+        what = f"{len(lo)} widths before and {len(hi)} after"
+        raise scanner.error(what, span, "as many widths on both sides")
     boundaries = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
     scanner.expect(")")
     return Halo(lo, hi, *boundaries)
@@ -159,9 +158,8 @@ def _window(scanner: Scanner) -> Window:
         elif name == "p":
             options[name] = padding = parse_width(scanner)
             if isinstance(padding, tuple) and len(padding) != 2:
-                raise scanner.error(
-                    f"window padding p has {len(padding)} numbers", span, "as in p=1 or p=[1,2]"
-                )
+                what = f"window padding p has {len(padding)} numbers"
+                raise scanner.error(what, span, "as in p=1 or p=[1,2]")
             if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
                 raise scanner.error(f"window p={padding} is negative", span, _LIMITS)
         else:
@@ -229,7 +227,6 @@ def _pole(scanner: Scanner) -> Boundary:
     span = scanner.span
     sign = scanner.integer(hint="as in pole(w) or pole(w,-1)")
     if sign not in (1, -1):
-        raise scanner.error(
-            f"sign {sign} of a pole", span, "rows from beyond a pole are kept (1) or negated (-1)"
-        )
+        hint = "rows from beyond a pole are kept (1) or negated (-1)"
+        raise scanner.error(f"sign {sign} of a pole", span, hint)
     return Boundary("pole", dim=dim, sign=sign)

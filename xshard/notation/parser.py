@@ -88,43 +88,32 @@ def parse_layout(text: str) -> Parsed:
     return parsed
 
 
-def parse_sides(text: str) -> tuple[Parsed, Parsed]:
-    """Text of `layout -> layout` -> its (left, right) sides. Raises NotationError."""
-    parser = _Parser(text)
-    src = parser.layout()
-    parser.expect(ARROW, hint="an expression reads: layout -> layout")
-    dst = parser.layout()
-    parser.expect("end")
-    return src, dst
+_READS = {
+    "expression": "an expression reads: layout -> layout",
+    "contraction": "a contraction reads: layout, layout -> layout",
+    "signature": "the layouts of a function read: layout, layout -> layout",
+}
 
 
-def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
-    """Text of `layout, layout -> layout` -> operands and result, which may be empty: `()`.
+def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
+    """Text of a kind in `_READS` -> its (left, right) sides, and the positions in it. Raises NotationError.
 
-    A dim may be composed, `(h d)/tp`. The second dim of a name in an operand, for a diagonal, is named `i'1`.
+    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named `i'1`.
     """
-    parser = _Parser(text, composes=True, repeats=True)
-    operands = parser.operands()
-    parser.expect(ARROW, hint="a contraction reads: layout, layout -> layout")
+    parser = _Parser(text, by_name=kind == "contraction")
+    left = (parser.layout(),) if kind == "expression" else parser.operands()
+    parser.expect(ARROW, hint=_READS[kind])
     parser.repeats = False
-    result: Parsed = ((), ()) if parser.kind == "end" else parser.layout()
+    if kind == "contraction" and parser.kind == "end":
+        return left, (((), ()),), parser.spans
+    right = parser.operands() if kind == "signature" else (parser.layout(),)
     parser.expect("end")
-    return operands, result
-
-
-def parse_signature(text: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...]]:
-    """Text of `layout, layout -> layout, layout` -> arguments, results. Raises NotationError."""
-    parser = _Parser(text)
-    arguments = parser.operands()
-    parser.expect(ARROW, hint="the layouts of a function read: layout, layout -> layout")
-    results = parser.operands()
-    parser.expect("end")
-    return arguments, results
+    return left, right, parser.spans
 
 
 def text_spans(text: str) -> TextSpans:
     """The positions that later errors mark, in a text that parses."""
-    parser = _Parser(text, composes=True, repeats=True)
+    parser = _Parser(text, by_name=True)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
         parser.operands()
@@ -174,13 +163,10 @@ _NUMBERS = {
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar, which records the positions of names.
+    """Recursive descent over the grammar, which records the positions of names."""
 
-    composes: a dim may be `(h d)`. repeats: two dims may have one name.
-    """
-
-    def __init__(self, text: str, *, composes: bool = False, repeats: bool = False) -> None:
-        self.composes, self.repeats = composes, repeats
+    def __init__(self, text: str, *, by_name: bool = False) -> None:
+        self.composes = self.repeats = by_name  # a dim may be `(h d)`, a name be that of two dims
         self.names = Counter[str]()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
         super().__init__(text)
@@ -247,7 +233,7 @@ class _Parser(Scanner):
 
     def shard(self) -> Shard:
         if self.kind == "(":
-            return Shard(self.axes())
+            return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         is_order = name in (*ORDERS, SIZES, INTERVALS) or not self.composes or self.span[0] == self.end
@@ -282,9 +268,6 @@ class _Parser(Scanner):
             raise self.error(f"{count} in {order}", span, _NUMBERS[order])
         return Shard(tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers))
 
-    def axes(self) -> tuple[str, ...]:
-        return tuple(self.listed(self.axis))
-
     def axis(self) -> str:
         span = self.span
         name = self.expect("name")
@@ -297,4 +280,4 @@ class _Parser(Scanner):
         if kind not in TAGS:
             meant = did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)
             raise self.error(f"unknown tag {kind!r}", span, f"{meant}tags are: {', '.join(TAGS)}")
-        return kind, self.axes()
+        return kind, tuple(self.listed(self.axis))

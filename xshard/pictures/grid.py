@@ -59,54 +59,28 @@ class Cell:
     guests: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class DeviceBlock:
-    """The block of one device: coordinates, local shape, and per dim the rows that it owns and holds."""
-
-    device: int
-    coords: tuple[tuple[str, int], ...]
-    local_shape: tuple[int, ...]
-    owned: tuple[Runs, ...]
-    held: tuple[Runs, ...]
+Cells = tuple[tuple[Cell, ...], ...]  # a row per block of the first strip, a column per block of the last
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The blocks of an array and the devices that hold them; strips: the drawn dims, at most two.
-
-    cells: one row per block of the first of two strips, one column per block of the last. notes: the roles
-    of the mesh axes, in words.
-    """
+    """The blocks of an array and the devices that hold them."""
 
     sharding: Sharding
-    strips: tuple[Strip, ...]
-    cells: tuple[tuple[Cell, ...], ...]
-    devices: tuple[DeviceBlock, ...]
-    notes: tuple[str, ...]
+    strips: tuple[Strip, ...]  # the drawn dims, at most two
+    cells: Cells
+    notes: tuple[str, ...]  # the roles of the mesh axes, in words
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = ()) -> Picture:
-    """A sharding -> its picture along one or two dims, by default the first two that are cut.
-
-    Raises ShapeError for unknown dims, or more than two.
-
-    >>> from xshard import Layout, Mesh
-    >>> p = picture(Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3)))
-    >>> [(block, cell.owners) for block, cell in zip(p.strips[0].blocks, p.cells[0])]
-    [((0, 2), (0,)), ((2, 4), (1,)), ((4, 6), (1,)), ((6, 8), (0,))]
-    """
+    """A sharding -> its picture along one or two dims, by default the first two that are cut."""
     drawn = tuple(_drawn(sharding, dims))
     strips = tuple(_strip(sharding, d) for d in drawn)
-    cells = _picture_cells(sharding, drawn, strips)
-    return Picture(sharding, strips, cells, _device_blocks(sharding), _notes(sharding, drawn))
+    return Picture(sharding, strips, _picture_cells(sharding, drawn, strips), _notes(sharding, drawn))
 
 
 def rows_text(runs: Runs, most: int = 6) -> str:
-    """Runs in local order as text, at most `most` pieces.
-
-    >>> rows_text((Run(0, 2), Run(6, 2))), rows_text((Run(0, 1, 4, 8),)), rows_text((Run(FILL, 1), Run(0, 3)))
-    ('0-1, 6-7', '0-24 step 8', '1 fill, 0-2')
-    """
+    """Runs in local order as text, at most `most` pieces, as in `1 fill, 0-2, 4-24 step 8`."""
     pieces = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
     if len(pieces) > most:
         pieces = [*pieces[:most], "..."]
@@ -114,11 +88,7 @@ def rows_text(runs: Runs, most: int = 6) -> str:
 
 
 def devices_text(devices: Sequence[int]) -> str:
-    """Device numbers as text, with ranges and even steps.
-
-    >>> devices_text((0, 1, 2, 3)), devices_text((0, 4)), devices_text((0, 4, 8, 12))
-    ('0-3', '0,4', '0-12 step 4')
-    """
+    """Device numbers as text, with ranges and even steps, as in `0-3`, `0,4` and `0-12 step 4`."""
     steps = set(np.diff(devices).tolist())
     if len(devices) > 2 and len(steps) == 1:
         runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
@@ -155,10 +125,9 @@ def range_text(block: tuple[int, int]) -> str:
 def reading(drawn: Picture) -> list[str]:
     """Explanations of the marks in this picture."""
     cells = list(itertools.chain.from_iterable(drawn.cells))
+    cut = [strip for strip in drawn.strips if strip.hidden]
     marks = [
-        f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
-        for strip in drawn.strips
-        if strip.hidden
+        f"only the first {s.length - s.hidden} of {s.length} rows of {s.dim.name} are drawn" for s in cut
     ]
     if any(cell.guests for cell in cells):
         marks.append("+d: a device that holds the block too, as overlap")
@@ -189,9 +158,7 @@ def _strip(sharding: Sharding, d: int) -> Strip:
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
 
 
-def _picture_cells(
-    sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]
-) -> tuple[tuple[Cell, ...], ...]:
+def _picture_cells(sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]) -> Cells:
     """Per block of the picture, the devices that own it and the devices that only hold it."""
     everyone = np.ones((sharding.mesh.n_devices, 1), bool)
     # A picture has rows and columns; a missing dim is one block that all devices have.
@@ -225,32 +192,12 @@ def _first(runs: Runs) -> Runs:
     return tuple(r._replace(repeats=min(r.repeats, MAX_BLOCKS + 1)) if r.stride > 0 else r for r in runs)
 
 
-def _device_blocks(sharding: Sharding) -> tuple[DeviceBlock, ...]:
-    mesh, dims = sharding.mesh, range(len(sharding.shape))
-    return tuple(
-        DeviceBlock(
-            device,
-            tuple(zip(mesh.axes, mesh.coords(device), strict=True)),
-            sharding.local_shape(device),
-            tuple(sharding.owned(d, device) for d in dims),
-            tuple(sharding.held(d, device) for d in dims),
-        )
-        for device in range(mesh.n_devices)
-    )
-
-
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     layout, mesh = sharding.layout, sharding.mesh
-    cuts = [
-        f"{dim.name} is cut over {' x '.join(shard.axes)}, {_ORDER_TEXT[shard.order]}"
-        for dim in layout.dims
-        for shard in dim.shards
-    ]
-    overlaps = [
-        f"{dim.name} overlaps: {_OVERLAP_TEXT[type(dim.overlap)]} ({dim.overlap})"
-        for dim in layout.dims
-        if dim.overlap is not None
-    ]
+    shards = [(dim.name, shard) for dim in layout.dims for shard in dim.shards]
+    cuts = [f"{name} is cut over {' x '.join(s.axes)}, {_ORDER_TEXT[s.order]}" for name, s in shards]
+    wide = [dim for dim in layout.dims if dim.overlap is not None]
+    overlaps = [f"{d.name} overlaps: {_OVERLAP_TEXT[type(d.overlap)]} ({d.overlap})" for d in wide]
     tags = [f"along {', '.join(axes)} {_TAG_TEXT[kind]}" for kind, axes in layout.tags]
     replicas = [a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1]
     whole = [f"along {', '.join(replicas)} all devices hold the same values (replicas)"] if replicas else []

@@ -30,7 +30,9 @@ def html(value: object) -> str:
 
 @html.register
 def _(drawn: Picture) -> str:
-    return _block(title(drawn.sharding), sharding_svg(drawn), _list((*reading(drawn), *drawn.notes)))
+    items = "".join(f"<li>{escape(note)}</li>" for note in (*reading(drawn), *drawn.notes))
+    notes = f'<ul style="margin:0;padding-left:1.2em">{items}</ul>' if items else ""
+    return _block(title(drawn.sharding), sharding_svg(drawn), notes)
 
 
 @html.register
@@ -87,20 +89,16 @@ def steps(rows: Sequence[Row], total: str) -> str:
 
 def _cells(tag: str, texts: Iterable[str], sides: Iterable[str]) -> str:
     scope = ' scope="col"' if tag == "th" else ""
-    return "".join(
-        f'<{tag}{scope} style="{_CELL.format(side=side)}">{escape(text)}</{tag}>'
-        for text, side in zip(texts, sides, strict=True)
+    pairs = zip(texts, sides, strict=True)
+    cells = (
+        f'<{tag}{scope} style="{_CELL.format(side=side)}">{escape(text)}</{tag}>' for text, side in pairs
     )
+    return "".join(cells)
 
 
 def _block(title: str, *parts: str) -> str:
     head = f'<div style="{_TITLE}">{escape(title)}</div>'
     return f'<div class="xshard" style="display:grid;gap:8px">{head}{"".join(parts)}</div>'
-
-
-def _list(notes: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<ul style="margin:0;padding-left:1.2em">{items}</ul>' if items else ""
 
 
 def _folded(title: str, inside: str) -> str:

@@ -41,14 +41,14 @@ def show(
     if isinstance(what, Layout | str):
         if mesh is None or shape is None:
             raise PlanError("a layout alone cannot be drawn", hint="show(layout, mesh, shape)")
-        value = Sharding(
-            Layout.parse(what), Mesh.parse(mesh) if isinstance(mesh, str) else mesh, tuple(shape)
-        )
+        mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        value = Sharding(Layout.parse(what), mesh, tuple(shape))
     elif mesh is not None or shape is not None:
         raise PlanError(f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone")
     if isinstance(value, Sharding):
         value = picture(value, dims)
-    if _in_notebook():
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):  # a kernel of IPython shows HTML; its terminal does not
         from xshard.pictures.html import html
 
         notebook = import_module("IPython.display")
@@ -59,9 +59,3 @@ def show(
     from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))
-
-
-def _in_notebook() -> bool:
-    """True in a kernel of IPython, which shows HTML; its terminal does not."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and hasattr(shell, "kernel")

@@ -58,29 +58,21 @@ def mesh_svg(mesh: Mesh) -> str:
     """The devices of a mesh, a row for every place along all axes but the last."""
     columns = mesh.sizes[-1] if mesh.sizes else 1
     rows = [range(mesh.n_devices)[i : i + columns] for i in range(0, mesh.n_devices, columns)][:MAX_DEVICES]
-    sides = [
-        " ".join(f"{a}={c}" for a, c in zip(mesh.axes[:-1], mesh.coords(row[0]), strict=False))
-        for row in rows
-    ]
+    starts = (zip(mesh.axes[:-1], mesh.coords(row[0]), strict=False) for row in rows)
+    sides = [" ".join(f"{a}={c}" for a, c in start) for start in starts]
     heads = [f"{mesh.axes[-1]}={j}" for j in range(columns)] if mesh.axes else [""]
-    cells = [[Cell((device,)) for device in row] for row in rows]
-    return _table("", heads[:MAX_DEVICES], sides, [row[:MAX_DEVICES] for row in cells]).svg(
-        f"devices of {mesh}"
-    )
+    cells = [[Cell((device,)) for device in row[:MAX_DEVICES]] for row in rows]
+    return _table(("", heads[:MAX_DEVICES], sides), cells, adds=False).svg(f"devices of {mesh}")
 
 
 def grid_drawing(drawn: Picture) -> Drawing:
     """The grid of a picture, with the rows of each block beside it."""
-    return _table(*labels(drawn), drawn.cells, adds=bool(drawn.sharding.layout.tagged("sum", "mean")))
+    return _table(labels(drawn), drawn.cells, adds=bool(drawn.sharding.layout.tagged("sum", "mean")))
 
 
-def _table(
-    corner: str,
-    heads: Sequence[str],
-    sides: Sequence[str],
-    cells: Sequence[Sequence[Cell]],
-    adds: bool = False,
-) -> Drawing:
+def _table(names: tuple[str, list[str], list[str]], cells: Sequence[Sequence[Cell]], adds: bool) -> Drawing:
+    """Blocks in colours. names: the corner, the heads of columns, and of rows."""
+    corner, heads, sides = names
     texts = [[cell_text(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) * CHAR + GAP for column in zip(heads, *texts, strict=True)]
     left = max(map(len, (corner, *sides))) * CHAR + GAP
@@ -152,10 +144,8 @@ def _stage_picture(plan: Plan, sharding: Sharding) -> Picture:
 
 def _stacked(parts: Sequence[Drawing]) -> Drawing:
     tops = list(itertools.accumulate((part.height + GAP for part in parts), initial=0.0))
-    body = "".join(
-        f'<g transform="translate(0 {top:.1f})">{part.body}</g>'
-        for top, part in zip(tops, parts, strict=False)
-    )
+    places = zip(parts, tops, strict=False)
+    body = "".join(f'<g transform="translate(0 {top:.1f})">{part.body}</g>' for part, top in places)
     return Drawing(body, max(part.width for part in parts), tops[-1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -17,6 +17,7 @@ from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Sharding
+from xshard.layout.runs import Runs
 from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, rows_text, title
 from xshard.plans import table
 from xshard.plans.plan import Plan
@@ -136,24 +137,22 @@ def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
 def _legend(drawn: Picture) -> Table:
     """One line per device: coordinates, local shape, and its rows of every dim that is cut or overlaps."""
     colour = {device: style for owners, style in _colours(drawn).items() for device in owners}
-    cut = [(d, dim) for d, dim in enumerate(drawn.sharding.layout.dims) if dim.axes or dim.overlap]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("device", *drawn.sharding.mesh.axes, "local shape"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for _, dim in cut:
-        table.add_column(f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}")
+    sharding, columns = drawn.sharding, list[tuple[str, Callable[[int, int], Runs], int]]()
+    for d, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
-            table.add_column(f"{dim.name} held")
-    for block in drawn.devices:
-        rows = []
-        for d, dim in cut:
-            rows.append(rows_text(block.owned[d]))
-            if dim.overlap:
-                rows.append(rows_text(block.held[d]))
+            columns += [(f"{dim.name} owned", sharding.owned, d), (f"{dim.name} held", sharding.held, d)]
+        elif dim.axes:
+            columns.append((f"rows of {dim.name}", sharding.owned, d))
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("device", *sharding.mesh.axes, "local shape"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, *_ in columns:
+        table.add_column(name)
+    for device in range(sharding.mesh.n_devices):
         table.add_row(
-            Text(f" {block.device} ", style=colour.get(block.device, "")),
-            *(str(c) for _, c in block.coords),
-            "x".join(map(str, block.local_shape)) or "scalar",
-            *rows,
+            Text(f" {device} ", style=colour.get(device, "")),
+            *map(str, sharding.mesh.coords(device)),
+            "x".join(map(str, sharding.local_shape(device))) or "scalar",
+            *(rows_text(rows(d, device)) for _, rows, d in columns),
         )
     return table

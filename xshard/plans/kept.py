@@ -1,7 +1,4 @@
-"""Plans kept between runs: a JSON file per request, in the folder that XSHARD_CACHE names.
-
-A file counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
-"""
+"""Plans kept between runs: a JSON file per request, in the folder that XSHARD_CACHE names."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
@@ -24,23 +22,15 @@ from xshard.plans.serialize import mesh_to_plain, to_plain
 
 VARIABLE = "XSHARD_CACHE"
 MAX_FILES = 20_000  # of about 2 kB; then the half that was used least recently goes
-WRITES = 500  # a process counts the files at its first plan, and again after so many
+WRITES = 500  # one of so many plans that are written counts the files
 _OWN = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")  # plans, and files that are not renamed yet
-
-
-class Printed(Protocol):
-    """Any kind of plan."""
-
-    def to_json(self) -> str: ...
-
-
-P = TypeVar("P", bound=Printed)
+P = TypeVar("P", bound=Any)  # a kind of plan, with `to_json`
 
 
 def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None) -> P:
-    """The plan that an earlier run has kept for a request, or else the one that is made, kept from now on.
+    """The plan that an earlier run has kept for a request and options, or one that is made and kept.
 
-    read: `from_json` of the plan. options: it depends on these, too.
+    A file counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
     """
     if not (folder := os.environ.get(VARIABLE)):
         return make()
@@ -57,38 +47,26 @@ def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P],
         pass
     plan = make()
     text = plan.to_json()
-    _write(file, json.dumps({"request": key, "digest": _digest(key + text), "plan": text}))
-    return plan
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file at once, so that no process sees a part of it. Errors of the system are warnings."""
     part = file.with_name(f"{file.name}.{os.getpid()}{threading.get_native_id()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
-        part.replace(file)
-        if _writes.setdefault(file.parent, 0) % WRITES == 0:
+        part.write_text(json.dumps({"request": key, "digest": _digest(key + text), "plan": text}))
+        part.replace(file)  # at once, so that no process sees a part of it
+        if int(file.stem[:8], 16) % WRITES == 0:
             _bound(file.parent)
-        _writes[file.parent] += 1
     except OSError as error:
-        warnings.warn(f"{VARIABLE}={file.parent} keeps no plans: {error}", stacklevel=2)
-
-
-_writes: dict[Path, int] = {}
+        warnings.warn(f"{VARIABLE}={folder} keeps no plans: {error}", stacklevel=2)
+    return plan
 
 
 def _bound(folder: Path) -> None:
     """Remove the older half of the plans if there are too many, and parts of a day ago; other files stay."""
     ages, yesterday = [], time.time() - 86400
     for entry in os.scandir(folder):
-        if match := _OWN.fullmatch(entry.name):
-            try:
-                age = entry.stat().st_mtime
-            except FileNotFoundError:  # another process has removed it
-                continue
-            if match[1] is None or age < yesterday:
-                ages.append((age, entry.path))
+        match = _OWN.fullmatch(entry.name)
+        with suppress(FileNotFoundError):  # another process has removed it
+            if match and (match[1] is None or entry.stat().st_mtime < yesterday):
+                ages.append((entry.stat().st_mtime, entry.path))
     for _, path in sorted(ages)[: len(ages) // 2] if len(ages) > MAX_FILES else ():
         Path(path).unlink(missing_ok=True)
 

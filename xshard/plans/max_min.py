@@ -13,14 +13,10 @@ from xshard.plans.plan import Plan, find_plan
 
 @dataclass(frozen=True)
 class MaxMinPlans:
-    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`.
+    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`."""
 
-    If the output lacks rows of the input, `result` has the input's layout at its start: `x == result(x)`.
-    Rows that a boundary fills have zeros, and no winner: `count` is 0 there.
-    """
-
-    result: Plan  # the output, as a copy beside every addend
-    count: Plan  # the number of winners, beside every addend
+    result: Plan  # the output, as a copy beside every addend; if it lacks rows of the input, `result(x)`
+    count: Plan  # the number of winners, beside every addend; 0 for rows that a boundary fills
     cotangent: Plan  # the gradient is `cotangent(g) * won / max(count(won), 1)`
     tangent: Plan  # the tangent is `tangent(t * won / max(count(won), 1))`
 

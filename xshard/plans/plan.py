@@ -1,7 +1,4 @@
-"""A plan: the steps from one sharding to another, on one mesh or two, checked, priced and printable.
-
-The file is above 300 lines because a plan finds the plan of its gradient: `find_plan` cannot be elsewhere.
-"""
+"""A plan: the steps from one sharding to another, on one mesh or two, checked, priced and printable."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from xshard.cost.machine import load_profile, located
 from xshard.cost.model import Price, Profile, price
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
-from xshard.formatting import Pictured, format_bytes
+from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
@@ -27,7 +24,16 @@ from xshard.plans.kept import kept
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
-from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
+from xshard.search.request import (
+    BOTH,
+    FORWARD,
+    OBJECTIVES,
+    Devices,
+    Request,
+    device_numbers,
+    target_of,
+    too_large,
+)
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
@@ -81,7 +87,11 @@ class Plan(Pictured):
         reached = self.stages[-1].after if self.stages else self._start
         if not reached.means_the_same_as(_factored(self.target, reached.mesh)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
-        self._check_split()
+        for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
+            for part in sharding.layout.tagged(*REDUCERS):
+                if (axis := sharding.mesh.origin(part)) != part:
+                    reason = f"axis {axis!r} is divided and holds addends"
+                    raise PlanError(reason, hint="reduce along whole axes")
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
@@ -96,13 +106,6 @@ class Plan(Pictured):
                 _ = self.backward
             except PlanError as error:
                 raise PlanError(f"backward: {error.reason}", hint=error.hint) from None
-
-    def _check_split(self) -> None:
-        for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
-            for part in sharding.layout.tagged(*REDUCERS):
-                if (axis := sharding.mesh.origin(part)) != part:
-                    reason = f"axis {axis!r} is divided and holds addends"
-                    raise PlanError(reason, hint="reduce along whole axes")
 
     @cached_property
     def transfer(self) -> Transfer | None:
@@ -236,10 +239,8 @@ class Plan(Pictured):
     @property
     def messages(self) -> int:
         """Latencies paid one after the other, over all steps."""
-        traffics = (
-            step.traffic(before, machine.link_spans(before.mesh))
-            for (step, before, _), machine in zip(self.stages, self.machines, strict=True)
-        )
+        stages = zip(self.stages, self.machines, strict=True)
+        traffics = (step.traffic(here, m.link_spans(here.mesh)) for (step, here, _), m in stages)
         return sum(hop.messages for traffic in traffics for hop in traffic.hops)
 
     @property
@@ -305,12 +306,9 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
     return sharding
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # in this file because a plan finds the plan of its gradient
 def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """The cheapest plan for a request, or of those with a `Transfer`, kept by an earlier run or searched for.
-
-    Raises PlanError, DtypeError.
-    """
+    """The cheapest plan, or the cheapest with a `Transfer`, kept by an earlier run or searched for."""
     options: Any = {"objective": objective, "by_transfer": by_transfer}
     return kept(request, Plan.from_json, lambda: search_plan(request, **options), options)
 
@@ -352,8 +350,7 @@ def _as_numbered(request: Request, by_transfer: bool) -> Plan:
     if plan is None:
         paths = transfer_paths(free := replace(request, memory_limit=None))
         least = min(_made(free, *way).peak_bytes for way in paths)
-        reason = f"no plan stays within {format_bytes(request.memory_limit or 0)} per device"
-        raise PlanError(reason, hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)")
+        raise too_large(request.memory_limit, least)
     return plan
 
 

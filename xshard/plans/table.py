@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,10 +17,9 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
-from xshard.search.overlap_paths import overlaps
+from xshard.search.moves import Space
 from xshard.search.request import FORWARD
 from xshard.search.solve import with_copies, with_scale, without_copies
-from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Mask, ReduceScatter, Slice, Step
 from xshard.steps.base import DimCut, axes_of
 from xshard.steps.exchange.traffic import begun_axes, ended_axes
@@ -105,18 +106,14 @@ def device_ranges(devices: Sequence[int]) -> str:
 
 def total(plan: Plan) -> str:
     """The price of the whole plan, with the lower bound."""
-    bound = plan.bytes_lower_bound
-    times = (
-        f"{plan.bytes_received / bound:.2f}x the bound of {format_bytes(bound)}"
-        if bound
-        else "the bound is 0 B"
-    )
+    received, bound = plan.bytes_received, plan.bytes_lower_bound
+    times = f"{received / bound:.2f}x the bound of" if bound else "the bound is"
     sent = plan.transfer and f"sent between meshes {format_bytes(plan.transfer.sent * plan.itemsize)}, "
     seconds = format_seconds(plan.cost)
     if plan.objective != FORWARD:
         seconds += f" with the backward's {format_seconds(plan.backward.cost)}"
     text = (
-        f"received {format_bytes(plan.bytes_received)} ({times}), {sent or ''}{seconds}, "
+        f"received {format_bytes(received)} ({times} {format_bytes(bound)}), {sent or ''}{seconds}, "
         f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
     )
     return text if plan.stages else f"nothing to do: the layouts mean the same; {text}"
@@ -166,7 +163,7 @@ def _alternative_steps(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
 ) -> dict[str, Callable[[], Sequence[Step]]]:
     """Every alternative by name, as a function that makes its steps, or raises PlanError."""
-    if overlaps(start) or overlaps(goal):
+    if start.layout.overlaps or goal.layout.overlaps:
         made = overlap_paths.ways(start, goal, dtype, profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, dtype, profile)
@@ -188,9 +185,7 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
             steps.append(AllReduce(over, kind))
     slices: list[DimCut] = []
     for here, there in zip(src.dims, dst.dims, strict=True):
-        n = 0
-        while n < min(len(here.shards), len(there.shards)) and here.shards[n] == there.shards[n]:
-            n += 1
+        n = sum(itertools.takewhile(bool, map(operator.eq, here.shards, there.shards)))  # in common
         if here.shards[n:]:
             steps.append(AllGather(here.name, here.shards[n:]))
         if there.shards[n:]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -37,16 +36,6 @@ class Piece(NamedTuple):
         return math.prod(sum(s.length for s in segments) for segments in self.box)
 
 
-class Flow(NamedTuple):
-    """What goes over one kind of link, per device of both meshes: elements and messages, out and in."""
-
-    link: Link
-    sent: NDArray[np.int64]
-    received: NDArray[np.int64]
-    messages_out: NDArray[np.int64]
-    messages_in: NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Transfer(Step):
     """Blocks of one sharding become blocks of another, on other devices, some of them, or the same.
@@ -75,8 +64,9 @@ class Transfer(Step):
             len(self.senders) != len(self.pieces)
             or any(s not in piece.holders for s, piece in zip(self.senders, self.pieces, strict=True))
         ):
-            reason = f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
-            raise PlanError(reason)
+            raise PlanError(
+                f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
+            )
 
     @cached_property
     def is_in_place(self) -> bool:
@@ -94,9 +84,9 @@ class Transfer(Step):
     def after(self, before: Sharding) -> Sharding:
         same = before.mesh == self.source.mesh and before.shape == self.source.shape
         if not (same and before.means_the_same_as(self.source)):
+            start = f"'{self.source.layout}' on {self.source.mesh!r}"
             raise PlanError(
-                f"the transfer starts from '{self.source.layout}' on {self.source.mesh!r}, "
-                f"not from '{before.layout}' on {before.mesh!r}"
+                f"the transfer starts from {start}, not from '{before.layout}' on {before.mesh!r}"
             )
         return self.target
 
@@ -136,34 +126,32 @@ class Transfer(Step):
     @property
     def received(self) -> int:
         """Elements that the busiest receiver gets from other devices."""
-        return int(sum((flow.received for flow in self.flows), self._nothing).max())
+        return int(self._elements[1].max())
 
     @property
     def sent(self) -> int:
         """Elements that the busiest sender gives to other devices."""
-        return int(sum((flow.sent for flow in self.flows), self._nothing).max())
+        return int(self._elements[0].max())
 
     @property
     def held(self) -> int:
         """Elements that the busiest device holds at once: its blocks, and what it sends and receives."""
         if self.is_in_place:
             return self.source.max_local_size
-        total = self._nothing
+        total = self._elements.sum(axis=0)
         for sharding, devices in ((self.source, self.src_devices), (self.target, self.dst_devices)):
             for index, device in enumerate(devices):
                 total[self._devices[device]] += math.prod(sharding.local_shape(index))
-        for flow in self.flows:
-            total = total + flow.sent + flow.received
         return int(total.max())
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """A hop for each of `flows`, of the device that sends or receives longest over its link."""
-        copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
         hops = []
-        for level, flow in enumerate(self.flows):
-            busiest, mean = np.maximum(flow.sent, flow.received).max(), max(map(self._node_mean, flow[1:3]))
-            messages = int(np.maximum(flow.messages_out, flow.messages_in).max())
-            hops.append(Hop("", int(busiest), messages, level, int(busiest - mean)))
+        for level, flow in enumerate(self.flows.values()):
+            busiest, messages = flow.max(axis=(0, 1)).tolist()
+            mean = max(map(self._node_most, flow[..., 0])) / (self.profile.node_devices or 1)
+            hops.append(Hop("", busiest, messages, level, int(busiest - mean)))
+        copied = self._elements.sum(axis=0) + self._rearranged
         return Traffic(self.received, int(copied.max()), tuple(hops))
 
     def price(self, itemsize: int) -> Price:
@@ -172,38 +160,31 @@ class Transfer(Step):
         seconds = traffic.copied * itemsize / self.profile.copy_bytes_per_s
         if self.flows:
             seconds += self.profile.launch("exchange")
-        seconds += sum(
-            flow.link.seconds(hop, itemsize) for flow, hop in zip(self.flows, traffic.hops, strict=True)
-        )
+        hops = zip(self.flows, traffic.hops, strict=True)
+        seconds += sum(link.seconds(hop, itemsize) for link, hop in hops)
         return Price(seconds, traffic.received * itemsize, self.held * itemsize)
 
     @cached_property
-    def flows(self) -> tuple[Flow, ...]:
-        """What crosses devices, by the link that it takes."""
-        flows: dict[Link, Flow] = {}
-        for m in self.messages:
-            if self.is_kept(m):
-                continue
-            link = self.link(m.src, m.dst)
-            if link not in flows:
-                flows[link] = Flow(link, *(self._nothing for _ in range(4)))
-            flow = flows[link]
-            giver, taker = self._devices[self.src_devices[m.src]], self._devices[self.dst_devices[m.dst]]
-            flow.sent[giver] += m.size
-            flow.received[taker] += m.size
-            flow.messages_out[giver] += 1
-            flow.messages_in[taker] += 1
-        return tuple(flows.values())
+    def flows(self) -> dict[Link, NDArray[np.int64]]:
+        """By the link that it takes, what crosses devices: (out and in, devices, elements and messages)."""
+        flows: dict[Link, NDArray[np.int64]] = {}
+        for m in itertools.filterfalse(self.is_kept, self.messages):
+            flow = flows.setdefault(self.link(m.src, m.dst), np.zeros((2, len(self._devices), 2), np.int64))
+            places = self._devices[self.src_devices[m.src]], self._devices[self.dst_devices[m.dst]]
+            flow[(0, 1), places] += m.size, 1
+        return flows
+
+    @property
+    def _elements(self) -> NDArray[np.int64]:
+        """Elements that every device sends, and that it receives."""
+        total = np.zeros((2, len(self._devices)), np.int64)
+        return sum((flow[..., 0] for flow in self.flows.values()), total)
 
     @property
     def between_nodes(self) -> int:
         """Elements that the busiest node receives from others."""
-        received: Counter[int] = Counter()
-        for flow in self.flows:
-            if flow.link == self.profile.across:
-                for device, index in self._devices.items():
-                    received[device // (self.profile.node_devices or 1)] += int(flow.received[index])
-        return max(received.values(), default=0)
+        flow = self.flows.get(self.profile.across) if self.profile.across else None
+        return 0 if flow is None else self._node_most(flow[1, :, 0])
 
     def link(self, src: int, dst: int) -> Link:
         """What connects two devices, given by their places in the two meshes."""
@@ -218,21 +199,15 @@ class Transfer(Step):
         """Every device of either mesh, and its place in the arrays of a flow."""
         return {device: i for i, device in enumerate(sorted({*self.src_devices, *self.dst_devices}))}
 
-    def _node_mean(self, elements: NDArray[np.int64]) -> float:
-        """The mean over the devices of the busiest node, of what each device sends or receives."""
-        size = self.profile.node_devices or 1
-        numbers = np.fromiter(self._devices, np.int64) // size
-        return float(np.bincount(np.unique(numbers, return_inverse=True)[1], elements).max()) / size
-
-    @property
-    def _nothing(self) -> NDArray[np.int64]:
-        """A zero for every device."""
-        return np.zeros(len(self._devices), np.int64)
+    def _node_most(self, elements: NDArray[np.int64]) -> int:
+        """The most that all devices of a node send or receive together."""
+        nodes = np.fromiter(self._devices, np.int64) // (self.profile.node_devices or 1)
+        return int(np.bincount(np.unique(nodes, return_inverse=True)[1], elements).max())
 
     @property
     def _rearranged(self) -> NDArray[np.int64]:
         """Elements that every device copies from its old block to its new one, unless that is the same."""
-        total = self._nothing
+        total = np.zeros(len(self._devices), np.int64)
         for m in filter(self.is_kept, self.messages):
             shape = self.source.local_shape(m.src)
             whole = tuple((Segment(0, 0, n),) for n in shape)
@@ -246,11 +221,8 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     sizes = itemsizes or (1,) * len(transfers)
     senders_of = [[-1] * len(transfer.pieces) for transfer in transfers]
     positions = [{device: index for index, device in enumerate(t.src_devices)} for t in transfers]
-    every = [
-        (-piece.size * itemsize, t, i)
-        for t, (transfer, itemsize) in enumerate(zip(transfers, sizes, strict=True))
-        for i, piece in enumerate(transfer.pieces)
-    ]
+    pairs = enumerate(zip(transfers, sizes, strict=True))
+    every = [(-p.size * n, t, i) for t, (transfer, n) in pairs for i, p in enumerate(transfer.pieces)]
     busy_s: dict[int, float] = {}
     for minus_bytes, t, i in sorted(every):
         transfer = transfers[t]

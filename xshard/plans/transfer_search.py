@@ -19,7 +19,6 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer
-from xshard.search.overlap_paths import overlaps
 from xshard.search.request import Request
 from xshard.search.solve import check_moves, solve
 from xshard.steps import Step
@@ -111,7 +110,7 @@ def _check(request: Request) -> None:
     """Raise for layouts and dtypes that no transfer can bring from mesh to mesh."""
     for end in (request.source, request.target):
         check_moves(end, end, request.dtype)
-        if overlaps(end):
+        if end.layout.overlaps:
             reason = f"'{end.layout}' overlaps, and overlaps move on one mesh"
             raise PlanError(reason, hint="trim or fold before, widen after")
     for kind, _ in request.source.layout.tags:

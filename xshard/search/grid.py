@@ -1,91 +1,94 @@
-"""Links and exchanges between even shards, shared by all searches for one shape on one mesh."""
+"""The states of arrays of one shape on one mesh, as small tuples of numbers that all searches share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from threading import Lock
-from typing import Any
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
+
+from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
-from xshard.layout import Mesh, Sharding
-from xshard.notation.parser import Shard
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import factored
+from xshard.layout.partition import block_length, misfit
+from xshard.notation.parser import Dim, Shard
 from xshard.steps import Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
-from xshard.steps.exchange.messages import MAX_PAIRED
-from xshard.steps.exchange.sources import DimEnd
-from xshard.steps.exchange.traffic import Received, SpanAxes, span_axes, spans_by_axis
+from xshard.steps.exchange.messages import MAX_PAIRED, node_local_traffic
+from xshard.steps.exchange.sources import DimEnd, Received
+from xshard.steps.exchange.traffic import (
+    SpanAxes,
+    counted_traffic,
+    received_of_dim,
+    span_axes,
+    spans_by_axis,
+    traffic_by_level,
+)
 from xshard.steps.traffic import LinkSpans
 
-Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that shard it, outermost first
+Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Grid.shards`
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-MAX_SHARDS = 4096  # shards that a grid numbers: documents have other lengths at every step of a training
+class State(NamedTuple):
+    """A layout without copy tags: the shards of every dim, and the axes that hold addends."""
+
+    cuts: tuple[Cut, ...]
+    sums: tuple[int, ...]
+
+    def with_cut(self, d: int, cut: Cut) -> State:
+        """The state with other shards of one dim."""
+        return State((*self.cuts[:d], cut, *self.cuts[d + 1 :]), self.sums)
 
 
-class Shards:
-    """The shards that searches on one mesh have met, by number; the first are the axes' own."""
+class remembered(Generic[P, R]):  # noqa: N801, a decorator
+    """A method that an object computes once for every argument."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
-        self.known: list[Shard] = []
-        self.axes_of: list[tuple[int, ...]] = []
-        self.sizes: list[int] = []
-        self._numbers: dict[Shard, int] = {}
-        self._lock = Lock()  # threads share the planner's caches
-        for axis in self.axes:
-            self.number(Shard((axis,)))
+    def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
+        self.method = method
 
-    def number(self, shard: Shard) -> int:
-        """The number of a shard, now and as long as this object lives."""
-        if (number := self._numbers.get(shard)) is None:
-            with self._lock:
-                if shard in self._numbers:
-                    return self._numbers[shard]
-                self.known.append(shard)
-                self.axes_of.append(tuple(self.axes.index(a) for a in shard.axes))
-                self.sizes.append(self.mesh.size(*shard.axes))
-                number = self._numbers[shard] = len(self.known) - 1
-        return number
+    def __get__(self, owner: Any, _: type) -> Callable[P, R]:
+        known = owner.__dict__[self.method.__name__] = cache(partial(self.method, owner))
+        return known  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Facts about states and moves, by the numbers of shards; `remaining`: by goal, then by state."""
-
-    lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
-    blocks: dict[Any, int] = field(default_factory=dict)
-    regular: dict[Any, bool] = field(default_factory=dict)
-    shardings: dict[Any, Sharding] = field(default_factory=dict)
-    received: dict[Any, Received] = field(default_factory=dict)
-    dim_ends: dict[Any, DimEnd] = field(default_factory=dict)
-    roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
-    costs: dict[Any, Any] = field(default_factory=dict)
-    remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
-    """The axes of a mesh and the links along them, for arrays of one shape."""
+    """A mesh, its links, and the shards that searches have met; the first are the axes' own."""
 
     mesh: Mesh
     shape: tuple[int, ...]
     itemsize: int
     profile: Profile
-    _exchanges: dict[tuple[Cuts, Cuts, tuple[int, ...]], Traffic | None] = field(default_factory=dict)
-    _groups: dict[tuple[int, ...], LinkSpans] = field(default_factory=dict)
-    tables: Tables = field(default_factory=Tables)
-    shards: Shards = field(init=False)
+    shards: list[Shard] = field(default_factory=list)
+    shard_axes: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # number of parts of every shard
+    costs: dict[Any, Any] = field(default_factory=dict)  # of moves
+    _lock: Lock = field(default_factory=Lock)  # threads share the planner's caches
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shards", Shards(self.mesh))
+        for axis in self.axes:
+            self.number(Shard((axis,)))
+
+    @remembered
+    def number(self, shard: Shard) -> int:
+        """The number of a shard, now and as long as this object lives."""
+        with self._lock:
+            if shard not in self.shards:
+                self.shard_axes.append(tuple(map(self.axes.index, shard.axes)))
+                self.sizes.append(self.mesh.size(*shard.axes))
+                self.shards.append(shard)
+            return self.shards.index(shard)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        return self.shards.axes
+        return tuple(a for a in self.mesh.axes if self.mesh.size(a) > 1)
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -97,9 +100,163 @@ class Grid:
         splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
         return self.profile.node_devices if splits else None
 
+    def group(self, axes: Iterable[int]) -> LinkSpans:
+        """The spans of some axes, the slowest first."""
+        return self._group(tuple(axes))
+
+    @remembered
+    def _group(self, axes: tuple[int, ...]) -> LinkSpans:
+        names = set(self.names(axes))
+        return tuple(span for span in self.fabric.spans if span.axis in names)
+
+    def levels(self, axis: int) -> tuple[int, ...]:
+        """How fast the links along an axis are, the slowest first, 0 for the slowest of the mesh."""
+        return tuple(span.level for span in self.group((axis,)))
+
+    def names(self, axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.axes[a] for a in axes)
+
+    def cut_by(self, cut: Iterable[int]) -> tuple[Shard, ...]:
+        return tuple(self.shards[s] for s in cut)
+
+    def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
+        return tuple(a for s in cut for a in self.shard_axes[s])
+
+    def parts(self, cut: Iterable[int]) -> int:
+        """Into how many parts shards, or axes, cut together."""
+        return math.prod([self.sizes[s] for s in cut])
+
+    def free(self, state: State) -> tuple[int, ...]:
+        """The axes that hold replicas."""
+        used = {a for cut in state.cuts for a in self.axes_in(cut)} | set(state.sums)
+        return tuple(a for a in range(len(self.axes)) if a not in used)
+
+    def is_plain(self, cut: Iterable[int]) -> bool:
+        """Whether every shard is contiguous, over one axis."""
+        return all(s < len(self.axes) for s in cut)
+
+    @remembered
+    def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
+        """The longest block of a dim under its shards, and whether all are as long."""
+        whole, parts = self.shape[dim], self.parts(cut)
+        if self.is_plain(cut) and whole % parts == 0:
+            return whole // parts, True
+        d = Dim("", self.cut_by(cut))
+        sizes = self.mesh.sizes_of(d.axes)
+        longest, even = block_length(d, whole, sizes)
+        # Documents and segments inside another shard would have other lengths: no step leads there.
+        return longest, even and misfit(d, whole, sizes) is None
+
+    def is_even(self, dim: int, cut: Cut) -> bool:
+        return self.length(dim, cut)[1]
+
+    @remembered
+    def block(self, state: State) -> int:
+        """Elements of the largest block."""
+        return math.prod([self.length(d, cut)[0] for d, cut in enumerate(state.cuts)])
+
+    @remembered
+    def is_regular(self, state: State) -> bool:
+        """Whether all shards are even, contiguous and over one axis."""
+        return all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(state.cuts))
+
+    @remembered
+    def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
+        """Sharding axis -> its dim and the shards down to it."""
+        shards = ((d, cut[: i + 1]) for d, cut in enumerate(state.cuts) for i in range(len(cut)))
+        return {a: (d, cut) for d, cut in shards for a in self.shard_axes[cut[-1]]}
+
+    def changing(self, state: State, after: State) -> list[int]:
+        """The axes that shard otherwise afterwards."""
+        old, new = self.roles(state), self.roles(after)
+        return [a for a in {**old, **new} if old.get(a) != new.get(a)]
+
+    def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
+        """Axes with replicas in both; unless a sum ends, on faster links than the slowest that changes."""
+        slowest = min((self.levels(a)[0] for a in changing), default=0)
+        free, ended = set(self.free(goal)), set(state.sums) - set(goal.sums)
+        return [a for a in self.free(state) if a in free and (ended or self.levels(a)[-1] > slowest)]
+
+    def least_received(self, state: State, goal: State) -> int:
+        """Fewest elements that the busiest device must receive on any path from a state to a goal."""
+        if state.sums != goal.sums:
+            return self._least_reduced(state, goal)
+        even = self._even_exchange(state, goal)
+        # Uneven blocks would have to be compared one by one, too slow for a bound.
+        return max(0, self.block(goal) - self.block(state)) if even is None else even.received
+
+    def _least_reduced(self, state: State, goal: State) -> int:
+        """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""
+        n, ended = self.mesh.n_devices, self.parts(a for a in state.sums if a not in goal.sums)
+        if ended == 1:
+            return 0
+        copies = n // self.parts((*goal.sums, *(a for cut in goal.cuts for a in self.axes_in(cut))))
+        stay = self.parts(a for a in goal.sums if a in state.sums)
+        return least_received(math.prod(self.shape), n, ended, copies, stay)
+
+    def least_crossing(self, state: State, goal: State) -> float:
+        """Fewest elements that some device must receive over the slowest links, on any path to a goal."""
+        several = len(self.fabric.links) > 1 and self.nodes is None
+        if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
+            return 0.0
+        near = math.prod(span.size for span in self.fabric.spans if span.level)
+        return node_lack(self.shape, self._link_cuts(state), self._link_cuts(goal)) / near
+
+    @remembered
+    def least_seconds(self, state: State, goal: State) -> float:
+        """A lower bound for the seconds of any path from a state to a goal."""
+        links, fastest = self.fabric.links, self.fastest
+        received, crossing = self.least_received(state, goal), self.least_crossing(state, goal)
+        if not received:
+            return 0.0
+        # The slowest links may be busiest at another device than the others: steps wait for both.
+        waits = links[0].latency_s if crossing else self.least_latency
+        far, near = crossing / links[0].bytes_per_s, max(0.0, received - crossing) / fastest
+        if links[0].topology == "port":  # it may carry less than the busiest device receives over it
+            near = max(0.0, received / fastest - far)
+        return self.least_launch + waits + (far + near) * self.itemsize
+
     @cached_property
-    def span_axes(self) -> SpanAxes:
-        return span_axes(self.mesh, self.fabric.spans)
+    def least_launch(self) -> float:
+        """Fewest seconds to start a step that communicates."""
+        return min((s for _, s in self.profile.launch_s), default=0.0)
+
+    @cached_property
+    def least_latency(self) -> float:
+        """Fewest seconds of a message."""
+        return min((link.latency_s for link in self.fabric.links), default=0.0)
+
+    @cached_property
+    def fastest(self) -> float:
+        """Bytes per second of the fastest link."""
+        return max((link.bytes_per_s for link in self.fabric.links), default=1.0)
+
+    def exchange_traffic(self, state: State, after: State) -> Traffic:
+        """Traffic of an exchange between two states."""
+        if (even := self.even_received(state, after)) is not None:
+            return even
+        is_node_local = self.nodes and state.sums == after.sums
+        begins = set(after.sums) - set(state.sums)
+        most = math.prod(self.shape) * self.mesh.n_devices**2
+        if not (is_node_local or begins) and most < 2**62:
+            return self._counted(state, after)
+        before, there = self._sharding(state), self._sharding(after)
+        if is_node_local:
+            return node_local_traffic(before, there, self.nodes or 1)
+        return counted_traffic(before, there, self.fabric.spans)
+
+    def even_received(self, state: State, after: State) -> Traffic | None:
+        """Traffic of an exchange, if it is known without counting per device."""
+        is_node_local = self.nodes and state.sums == after.sums
+        return None if is_node_local else self._even_exchange(state, after)
+
+    @remembered
+    def _even_exchange(self, state: State, after: State) -> Traffic | None:
+        """The same with any senders; None if shards do not divide each other, or a sum begins."""
+        if not (self.is_regular(state) and self.is_regular(after)) or set(after.sums) - set(state.sums):
+            return None
+        addends = [span for a in state.sums if a not in after.sums for span in self._spans[a]]
+        return digit_traffic(self.shape, self._link_cuts(state), self._link_cuts(after), addends)
 
     @cached_property
     def _spans(self) -> tuple[LinkSpans, ...]:
@@ -107,36 +264,57 @@ class Grid:
         spans = spans_by_axis(self.mesh, self.fabric.spans)
         return tuple(spans[axis] for axis in self.axes)
 
-    def group(self, axes: Iterable[int]) -> LinkSpans:
-        """The spans of some axes, the slowest first."""
-        key = tuple(axes)
-        if (spans := self._groups.get(key)) is None:
-            names = {self.axes[a] for a in key}
-            spans = self._groups[key] = tuple(span for span in self.fabric.spans if span.axis in names)
-        return spans
+    def _link_cuts(self, state: State) -> LinkCuts:
+        return tuple([tuple([span for a in cut for span in self._spans[a]]) for cut in state.cuts])
 
-    def exchange(self, before: Cuts, after: Cuts, ended: tuple[int, ...]) -> Traffic | None:
-        """Traffic of an exchange that ends sums over some axes; None if shards do not divide each other."""
-        key = before, after, ended
-        if key not in self._exchanges:
-            addends = [span for a in ended for span in self._spans[a]]
-            cuts = self._link_cuts(before), self._link_cuts(after)
-            self._exchanges[key] = digit_traffic(self.shape, *cuts, addends)
-        return self._exchanges[key]
+    def _counted(self, state: State, after: State) -> Traffic:
+        """`counted_traffic` from tables by dim: a search asks for thousands."""
+        mesh, factors, levels = self._span_axes
+        ended = [axis for a in state.sums if a not in after.sums for axis in factors[self.axes[a]]]
+        moved = [axis for a in self.changing(state, after) for axis in factors[self.axes[a]]]
 
-    def crossing(self, before: Cuts, after: Cuts) -> float:
-        """Fewest elements that some device must receive over the slowest links."""
-        near = math.prod(span.size for span in self.fabric.spans if span.level)
-        return node_lack(self.shape, self._link_cuts(before), self._link_cuts(after)) / near
+        def received_from(agree: tuple[str, ...]) -> Received:
+            addends = mesh.size(*(axis for axis in ended if axis not in agree))
+            elements = senders = np.full((1,) * len(mesh.axes), addends)
+            for d, (a, b) in enumerate(zip(state.cuts, after.cuts, strict=True)):
+                fixed = tuple([axis for axis in self._dim_end(d, a).dim.axes if axis in agree])
+                rows, parts = self._received_of_dim(d, a, b, fixed)
+                elements, senders = elements * rows, senders * parts
+            return Received(elements, senders)
 
-    def _link_cuts(self, cuts: Cuts) -> LinkCuts:
-        return tuple([tuple([span for a in cut for span in self._spans[a]]) for cut in cuts])
+        return traffic_by_level(received_from, mesh, [*ended, *moved], levels)
+
+    @remembered
+    def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> Received:
+        """The factors of a dim: see `received_of_dim`."""
+        source, target = self._dim_end(d, a), self._dim_end(d, b)
+        return received_of_dim(source, target, fixed, self._span_axes.mesh, False)
+
+    @remembered
+    def _dim_end(self, d: int, cut: Cut) -> DimEnd:
+        """A dim with this cut, on the mesh that has the spans of links as axes."""
+        mesh, factors, _ = self._span_axes
+        [dim] = factored(Layout((Dim("", self.cut_by(cut)),)), factors).dims
+        return DimEnd(dim, self.shape[d], mesh.sizes_of(dim.axes))
+
+    @cached_property
+    def _span_axes(self) -> SpanAxes:
+        return span_axes(self.mesh, self.fabric.spans)
+
+    @remembered
+    def _sharding(self, state: State) -> Sharding:
+        """A state as a sharding; its dims have numbers for names."""
+        dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
+        return Sharding(Layout(dims, (("sum", self.names(state.sums)),)), self.mesh, self.shape)
+
+
+MAX_SHARDS = 4096  # shards that a grid numbers: documents have other lengths at every step of a training
 
 
 def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:
     """The one grid of a shape on a mesh; a new one once it has numbered too many shards."""
     cached = _grid(mesh, shape, itemsize, profile)
-    if len(cached.shards.known) > MAX_SHARDS:
+    if len(cached.shards) > MAX_SHARDS:
         _grid.cache_clear()
         cached = _grid(mesh, shape, itemsize, profile)
     return cached

@@ -9,7 +9,6 @@ from dataclasses import replace
 from xshard.cost.model import Profile, price
 from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
 from xshard.errors import PlanError
-from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import missing_rows, offered_rows, wanted_rows
 from xshard.layout.runs import Runs, met, pieces
@@ -17,22 +16,16 @@ from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, Halo, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
-from xshard.search.states import Space
+from xshard.search.moves import Space
+from xshard.search.request import too_large
 from xshard.steps import Exchange, Step
 from xshard.steps.exchange.exchange import negates_addends
-from xshard.steps.exchange.sources import views
+from xshard.steps.exchange.sources import dim_end, views
 
 Steps = tuple[Step, ...]
 
 
-def overlaps(sharding: Sharding) -> bool:
-    """Whether any dim overlaps."""
-    return any(dim.overlap is not None for dim in sharding.layout.dims)
-
-
-def best_path(
-    start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
-) -> Steps:
+def best_path(start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None) -> Steps:
     """The cheapest path. Raises PlanError if none fits the limit."""
     # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
@@ -47,11 +40,9 @@ def best_path(
             seconds, peak = seconds + cost.seconds, max(peak, cost.peak_bytes)
             here, block = after, max(block, after.max_local_size)
         candidates.append((block > largest, seconds, len(candidates), peak, steps))
-    fitting = [way for way in candidates if memory_limit is None or way[3] <= memory_limit]
+    fitting = [way for way in candidates if limit is None or way[3] <= limit]
     if not fitting:
-        least = min(way[3] for way in candidates)
-        hint = f"the least any plan needs is {format_bytes(least)} ({least} bytes)"
-        raise PlanError(f"no plan stays within {format_bytes(memory_limit or 0)} per device", hint=hint)
+        raise too_large(limit, min(way[3] for way in candidates), "any plan needs")
     return min(fitting)[-1]
 
 
@@ -76,7 +67,14 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
                 raise PlanError(reason, hint="reduce the max first")
         _check_lost(source, target, d)
         for dim, layout in ((a, src), (b, dst)):
-            _check_boundaries(dim, layout, dtype)
+            for end in ends_of(dim.overlap):
+                if end.value and layout.tagged("sum", "mean"):
+                    reason = f"'{layout}' fills addends with {end}, whose sum is another number"
+                    raise PlanError(reason, hint="reduce first, or write zero")
+                if end.value:
+                    check_value(dtype, end.value)
+                if end.sign < 0:
+                    check_signed(dtype)
 
 
 def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile) -> Steps:
@@ -114,13 +112,12 @@ def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
     """The dims that the poles of a dim roll, and dims with constants that the poles would negate."""
-    dims, overlap = goal.layout.dims, goal.layout.dims[d].overlap
-    for end in () if overlap is None else ends_of(overlap):
+    dims = goal.layout.dims
+    for end in ends_of(dims[d].overlap):
         if end.kind == "pole":
             yield rolled_dim(dims, d, end, goal.shape)
         if end.sign < 0:
-            overlapping = [(i, ends_of(dim.overlap)) for i, dim in enumerate(dims) if dim.overlap]
-            yield from (i for i, others in overlapping if any(other.value for other in others))
+            yield from (i for i, dim in enumerate(dims) if any(other.value for other in ends_of(dim.overlap)))
 
 
 def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
@@ -158,23 +155,22 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
 
 def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     """Raise PlanError for rows that only the destination has, or contributions that it would lose."""
-    mesh, length = source.mesh, source.shape[d]
-    src, dst = source.layout.dims[d], target.layout.dims[d]
-    every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
-    if src.overlap is not None and not isinstance(src.overlap, Fold):
+    src, dst = dim_end(source, d), dim_end(target, d)
+    name = src.dim.name
+    if src.dim.overlap is not None and not isinstance(src.dim.overlap, Fold):
         # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
-        parts = [view for view in views(target) if src != dst or view.shifts[d]]
-        wanted = (runs for view in parts for runs in wanted_rows(*asked, view.sides[d], view.shifts[d]))
-        row = _first_common(missing_rows(*every), wanted)
+        parts = [view for view in views(target) if src.dim != dst.dim or view.shifts[d]]
+        wanted = (wanted_rows(*dst[:3], view.sides[d], view.shifts[d]) for view in parts)
+        row = _first_common(missing_rows(*src[:3]), itertools.chain(*wanted))
         if row is not None:
-            reason = f"no block under '{source.layout}' holds row {row} of dim {src.name!r}, which "
+            reason = f"no block under '{source.layout}' holds row {row} of dim {name!r}, which "
             hint = "a window holds the rows that its outputs read, and no others"
             raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
-    if isinstance(dst.overlap, Fold) and src != dst:
-        offered = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
-        row = _first_common(missing_rows(*asked), itertools.chain(*itertools.chain(*offered)))
+    if isinstance(dst.dim.overlap, Fold) and src.dim != dst.dim:
+        offered = (offered_rows(*src[:3], view.sides[d], view.shifts[d]) for view in views(source))
+        row = _first_common(missing_rows(*dst[:3]), itertools.chain(*itertools.chain(*offered)))
         if row is not None:
-            reason = f"row {row} of dim {dst.name!r} is in no block under '{target.layout}'"
+            reason = f"row {row} of dim {name!r} is in no block under '{target.layout}'"
             raise PlanError(reason, hint="contributions to it would be lost")
 
 
@@ -182,16 +178,3 @@ def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
     """The first of some rows, in ascending order, that is also in a block; None if none is."""
     starts = met(pieces((rows,)), pieces(blocks))[2] if rows else ()
     return int(min(starts)) if len(starts) else None
-
-
-def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
-    if dim.overlap is None:
-        return
-    for end in ends_of(dim.overlap):
-        if end.value and layout.tagged("sum", "mean"):
-            reason = f"'{layout}' fills addends with {end}, whose sum is another number"
-            raise PlanError(reason, hint="reduce first, or write zero")
-        if end.value:
-            check_value(dtype, end.value)
-        if end.sign < 0:
-            check_signed(dtype)

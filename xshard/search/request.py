@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from xshard.arguments import shown, whole_numbers
 from xshard.cost.machine import located, refined
 from xshard.cost.model import Profile
-from xshard.errors import MeshError
+from xshard.errors import MeshError, PlanError
+from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
 
@@ -41,6 +44,12 @@ class Request:
         for end, name in (("src", "source"), ("dst", "destination")):
             mesh, devices = getattr(self, f"{end}_mesh"), getattr(self, f"{end}_devices")
             object.__setattr__(self, f"{end}_devices", device_numbers(name, mesh, devices))
+
+    @classmethod
+    def on(cls, mesh: Mesh, src: Layout, dst: Layout, *array: Any, devices: Devices = ()) -> Request:
+        """On one mesh. array: its shape, dtype and profile, and more."""
+        numbers = devices or range(mesh.n_devices)
+        return cls(src, dst, mesh, mesh, numbers, numbers, *array)
 
     @cached_property
     def source(self) -> Sharding:
@@ -87,8 +96,8 @@ class Request:
 
     def between(self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction) -> Request:
         """A part of it, on one mesh: from `start` to `end`, with no memory limit of its own."""
-        endpoints = start.layout, end.layout, start.mesh, end.mesh, devices, devices
-        return Request(*endpoints, self.shape, self.dtype, self.profile, scale)
+        array = self.shape, self.dtype, self.profile, scale
+        return Request.on(start.mesh, start.layout, end.layout, *array, devices=devices)
 
     @property
     def on_one_mesh(self) -> Request | None:
@@ -100,15 +109,20 @@ class Request:
         common = refine(self.src_mesh, self.dst_mesh)
         if common is None:
             return None
-        src, dst, mesh = common.source(self.src), common.target(self.dst), common.mesh
+        src, dst = factored(self.src, dict(common.src)), factored(self.dst, dict(common.dst))
+        mesh = common.mesh
         machine = refined(self.profile, common)
         return replace(self, src=src, dst=dst, src_mesh=mesh, dst_mesh=mesh, profile=machine)
 
 
+def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
+    """The error if no plan stays within so many bytes. least: of the plan that holds least."""
+    hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
+    return PlanError(f"no plan stays within {format_bytes(limit or 0)} per device", hint=hint)
+
+
 def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
     """The destination of an array that is at `source`."""
-    if dst.names == source.layout.names:
-        return Sharding(dst, mesh, source.shape)
     dst = dst.resolved(len(source.shape))
     lengths = dict(zip(source.layout.names, source.shape, strict=True))
     return Sharding(dst, mesh, tuple(lengths[name] for name in dst.names))

@@ -13,9 +13,8 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
-from xshard.search.overlap_paths import overlaps
+from xshard.search.moves import Space
 from xshard.search.request import Request
-from xshard.search.states import Space
 from xshard.search.sub_axis_paths import best_sub_axis_path
 from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
 from xshard.steps.base import axes_of, with_tag, without_tags
@@ -30,32 +29,28 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     endpoints = without_copies(start), without_copies(respelled(goal, start))
     split: Split = ()
-    if overlaps(start) or overlaps(goal):
+    if start.layout.overlaps or goal.layout.overlaps:
         path = overlap_paths.best_path(*endpoints, dtype, profile, memory_limit)
     else:
         scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
-        path, split = _best_path(Space(*endpoints, dtype, profile), memory_limit, scaled)
+        space = Space(*endpoints, dtype, profile)
+        search = Search(space, memory_limit, scaled=scaled)
+        whole = search.path()
+        finer = best_sub_axis_path(space, whole, memory_limit)
+        path, split = (search.steps(whole), ()) if finer is None else (finer.steps(), finer.split)
     if split:
         fine = SubAxisMesh(source.mesh, split)
         start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
     return with_scale(with_copies(path, start, goal), factor, start, goal), split
 
 
-def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tuple[Step, ...], Split]:
-    """The steps of the cheapest path, and the axes that it splits."""
-    search = Search(space, memory_limit, scaled=scaled)
-    path = search.path()
-    finer = best_sub_axis_path(space, path, memory_limit)
-    return (search.steps(path), ()) if finer is None else (finer.steps(), finer.split)
-
-
 def respelled(goal: Sharding, start: Sharding) -> Sharding:
     """The goal with every dim as the start has it if that means the same, over the same axes."""
-    dims = tuple(
-        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b
-        for d, (a, b) in enumerate(zip(start.layout.dims, goal.layout.dims, strict=True))
+    pairs = enumerate(zip(start.layout.dims, goal.layout.dims, strict=True))
+    dims = (
+        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b for d, (a, b) in pairs
     )
-    return goal.with_layout(replace(goal.layout, dims=dims))
+    return goal.with_layout(replace(goal.layout, dims=tuple(dims)))
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
@@ -82,7 +77,7 @@ def with_scale(
     if factor == 1:
         return steps
     # Rows that a boundary fills are values of the result: they are not scaled.
-    first = overlaps(goal) or start.max_local_size <= goal.max_local_size
+    first = goal.layout.overlaps or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if first else (*steps, Scale(factor))
 
 
@@ -110,9 +105,8 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
         result.append(step)
         here = step.after(here)
     have = here.layout.tagged("copy")
-    retag = Retag(
-        copies=tuple(a for a in wanted if a not in have), replicas=tuple(a for a in have if a not in wanted)
-    )
+    copies, replicas = (tuple(a for a in x if a not in y) for x, y in ((wanted, have), (have, wanted)))
+    retag = Retag(copies, replicas)
     return (*result, retag) if retag != Retag() else tuple(result)
 
 

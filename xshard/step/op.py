@@ -14,7 +14,7 @@ from functools import cached_property
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW, Dim, Shard, parse_operands, parts_of
+from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
 REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
 TAGS = {"sum": SUM, "copy": COPY}
@@ -176,8 +176,8 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
 
 def _sides(text: str) -> tuple[Layout, ...]:
     is_made = not text.partition(ARROW)[0].strip()
-    operands, result = parse_operands(f"() {text}" if is_made else text)
-    return tuple(Layout(*side) for side in (*operands, result))[is_made:]
+    operands, results, _ = parse_sides(f"() {text}" if is_made else text, "contraction")
+    return tuple(Layout(*side) for side in (*operands, *results))[is_made:]
 
 
 def dims_of(array: Layout) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ Blocks = Sequence[Block]
 
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
+FREE = ("retag", "transpose")  # kinds of local steps that return a view
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -40,7 +41,7 @@ class Step(ABC):
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """The traffic in elements, by default of a local copy; without spans all links are equal."""
-        return Traffic(copied=self.after(before).max_local_size)
+        return Traffic() if self.kind in FREE else Traffic(copied=self.after(before).max_local_size)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         """Who sends whom how much: `traffic` of every pair of devices. A local step sends nothing."""

@@ -200,10 +200,8 @@ class AllReduce(Step):
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
-        return [
-            reduce_blocks(self.op, [blocks[member] for member in mesh.group(device, self.axes)])
-            for device in range(mesh.n_devices)
-        ]
+        groups = (mesh.group(device, self.axes) for device in range(mesh.n_devices))
+        return [reduce_blocks(self.op, [blocks[member] for member in group]) for group in groups]
 
     def __str__(self) -> str:
         return f"all_reduce {self.op}({','.join(self.axes)})"

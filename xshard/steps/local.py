@@ -24,7 +24,6 @@ from xshard.steps.base import (
     without_inner,
     without_tags,
 )
-from xshard.steps.traffic import LinkSpans, Traffic
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class Mask(Step):
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [
-            np.zeros_like(block) if before.mesh.index(device, self.axes) else block.copy()
-            for device, block in enumerate(blocks)
-        ]
+        firsts = (not before.mesh.index(device, self.axes) for device in range(before.mesh.n_devices))
+        return [b.copy() if first else np.zeros_like(b) for b, first in zip(blocks, firsts, strict=True)]
 
     def __str__(self) -> str:
         return f"mask sum({','.join(self.axes)})"
@@ -95,9 +92,6 @@ class Retag(Step):
         layout = take_free(without_tags(layout, self.replicas), self.copies)
         return before.with_layout(with_tag(layout, "copy", self.copies))
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic()
-
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return list(blocks)
 
@@ -119,9 +113,8 @@ class Scale(Step):
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         numerator, denominator = self.factor.numerator, self.factor.denominator
         # Division is exact where the result is representable; a rounded reciprocal is not.
-        return [
-            np.divide(b * b.dtype.type(numerator), b.dtype.type(denominator)).astype(b.dtype) for b in blocks
-        ]
+        kinds = [(b, b.dtype.type) for b in blocks]
+        return [np.divide(b * kind(numerator), kind(denominator)).astype(b.dtype) for b, kind in kinds]
 
     def __str__(self) -> str:
         return f"scale {self.factor}"
@@ -147,9 +140,6 @@ class Transpose(Step):
 
     def after(self, before: Sharding) -> Sharding:
         return before.in_order([before.layout.names[d] for d in self.order(before)])
-
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic()
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [block.transpose(self.order(before)) for block in blocks]

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
-from xshard.steps.base import Block, Blocks, Step, without_tags
+from xshard.steps.base import REDUCERS, Block, Blocks, Step, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
 
 
@@ -65,7 +65,7 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
     receivers: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device, (held, wanted) in enumerate(zip(_block_keys(before), _block_keys(after), strict=True)):
+    for device, (held, wanted) in enumerate(zip(block_keys(before), block_keys(after), strict=True)):
         here = mesh.index(device, still)
         holders[here, *held].append(device)
         receivers[here, *wanted].append(device)
@@ -81,10 +81,11 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _block_keys(sharding: Sharding) -> Iterator[tuple[object, ...]]:
-    """Keys of every device's block: its rows along every dim, and its number among the addends of a sum."""
-    partial = sharding.layout.tagged("sum", "max", "min")
+def block_keys(sharding: Sharding) -> Iterator[tuple[object, ...]]:
+    """Keys of every device's block: its number among the addends of a sum, and its rows along every dim."""
+    mesh = sharding.mesh
+    partial = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
     holders = [sharding.holders(d) for d in range(len(sharding.shape))]
-    for device in range(sharding.mesh.n_devices):
+    for device in range(mesh.n_devices):
         rows = (blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders))
-        yield *rows, sharding.mesh.index(device, partial)
+        yield mesh.index(device, partial), *rows

@@ -7,9 +7,10 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from xshard.steps.traffic import Hop, LinkSpan, Traffic
+from xshard.layout.partition import Ints
+from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic
 
-LinkCuts = tuple[tuple[LinkSpan, ...], ...]  # per dim, the spans that shard it, outermost first
+LinkCuts = tuple[LinkSpans, ...]  # per dim, the spans that shard it, outermost first
 
 
 class LinkDigit(NamedTuple):
@@ -60,9 +61,7 @@ def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 
 @lru_cache(maxsize=16384)
-def _dim_digits(
-    src: tuple[LinkSpan, ...], dst: tuple[LinkSpan, ...]
-) -> tuple[tuple[Digit, ...], set[LinkSpan]] | None:
+def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[tuple[Digit, ...], set[LinkSpan]] | None:
     """The digits of one dim, and the spans that are split into several digits."""
     split: set[LinkSpan] = set()
     row_digits: list[Digit] = []
@@ -113,28 +112,22 @@ def _first_mark(coord: LinkDigit, marks: set[int]) -> int:
     return coord.size if inner == end else 0 if inner % coord.outer else inner // coord.outer
 
 
-class _Equal:
-    """Sets of coordinates, or of digits, that must be equal (union-find)."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Hashable, Hashable] = {}
-
-    def join(self, a: Hashable, b: Hashable) -> bool:
-        """Require a == b; True if the earlier conditions do not imply it."""
-        a, b = self._root(a), self._root(b)
-        if a != b:
-            self._parent[a] = b
-        return a != b
-
-    def _root(self, item: Hashable) -> Hashable:
-        while item in self._parent:
-            item = self._parent[item]
-        return item
+Equal = dict[Hashable, Hashable]  # coordinates, or digits, that must be equal (union-find)
 
 
-def digit_traffic(
-    shape: Sequence[int], src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
-) -> Traffic | None:
+def _join(equal: Equal, *pair: Hashable) -> bool:
+    """Require a == b; True if the earlier conditions do not imply it."""
+    a, b = (_root(equal, item) for item in pair)
+    if a != b:
+        equal[a] = b
+    return a != b
+
+
+def _root(equal: Equal, item: Hashable) -> Hashable:
+    return _root(equal, equal[item]) if item in equal else item
+
+
+def digit_traffic(shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]) -> Traffic | None:
     """Traffic of an exchange between even contiguous shards, by level; None if shards do not divide."""
     row_digits = digits(src, dst)
     if row_digits is None:
@@ -164,11 +157,11 @@ def digit_traffic(
         else:
             senders *= size
             free[level] = free.get(level, 1) * size
-    whole, equal, differs = elements, _Equal(), False
+    whole, equal, differs = elements, Equal(), False
     hops = []
     # From each level on, the sender also shares the receiver's coordinates along its spans.
     for level in sorted({span.level for span in moving}):
-        joined = [b for pair_level, a, b in pairs if pair_level == level and equal.join(a, b)]
+        joined = [b for pair_level, a, b in pairs if pair_level == level and _join(equal, a, b)]
         news, nearby = bool(joined), all(after.span.level > level for after in joined)
         nearer, fewer = elements // free.get(level, 1), senders // free.get(level, 1)
         received, messages = (elements, senders) if news else (elements - nearer, senders - fewer)
@@ -182,7 +175,7 @@ def digit_traffic(
     return Traffic(whole - kept, 2 * whole, tuple(hops), kept)
 
 
-def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
+def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """The fewest elements that must enter some node (level-0 spans connect nodes); 0 if unknown."""
     row_digits = digits(src, dst)
     if row_digits is None:
@@ -198,15 +191,15 @@ def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
     return need - have
 
 
-def met_elements(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int | None:
+def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     """Elements that some device holds on both sides. None if the shards do not divide each other."""
     row_digits = digits(src, dst)
     if row_digits is None:
         return None
     # A span that cuts at different digits before and after keeps only rows in which these are equal.
     before = {digit.src: i for i, digit in enumerate(row_digits) if digit.src}
-    met, equal = math.prod(shape), _Equal()
+    met, equal = math.prod(shape), Equal()
     for i, digit in enumerate(row_digits):
-        if digit.dst in before and equal.join(before[digit.dst], i):
+        if digit.dst in before and _join(equal, before[digit.dst], i):
             met //= digit.size
     return met

@@ -47,7 +47,7 @@ class Exchange(Step):
         sides = before.layout, self.to
         for wrong, what in (
             (ended_axes(*sides) or begun_axes(*sides), "exchanges that end or begin a sum"),
-            (any(d.overlap for layout in sides for d in layout.dims), "blocks that overlap"),
+            (any(layout.overlaps for layout in sides), "blocks that overlap"),
         ):
             if wrong and self.node_devices is not None:
                 raise PlanError(f"node_devices is not for {what}: '{before.layout}' -> '{self.to}'")
@@ -56,8 +56,9 @@ class Exchange(Step):
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
             raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
         if negates_addends(before, after):
-            op = self.op(before)
-            raise PlanError(f"a pole of '{self.to}' negates rows whose {op} is still to be taken")
+            raise PlanError(
+                f"a pole of '{self.to}' negates rows whose {self.op(before)} is still to be taken"
+            )
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
@@ -68,12 +69,8 @@ class Exchange(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        messages = (
-            message
-            for device in range(before.mesh.n_devices)
-            for message in messages_to(before, after, device, self.node_devices)
-        )
-        return tuple(PairTraffic(m.src, m.dst, m.size) for m in messages if m.src != m.dst)
+        every = (messages_to(before, after, i, self.node_devices) for i in range(before.mesh.n_devices))
+        return tuple(PairTraffic(m.src, m.dst, m.size) for each in every for m in each if m.src != m.dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)

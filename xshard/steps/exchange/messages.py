@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import block_fills
-from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.notation.parser import Dim
 from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
 from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
@@ -53,16 +51,9 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
     have = block_holders(before, node_devices)
     elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
     for d, dim in enumerate(after.layout.dims):
-        shared = _rows_in_common(before.layout.dims[d], dim, before.shape[d], before.mesh)
+        shared = rows_in_common(before.owners(d), after.owners(d))
         elements *= shared[:, _positions_along(after.mesh, dim.axes)][have.keys[:, d]]
     return elements
-
-
-@lru_cache(maxsize=4096)
-def _rows_in_common(src: Dim, dst: Dim, length: int, mesh: Mesh) -> NDArray[np.int64]:
-    """Number of rows of a dim that each block before (first index) shares with each block after."""
-    blocks = all_owned_rows(src, length, mesh.sizes_of(src.axes))
-    return rows_in_common(blocks, all_owned_rows(dst, length, mesh.sizes_of(dst.axes)))
 
 
 @lru_cache(maxsize=1024)
@@ -187,10 +178,9 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
     for mine, theirs in view_pairs(before, after):
         per_dim = []
         for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
-            sizes = mesh.sizes_of(a.dim.axes)
             indices = before.dim_device(d, device), after.dim_device(d, device)
-            places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
-            offered = sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *indices, once)
+            places, once = list(_indices(a.sizes)), any(axis in begins for axis in a.dim.axes)
+            offered = sources(a, b, *indices, once)
             fixed = [(i, coords[mesh.position(x)]) for i, x in enumerate(a.dim.axes) if x in begins]
             taken = ((places[s.sender], s.segments) for s in offered)
             per_dim.append([(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)])

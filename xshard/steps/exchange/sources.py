@@ -6,18 +6,18 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout import Mesh, Sharding
-from xshard.layout.block_rows import all_held_rows, boundary_at
+from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
 from xshard.layout.runs import Intervals, Runs, Segment, common_segments, extents, n_rows
 from xshard.layout.validation import rolled_dim
-from xshard.notation.overlap import Fold, unfolded
+from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
 
 
@@ -35,15 +35,11 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     dims, shape = sharding.layout.dims, sharding.shape
     poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
     for d, dim in enumerate(dims):
-        if dim.overlap is None or d in carried:
-            continue
-        for end in ("before", "after"):
-            rule = boundary_at(unfolded(dim.overlap), end)
-            if rule.kind == "pole":
+        for end, rule in zip(("before", "after"), ends_of(dim.overlap), strict=False):
+            if rule.kind == "pole" and d not in carried:
                 poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
-    options = [
-        (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in range(len(dims))
-    ]
+    every = range(len(dims))
+    options = [(STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in every]
     result = []
     for sides in itertools.product(*options):
         shifts, sign = [0] * len(dims), 1
@@ -67,15 +63,23 @@ CARRIED = "carried"  # side of a dim with rows that all stay on their device
 
 
 class DimEnd(NamedTuple):
-    """One dim before or after a move: its rows on one side of a pole, with `shift` added."""
+    """A dim before or after a move, the sizes of its axes, and its rows: on a side of a pole, shifted."""
 
     dim: Dim
+    length: int
+    sizes: tuple[int, ...]
     side: str = STRAIGHT
     shift: int = 0
 
     @property
     def is_plain(self) -> bool:
         return self.dim.overlap is None and not self.shift
+
+
+def dim_end(sharding: Sharding, d: int, *view: Any) -> DimEnd:
+    """One dim of a sharding. view: its side and shift."""
+    dim = sharding.layout.dims[d]
+    return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), *view)
 
 
 class Source(NamedTuple):
@@ -86,96 +90,75 @@ class Source(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def sources(
-    src: DimEnd,
-    dst: DimEnd,
-    length: int,
-    src_sizes: tuple[int, ...],
-    dst_sizes: tuple[int, ...],
-    me: int,
-    at: int,
-    once: bool = False,
-) -> tuple[Source, ...]:
+def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False) -> tuple[Source, ...]:
     """The rows that one device takes, by sender; once: each from its provider, even if the device has it."""
     if dst.side == CARRIED:
-        n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
+        n = n_rows(all_held_rows(*src[:3])[me])
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
-    own, rows = _asked(src, dst, length, src_sizes, dst_sizes, me, at, once)
-    taken, lists = [Source(me, own)], offered_rows(src.dim, length, src_sizes, src.side, src.shift)
-    for i in _near_indices(_ranges(src, length, src_sizes), rows):
+    own, rows = _asked(src, dst, me, at, once)
+    taken, lists = [Source(me, own)], offered_rows(*src)
+    wanted, offered = extents([(run,) for run in rows]), _offered_extents(src)
+    meets = (offered[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < offered[:, None, 1])
+    for i in np.flatnonzero(meets.any(axis=1)).tolist():  # only these are compared run by run
         taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
 
 
-def _asked(
-    src: DimEnd,
-    dst: DimEnd,
-    length: int,
-    src_sizes: tuple[int, ...],
-    dst_sizes: tuple[int, ...],
-    me: int,
-    at: int,
-    once: bool,
-) -> tuple[tuple[Segment, ...], Runs]:
-    """Runs that a device takes from its own block, and the rows that it takes from others that offer them."""
-    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
+def _asked(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool) -> tuple[tuple[Segment, ...], Runs]:
+    """What a device takes from its own block, and the rows that it takes from those that offer them."""
+    rows = wanted_rows(*dst)[at]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
         return (), rows
     if src.side != STRAIGHT:
         return (), ()  # rows beyond a pole are copies of rows inside the array
     if once:
         return (), rows
-    own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
+    own = rows_at_hand(*src[:3], src.shift)[me]
     return common_segments(own, rows), lacking(rows, own)
 
 
 @lru_cache(maxsize=4096)
-def _ranges(src: DimEnd, length: int, sizes: tuple[int, ...]) -> Intervals:
-    """For every sender, the smallest [start, stop) that contains all that it offers."""
-    offered = offered_rows(src.dim, length, sizes, src.side, src.shift)
-    return extents(tuple(tuple(itertools.chain(*each)) for each in offered))
+def _offered_extents(src: DimEnd) -> Intervals:
+    return extents([tuple(itertools.chain(*lists)) for lists in offered_rows(*src)])
 
 
-def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:
-    """Indices of the ranges [start, stop) that meet some rows: only these are compared run by run."""
-    wanted = extents(tuple((run,) for run in rows))
-    meets = (ranges[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < ranges[:, None, 1])
-    return [int(i) for i in np.flatnonzero(meets.any(axis=1))]
+class Received(NamedTuple):
+    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
+
+    elements: NDArray[np.int64]
+    senders: NDArray[np.int64]
 
 
-def count_sources(
-    src: DimEnd, dst: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows, senders): how many rows of a dim each device takes from senders that share its coordinates
-    along `fixed`, and from how many; arrays over the axes of both dims that broadcast over the mesh."""
+def count_sources(src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, once: bool) -> Received:
+    """How many rows each device takes from senders with its coordinates along `fixed`, and from how many."""
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
-    sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
     devices = mesh.group(0, axes)
     me, at = ([mesh.index(device, end.dim.axes) for device in devices] for end in (src, dst))
     lists: tuple[tuple[Runs, ...], ...] = ()
     blocks: list[Runs] = [()] * len(devices)
     if dst.side == CARRIED:
-        held = all_held_rows(src.dim, length, sizes[0])
+        held = all_held_rows(*src[:3])
         mine = [n_rows(held[i]) for i in me]
     else:
-        asked = [_asked(src, dst, length, *sizes, *places, once) for places in zip(me, at, strict=True)]
+        asked = [_asked(src, dst, *places, once) for places in zip(me, at, strict=True)]
         mine, blocks = [sum(s.length for s in own) for own, _ in asked], [rows for _, rows in asked]
-        lists = offered_rows(src.dim, length, sizes[0], src.side, src.shift)
+        lists = offered_rows(*src)
     takers, givers, rows = shared_rows([runs for each in lists for runs in each], blocks)
     owners = np.array([i for i, each in enumerate(lists) for _ in each], np.int64)
     takers = np.concatenate([np.arange(len(devices)), takers])
     givers, rows = np.concatenate([me, owners[givers]]), np.concatenate([mine, rows])
     agree = rows > 0
-    here, there = (coords_of(indices, sizes[0]) for indices in (np.array(me)[takers], givers))
+    here, there = (coords_of(indices, src.sizes) for indices in (np.array(me)[takers], givers))
     for axis, ours, theirs in zip(src.dim.axes, here, there, strict=True):
         agree &= (axis not in fixed) | (ours == theirs)
     # A sender that gives several layers of a fold is one sender.
-    pairs = np.unique(takers[agree] * math.prod(sizes[0]) + givers[agree]) // math.prod(sizes[0])
+    pairs = np.unique(takers[agree] * math.prod(src.sizes) + givers[agree]) // math.prod(src.sizes)
     elements, senders = np.zeros((2, len(devices)), np.int64)
     np.add.at(elements, takers[agree], rows[agree])
     np.add.at(senders, pairs, 1)
+    # Arrays over the axes of both dims, which broadcast over the mesh.
     shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    return elements.reshape(shape), senders.reshape(shape)
+    return Received(elements.reshape(shape), senders.reshape(shape))
 
 
 def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
@@ -186,12 +169,9 @@ def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArr
 def dim_ends(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[DimEnd, DimEnd]]:
     """Per dim, its source and its destination in one pair of views."""
     stay = carried_dims(before, after)
-    for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
-        shifts = theirs.shifts[d], mine.shifts[d]
-        if d in stay and not any(shifts):
-            yield DimEnd(a, CARRIED), DimEnd(b, CARRIED)
-        else:
-            yield DimEnd(a, theirs.sides[d], shifts[0]), DimEnd(b, mine.sides[d], shifts[1])
+    for d, shifts in enumerate(zip(theirs.shifts, mine.shifts, strict=True)):
+        sides = (CARRIED, CARRIED) if d in stay and not any(shifts) else (theirs.sides[d], mine.sides[d])
+        yield dim_end(before, d, sides[0], shifts[0]), dim_end(after, d, sides[1], shifts[1])
 
 
 def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.runs import Runs, row_numbers
+from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import DimEnd, coords_of, count_sources, dim_ends, view_pairs
-from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
+from xshard.steps.exchange.sources import DimEnd, Received, coords_of, count_sources, dim_ends, view_pairs
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 
 MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
 
@@ -71,29 +72,21 @@ class SpanAxes(NamedTuple):
     """A mesh with spans as axes, the spans of every axis, and per level, the name of a span -> its axis."""
 
     mesh: Mesh
-    factors: dict[str, Axes]
+    factors: Mapping[str, Axes]
     levels: Levels
 
 
 @lru_cache(maxsize=256)
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """A mesh that has the spans as axes: itself if spans are whole axes."""
-    if not spans:
-        return SpanAxes(mesh, {a: (a,) for a in mesh.axes}, [(0, {a: a for a in mesh.axes})])
+    spans = slowest_first(mesh, mesh.axes, spans)
     parts = spans_by_axis(mesh, spans)
-    names: dict[LinkSpan, str] = {}
-    for span in (span for own in parts.values() for span in own):
-        name = span.axis if len(parts[span.axis]) == 1 else f"{span.axis}_{span.stride}"
-        while name in names.values() or (name != span.axis and name in mesh.axes):
-            name += "_"
-        names[span] = name
-    levels = [
-        (level, {names[span]: span.axis for span in level_spans})
-        for level, level_spans in groupby(spans, key=lambda span: span.level)
-    ]
-    factors = {axis: tuple(names[span] for span in own) for axis, own in parts.items()}
-    split = Mesh({names[span]: span.size for own in parts.values() for span in own})
-    return SpanAxes(mesh if len(names) == len(mesh.axes) else split, factors, levels)
+    split = tuple((axis, tuple(span.size for span in own)) for axis, own in parts.items() if len(own) > 1)
+    fine = SubAxisMesh(mesh, split)
+    names = {s: name for axis, own in parts.items() for s, name in zip(own, fine.sub_axes[axis], strict=True)}
+    groups = groupby(spans, key=lambda span: span.level)
+    levels = [(level, {names[span]: span.axis for span in group}) for level, group in groups]
+    return SpanAxes(fine if split else mesh, fine.sub_axes, levels)
 
 
 def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
@@ -144,13 +137,6 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
 
 
-class Received(NamedTuple):
-    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
-
-    elements: NDArray[np.int64]
-    senders: NDArray[np.int64]
-
-
 @lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
     """What every device takes from senders that share its coordinates along the axes `agree`."""
@@ -163,10 +149,10 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), kind)
     for pairs in _all_dim_ends(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, kind)
-        for (a, b), length in zip(pairs, before.shape, strict=True):
+        for a, b in pairs:
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = received_of_dim(a, b, length, fixed, mesh, once)
+            dim_elements, dim_senders = received_of_dim(a, b, fixed, mesh, once)
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
@@ -185,16 +171,14 @@ def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd
 
 
 @lru_cache(maxsize=16384)
-def received_of_dim(
-    a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -> Received:
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
-        return count_sources(a, b, length, fixed, mesh, once)
-    receivers, givers, rows = shared_rows_of(a.dim, b.dim, length, mesh)
+        return count_sources(a, b, fixed, mesh, once)
+    receivers, givers, rows = shared_rows_of(a, b)
     theirs, mine = (
-        dict(zip(d.axes, coords_of(indices, mesh.sizes_of(d.axes)), strict=True))
-        for d, indices in ((a.dim, givers), (b.dim, receivers))
+        dict(zip(end.dim.axes, coords_of(indices, end.sizes), strict=True))
+        for end, indices in ((a, givers), (b, receivers))
     )
     theirs = {axis: cell for axis, cell in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
@@ -207,17 +191,16 @@ def received_of_dim(
     elements, senders = np.zeros((2, math.prod(shape)), np.int64)
     np.add.at(elements, cell, rows[agree])
     np.add.at(senders, cell, 1)
-    return elements.reshape(shape), senders.reshape(shape)
+    return Received(elements.reshape(shape), senders.reshape(shape))
 
 
 @lru_cache(maxsize=16384)
-def shared_rows_of(src: Dim, dst: Dim, length: int, mesh: Mesh) -> tuple[NDArray[np.int64], ...]:
+def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
     """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
-    sizes = tuple(mesh.sizes_of(d.axes) for d in (src, dst))
-    if length * math.prod(max(sizes, key=math.prod)) > MOST_COMPARED:
-        return shared_rows(*(all_owned_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True)))
-    givers, takers = (_owner_of_rows(d, length, n) for d, n in zip((src, dst), sizes, strict=True))
-    parts = math.prod(sizes[0])
+    if src.length * max(math.prod(end.sizes) for end in (src, dst)) > MOST_COMPARED:
+        return shared_rows(*(all_owned_rows(*end[:3]) for end in (src, dst)))
+    givers, takers = (_owner_of_rows(*end[:3]) for end in (src, dst))
+    parts = math.prod(src.sizes)
     rows = np.bincount(takers * parts + givers)
     pairs = np.flatnonzero(rows)
     return pairs // parts, pairs % parts, rows[pairs]
@@ -232,6 +215,7 @@ def _owner_of_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> NDArray[np.
     return owners
 
 
+@lru_cache(maxsize=4096)
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
     """Rows that every block of `src` (first index), all distinct, shares with every block of `dst`."""
     receivers, givers, rows = shared_rows(src, dst)

@@ -1,0 +1,263 @@
+"""The states between two shardings, the moves between states with their steps and costs, and an estimate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from xshard import steps
+from xshard.cost.model import Profile
+from xshard.dtypes import itemsize
+from xshard.layout import Layout, Sharding
+from xshard.notation.parser import Dim
+from xshard.search.grid import Cut, Grid, State, grid
+from xshard.steps import Exchange, Traffic
+from xshard.steps.base import DimCut
+from xshard.steps.collectives import (
+    all_reduce_traffic,
+    all_to_all_traffic,
+    gather_traffic,
+    reduce_scatter_traffic,
+)
+from xshard.steps.permute import permute_traffic
+
+
+class Move(NamedTuple):
+    """A step not yet built: its kind, the data of the kind (`STEPS`), and its result."""
+
+    kind: str
+    data: tuple[Any, ...]
+    after: State
+
+
+@dataclass(frozen=True)
+class Space:
+    """The states between two shardings in normal form without copies."""
+
+    start: Sharding
+    goal: Sharding
+    dtype: str
+    profile: Profile
+
+    @cached_property
+    def grid(self) -> Grid:
+        return grid(self.start.mesh, self.start.shape, itemsize(self.dtype), self.profile)
+
+    @cached_property
+    def op(self) -> str:
+        """The kind of reduction in these layouts."""
+        kinds = [kind for end in (self.start, self.goal) for kind, _ in end.layout.tags]
+        return kinds[0] if kinds else "sum"
+
+    def state(self, layout: Layout) -> State:
+        """A layout of this space -> its state."""
+        cuts = tuple(tuple(map(self.grid.number, dim.shards)) for dim in layout.dims)
+        return State(cuts, tuple(sorted(map(self.grid.axes.index, layout.tagged(self.op)))))
+
+    def layout(self, state: State) -> Layout:
+        """A state -> its layout."""
+        dims = zip(self.start.layout.names, map(self.grid.cut_by, state.cuts), strict=True)
+        return Layout(tuple(Dim(*dim) for dim in dims), ((self.op, self.grid.names(state.sums)),))
+
+    @cached_property
+    def start_state(self) -> State:
+        return self.state(self.start.layout)
+
+    @cached_property
+    def goal_state(self) -> State:
+        return self.state(self.goal.layout)
+
+    @cached_property
+    def changing(self) -> list[int]:
+        """The axes with different roles on both sides."""
+        start, goal = self.start_state, self.goal_state
+        return sorted({*self.grid.changing(start, goal), *set(start.sums) ^ set(goal.sums)})
+
+    @cached_property
+    def spare(self) -> list[int]:
+        """The axes with replicas on both sides that can take shares for those that change."""
+        return self.grid.spare(self.start_state, self.goal_state, self.changing)
+
+    def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
+        """The exchange to a layout from another, by default the start; with node-local senders if needed."""
+        here = self.start.layout if frm is None else frm
+        return Exchange(to, self.grid.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
+
+
+class MoveCost(NamedTuple):
+    """Cost of a move: seconds, elements received, elements held at its worst moment."""
+
+    seconds: float
+    received: int
+    held: int
+
+
+def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
+    """Cost of a move from a state, cached."""
+    key = move.kind, state, move.after
+    known: MoveCost | None = grid.costs.get(key)
+    if known is None:
+        before, after = grid.block(state), grid.block(move.after)
+        traffic = TRAFFIC[move.kind](grid, move, state, before, after)
+        held = before + after + (traffic.copied if traffic.hops else 0)
+        seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
+        known = grid.costs[key] = MoveCost(seconds, traffic.received, held)
+    return known
+
+
+def step_of(space: Space, move: Move, state: State) -> steps.Step:
+    """A move -> the step that it stands for."""
+    return STEPS[move.kind](space, move, state)
+
+
+def _gathered(grid: Grid, move: Move, state: State, before: int, after: int) -> steps.Traffic:
+    dim, n = move.data
+    cut = state.cuts[dim][-n:]
+    return gather_traffic(before, grid.group(grid.axes_in(cut)), dim == 0 and _in_order(grid, cut))
+
+
+def _reduce_scattered(grid: Grid, move: Move, state: State, before: int, after: int) -> steps.Traffic:
+    dim, cut = move.data
+    return reduce_scatter_traffic(before, grid.group(grid.axes_in(cut)), dim == 0 and _in_order(grid, cut))
+
+
+def _in_order(grid: Grid, cut: Cut) -> bool:
+    return all(grid.shards[s].order == "block" for s in cut)
+
+
+TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
+    "all_gather": _gathered,
+    "all_reduce": lambda g, m, at, before, _: all_reduce_traffic(before, g.group(m.data[0])),
+    "reduce_scatter": _reduce_scattered,
+    "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(before, g.group(g.axes_in(m.data[3]))),
+    "permute": lambda g, m, at, before, _: permute_traffic(before, g.group(g.changing(at, m.after))),
+    "exchange": lambda g, m, at, *_: g.exchange_traffic(at, m.after),
+    **dict.fromkeys(("slice", "embed", "mask"), lambda g, m, at, _, after: steps.Traffic(copied=after)),
+}
+
+
+# Data of a move by kind:  all_gather, embed: dim, number of shards.  reduce_scatter: dim, shards.
+# slice: shards by dim.  all_to_all: dim, number of shards, dim, shards.  all_reduce, mask: axes.
+STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
+    "all_gather": lambda s, m, at: steps.AllGather(*_innermost(s, m, at)),
+    "all_reduce": lambda s, m, at: steps.AllReduce(s.grid.names(m.data[0]), s.op),
+    "reduce_scatter": lambda s, m, _: steps.ReduceScatter(*_new(s, *m.data), s.op),
+    "all_to_all": lambda s, m, at: steps.AllToAll(*_innermost(s, m, at), *_new(s, *m.data[2:])),
+    "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
+    "exchange": lambda s, m, at: s.exchange(s.layout(m.after), s.layout(at)),
+    "slice": lambda s, m, at: steps.Slice(tuple(_new(s, d, cut) for d, cut in enumerate(m.data) if cut)),
+    "embed": lambda s, m, at: steps.Embed(*_innermost(s, m, at)),
+    "mask": lambda s, m, at: steps.Mask(s.grid.names(m.data[0])),
+}
+
+
+def _new(space: Space, d: int, cut: Cut) -> DimCut:
+    """A dim and its new shards."""
+    return space.start.layout.names[d], space.grid.cut_by(cut)
+
+
+def _innermost(space: Space, move: Move, state: State) -> DimCut:
+    """The dim of a move, and as many of its innermost shards as the move takes."""
+    d, n = move.data[:2]
+    return _new(space, d, state.cuts[d][-n:])
+
+
+def estimate(grid: Grid, state: State, goal: State) -> float:
+    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
+    if state == goal:
+        return 0.0
+    ended = tuple(a for a in state.sums if a not in goal.sums)
+    near = grid.spare(state, goal, grid.changing(state, goal))
+    estimates = [_in_turn(grid, state, goal, axes) for axes in ([(), near] if near else [()])]
+    if not set(goal.sums) - set(state.sums):
+        for here, seconds in _scattered(grid, state, goal, ended):
+            estimates.append(seconds + _exchange(grid, here, goal))
+            for on_way, later in _before_gathers(grid, here, goal):
+                there = min(_exchange(grid, here, on_way), _in_turn(grid, here, on_way, ()))
+                estimates.append(seconds + there + later)
+    dims = range(len(state.cuts))
+    if state.sums == goal.sums and all(
+        grid.length(d, state.cuts[d]) == grid.length(d, goal.cuts[d]) for d in dims
+    ):
+        estimates.append(move_cost(grid, Move("permute", (), goal), state).seconds)
+    return min(estimates)
+
+
+def _exchange(grid: Grid, state: State, goal: State) -> float:
+    """Seconds of an exchange to the goal; infinite if its traffic has to be counted per device."""
+    if grid.even_received(state, goal) is None:
+        return math.inf
+    return move_cost(grid, Move("exchange", (), goal), state).seconds
+
+
+def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[tuple[State, float]]:
+    """The goal sharded over axes that are to hold replicas, each with the seconds to gather them."""
+    free = grid.free(goal)
+    for axes in dict.fromkeys((free, tuple(a for a in free if a in grid.roles(state)))):
+        for d, cut in enumerate(goal.cuts):
+            if axes and grid.is_even(d, cut + axes):
+                on_way = goal.with_cut(d, cut + axes)
+                traffic = gather_traffic(grid.block(on_way), grid.group(axes), d == 0)
+                yield on_way, grid.fabric.seconds("all_gather", traffic, grid.itemsize)
+                break
+
+
+def _scattered(grid: Grid, state: State, goal: State, ended: Cut) -> Iterator[tuple[State, float]]:
+    """The start, and the state in which the sums that end are scattered over a dim, each with its seconds."""
+    new = grid.roles(goal)
+    yield state, 0.0
+    dims = range(len(state.cuts)) if ended else ()
+    for d in sorted(dims, key=lambda d: new.get(ended[0], (d,))[0] != d):
+        scattered = state.with_cut(d, state.cuts[d] + ended)
+        if grid.is_even(d, scattered.cuts[d]):
+            after = scattered._replace(sums=tuple(a for a in state.sums if a not in ended))
+            yield after, move_cost(grid, Move("reduce_scatter", (d, ended), after), state).seconds
+            return
+
+
+def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> float:
+    """Seconds of a slice, reduction, move and gather; `near` replicas take shares in between."""
+    old, new = grid.roles(state), grid.roles(goal)
+    ended = [a for a in state.sums if a not in goal.sums]
+    cut = [a for a in ended if a in new]
+    sliced = [a for a in new if a not in old and a not in state.sums]
+    moved = [a for a in new if a in old and old[a] != new[a]]
+    gathered = [a for a in old if a not in new and a not in goal.sums]
+    # A shard in place comes inside of all that the dim keeps; others have to change places afterwards.
+    moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
+    block, seconds, price = grid.block(state), 0.0, grid.fabric.seconds
+    if sliced or near:
+        block = max(1, block // grid.parts([*sliced, *near]))
+        seconds += price("slice", Traffic(copied=block), grid.itemsize)
+    if ended and (cut or near or gathered):
+        group, first = grid.group(ended), all(new.get(a, (0,))[0] == 0 for a in ended)
+        seconds += price("reduce_scatter", reduce_scatter_traffic(block, group, first), grid.itemsize)
+        block = max(1, block // grid.parts(ended))
+        gathered += [a for a in ended if a not in new]
+    elif ended:
+        seconds += price("all_reduce", all_reduce_traffic(block, grid.group(ended)), grid.itemsize)
+    if moved:
+        group = grid.group(moved)
+        ways = [price("all_to_all", all_to_all_traffic(block, group), grid.itemsize)]
+        if block * grid.parts(moved) <= max(grid.block(state), grid.block(goal)):
+            whole = price("all_gather", gather_traffic(block, group, in_place=False), grid.itemsize)
+            ways.append(whole + price("slice", Traffic(copied=block), grid.itemsize))
+        if _permutes(grid, state, goal, grid.parts([*sliced, *near, *ended]), grid.parts([*gathered, *near])):
+            ways.append(price("permute", permute_traffic(block, group), grid.itemsize))
+        seconds += min(ways)
+    if gathered or near:
+        group = grid.group([*gathered, *near])
+        first = all(old.get(a, (0,))[0] == 0 for a in gathered)
+        seconds += price("all_gather", gather_traffic(block, group, first), grid.itemsize)
+    return seconds
+
+
+def _permutes(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
+    """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
+    before, after = ([grid.parts(cut) for cut in end.cuts] for end in (state, goal))
+    common = list(map(math.lcm, before, after))
+    most = math.prod(common)
+    return most <= math.prod(before) * slices and most <= math.prod(after) * gathers
