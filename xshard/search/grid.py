@@ -126,6 +126,7 @@ class Grid:
         """Into how many parts shards, or axes, cut together."""
         return math.prod([self.sizes[s] for s in cut])
 
+    @remembered
     def free(self, state: State) -> tuple[int, ...]:
         """The axes that hold replicas."""
         used = {a for cut in state.cuts for a in self.axes_in(cut)} | set(state.sums)
@@ -166,6 +167,7 @@ class Grid:
         shards = ((d, cut[: i + 1]) for d, cut in enumerate(state.cuts) for i in range(len(cut)))
         return {a: (d, cut) for d, cut in shards for a in self.shard_axes[cut[-1]]}
 
+    @remembered
     def changing(self, state: State, after: State) -> list[int]:
         """The axes that shard otherwise afterwards."""
         old, new = self.roles(state), self.roles(after)
