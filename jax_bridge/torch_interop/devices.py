@@ -106,7 +106,8 @@ def check_processes() -> None:
 def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     in_jax = in_torch = xshard_mesh(jax_mesh), tuple(jax_mesh.devices.flat)
     if torch_mesh is not None:
-        in_torch = (axes := mesh_of(torch_mesh)), _torch_devices(torch_mesh, axes, in_jax[1])
+        axes = mesh_of(torch_mesh)
+        in_torch = axes, _torch_devices(torch_mesh, axes, in_jax[1])
     meshes = MeshPair(jax_mesh, *in_jax, *in_torch)
     if all(d.process_index != jax.process_index() for d in meshes.every):
         torchs = "" if torch_mesh is None else f" or torch's {meshes.axes!r}"

@@ -34,8 +34,8 @@ _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
 class TileMask(NamedTuple):
     """The scores of a tile that count, and a bias of these; rows, keys: their numbers."""
 
-    rows: Tensor
-    keys: Tensor
+    rows: Any
+    keys: Any
     visible: Tensor | None
     is_causal: bool
     bias: Tensor | None
@@ -95,7 +95,7 @@ class ProcessAttention(AttentionCall):
         """Queries and all keys that they may see -> the result."""
         k, v = self.read(kv)
         parts = []
-        for tile in tiles(self.attn, self.device):
+        for tile in tiles(self.attn, self.processes.device):
             rows, keys, values = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
             mask = self.mask(tile, any_length=True)
             bias, is_causal = mask.visible if mask.bias is None else mask.as_bias(q.dtype), mask.is_causal
@@ -110,14 +110,10 @@ class ProcessAttention(AttentionCall):
             return q @ k.mT @ v
         return torch.cat(parts, 2)
 
-    @property
-    def device(self) -> int:
-        return self.processes.device
-
     @cached_property
     def heads_read(self) -> Tensor | None:
         """The head of keys that each head of queries reads; None if there are as many of both."""
-        return None if self.attn.group == 1 else self.whole(self.attn.heads_read(self.device))
+        return None if self.attn.group == 1 else self.whole(self.attn.heads_read(self.processes.device))
 
     def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, for every head of queries."""
@@ -132,7 +128,7 @@ class ProcessAttention(AttentionCall):
 
     def held(self, dim: int) -> Tensor:
         queries = self.attn.queries
-        return self.whole(row_numbers(queries.held(dim % len(queries.shape), self.device)))
+        return self.whole(row_numbers(queries.held(dim % len(queries.shape), self.processes.device)))
 
     def whole(self, x: Any) -> Tensor:
         return torch.as_tensor(x, device=self.like.device)
@@ -145,29 +141,33 @@ class ProcessAttention(AttentionCall):
 
     def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> TileMask:
         """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
-        rows = self.whole(self.attn.query_rows(self.device)[tile.q])
-        keys = self.whole(self.attn.key_rows(self.device, turn)[tile.k])
-        bias = self.bias(rows, keys)
-        causal = tile.kind == CAUSAL and bias is None and (any_length or len(rows) == len(keys))
-        if self.documents is not None or not (causal or tile.kind == ALL):
-            return TileMask(rows, keys, self.visible(rows, keys), False, bias)
-        return TileMask(rows, keys, None, causal, bias)
+        rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
+        keys: Any = self.attn.key_rows(self.processes.device, turn)[tile.k]
+        causal = tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
+        is_plain = self.documents[0] is None and (causal or tile.kind == ALL)
+        if is_plain and self.alibi is None and self.kernel:  # nothing to send to a GPU
+            return TileMask(rows, keys, None, causal, None)
+        rows, keys = self.whole(rows), self.whole(keys)
+        visible = None if is_plain else self.visible(rows, keys)
+        return TileMask(rows, keys, visible, is_plain and causal, self.bias(rows, keys))
 
-    def kernel(self, q: Tensor) -> str:
+    @cached_property
+    def kernel(self) -> str:
         """The device whose fused kernel computes; "" for none."""
-        is_fused = self.softcap is None and not self.dropout and (not q.is_cuda or q.dtype in _FUSED)
-        return q.device.type if is_fused and (q.is_cuda or q.device.type == "cpu") else ""
+        x = self.like
+        is_fused = x.device.type == "cpu" or (x.is_cuda and x.dtype in _FUSED)
+        return x.device.type if is_fused and self.softcap is None and not self.dropout else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> tuple[Tensor, Tensor]:
         """The result of a tile, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf."""
-        width, kernel = v.shape[-1], self.kernel(q)
-        if kernel == "cpu":
+        width = v.shape[-1]
+        if self.kernel == "cpu":
             q, k, v = _one_width(q, k, v)
             options = {"attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
             y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, mask.is_causal, **options
             )
-        elif kernel == "cuda":
+        elif self.kernel == "cuda":
             q, k, v = _one_width(q, k, v, multiple=8)
             y, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
                 q, k, v, mask.for_gpu(q), True, 0.0, mask.is_causal, scale=self.scale
@@ -186,14 +186,14 @@ class ProcessAttention(AttentionCall):
         self, dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's addends to the gradients of q, k and v; dy, result, log_sum are over all tiles."""
-        widths, kernel = (q.shape[-1], k.shape[-1], v.shape[-1]), self.kernel(q)
-        if kernel == "cpu":
+        widths = q.shape[-1], k.shape[-1], v.shape[-1]
+        if self.kernel == "cpu":
             q, k, v, dy, result = _one_width(q, k, v, dy, result)
             options = {"attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dy, q, k, v, result, log_sum, 0.0, mask.is_causal, **options
             )
-        elif kernel == "cuda":
+        elif self.kernel == "cuda":
             q, k, v, dy, result = _one_width(q, k, v, dy, result, multiple=8)
             # The kernel takes the strides of its own result for granted.
             result = result.transpose(1, 2).contiguous().transpose(1, 2)
@@ -236,7 +236,7 @@ class BlockAttention(torch.autograd.Function):
         y = q.new_zeros((*q.shape[:3], blocks.attn.value_width), dtype=wide)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
         for turn, block in blocks.attn.in_turn(kv, blocks.send):  # all send all blocks: none waits
-            for tile in tiles(blocks.attn, blocks.device, turn):
+            for tile in tiles(blocks.attn, blocks.processes.device, turn):
                 k, v = blocks.read(block[:, :, tile.k])
                 part, added = blocks.attend(q[:, :, tile.q], k, v, blocks.mask(tile, turn))
                 before = log_sum[:, :, tile.q]
@@ -266,7 +266,7 @@ class BlockAttention(torch.autograd.Function):
         q_gradient = torch.zeros_like(q, dtype=log_sum.dtype)
         for turn, block in blocks.attn.in_turn(kv, blocks.send):
             kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
-            for tile in tiles(blocks.attn, blocks.device, turn):
+            for tile in tiles(blocks.attn, blocks.processes.device, turn):
                 dy, queries, result, sums = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
                 (k, v), mask = blocks.read(block[:, :, tile.k]), blocks.mask(tile, turn)
                 wide_v = v if of_log_sum is None else F.pad(v, (0, 1))

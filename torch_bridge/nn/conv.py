@@ -249,7 +249,8 @@ def _counts(
 
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the means over the spatial dims, which the result does not shard."""
-    over = range(first := len(placement.shape) - rank_of(layer), len(placement.shape))
+    first = len(placement.shape) - rank_of(layer)
+    over = range(first, len(placement.shape))
     dims, n = list(placement.layout.dims), math.prod(placement.shape[first:])
     axes = tuple(axis for d in over for axis in dims[d].axes)
     dims[first:] = [Dim(dim.name) for dim in dims[first:]]
