@@ -120,7 +120,11 @@ def interpolate(
 
     def interpolated(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
         for d, some in enumerate(local_taps, 2):
-            rows = _tapped(rows, d, some)
+            parts = [rows.index_select(d, inputs) for inputs, _ in some]
+            if len(parts) > 1:  # a single input needs no weight
+                along = -1, *(1,) * (rows.ndim - d - 1)
+                parts = [part * weight.view(along) for part, (_, weight) in zip(parts, some, strict=True)]
+            rows = sum(parts[1:], start=parts[0])
         return rows
 
     return apply_windows(x, placement, resampled, interpolated)
@@ -150,13 +154,3 @@ def _geometry(
         return tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))
 
     return resampled, tuple(map(local, global_taps, resampled.runs))
-
-
-def _tapped(block: Tensor, d: int, local_taps: LocalTaps) -> Tensor:
-    """Every output of a dim as the weighted sum of its inputs; a single input needs no weight."""
-    parts = [block.index_select(d, rows) for rows, _ in local_taps]
-    if len(parts) == 1:
-        return parts[0]
-    columns = (1,) * (block.ndim - d - 1)
-    weighted = [part * w.view(-1, *columns) for part, (_, w) in zip(parts, local_taps, strict=True)]
-    return sum(weighted[1:], start=weighted[0])
