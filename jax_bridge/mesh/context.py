@@ -15,7 +15,7 @@ from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
 from xshard import Layout, Mesh, Profile, Sharding, load_profile
 from xshard.arguments import lengths_of
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
-from xshard.errors import MeshError, Span
+from xshard.errors import MeshError, ShapeError, Span
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors, text_spans
@@ -53,14 +53,23 @@ def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | No
 
 
 def block_sharding_here(
-    x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
+    x: jax.Array, layout: Layout, mesh: AnyMesh | None, shape: Sequence[int | None] | None
 ) -> Sharding:
-    """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
-    text = str(layout := Layout.parse(layout))
+    """The layout on the mesh here, for this block. shape: global lengths, None if they follow from blocks."""
+    text = str(layout)
     with mark_errors(text):
         here, _ = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
-        lengths = global_shape(layout, here, x.shape, text) if shape is None else shape
-    sharding = sharding_here(layout, lengths, here)
+    return block_sharding(x, layout, here, shape)
+
+
+def block_sharding(x: jax.Array, layout: Layout, mesh: Mesh, shape: Sequence[int | None] | None) -> Sharding:
+    """The same on all of a mesh."""
+    text, lengths = str(layout), x.ndim * (None,) if shape is None else lengths_of(shape)
+    if len(lengths) != x.ndim:
+        raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
+    known = dict(zip(layout.resolved(x.ndim).names, lengths, strict=True))
+    lengths = global_shape(layout, mesh, x.shape, text, known)
+    sharding = Sharding(layout.resolved(x.ndim), mesh, lengths)
     check_block_here(x.shape, sharding, text, inferred=shape is None)
     return sharding
 

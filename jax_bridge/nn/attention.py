@@ -21,8 +21,7 @@ from jax import Array, lax
 from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import mine, table, without_padding
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from jax_bridge.mesh.context import AnyMesh, machine_here
-from jax_bridge.nn.sharded import block_sharding
+from jax_bridge.mesh.context import AnyMesh, block_sharding, machine_here
 from jax_bridge.ops import positions
 from xshard import Layout, Sharding
 from xshard.contractions.attention import AttentionCall, Verb

@@ -17,8 +17,7 @@ from jax import lax
 
 from jax_bridge.calls import as_array, redistribute
 from jax_bridge.lower.row_tables import valid, without_padding
-from jax_bridge.mesh.context import AnyMesh, machine_here
-from jax_bridge.nn.sharded import block_sharding
+from jax_bridge.mesh.context import AnyMesh, block_sharding, machine_here
 from jax_bridge.ops import positions
 from xshard import Layout, Sharding
 from xshard.contractions.attention import Verb

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 
 from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import without_padding
-from jax_bridge.mesh.context import AnyMesh, block_sharding_here, check_block_here
-from xshard import Layout, Mesh, Sharding
-from xshard.arguments import lengths_of
-from xshard.errors import PlanError, ShapeError
-from xshard.layout.lengths import global_shape
+from jax_bridge.mesh.context import AnyMesh, block_sharding_here
+from xshard import Layout, Sharding
+from xshard.errors import PlanError
 from xshard.notation.parser import Dim
 
 
@@ -49,7 +47,7 @@ class Sharded:
     ) -> None:
         if not isinstance(sharding, Sharding):
             block = jnp.asarray(block)
-            sharding = block_sharding_here(block, sharding, mesh, shape)
+            sharding = block_sharding_here(block, Layout.parse(sharding), mesh, shape)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "sharding", sharding)
         if kinds := [kind for kind, _ in self.layout.tags if kind != "copy"]:
@@ -77,14 +75,3 @@ class Sharded:
         """A block of an array computed from this one, with this layout's tags; its padding becomes zero."""
         layout = Layout(tuple(dims), self.layout.tags)
         return Sharded(block, Sharding(layout, self.sharding.mesh, tuple(shape))).owned()
-
-
-def block_sharding(x: jax.Array, layout: Layout, mesh: Mesh, shape: Sequence[int | None] | None) -> Sharding:
-    """The sharding of the global array of a block. shape: its global lengths, None if they follow."""
-    text, lengths = str(layout), x.ndim * (None,) if shape is None else lengths_of(shape)
-    if len(lengths) != x.ndim:
-        raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
-    known = dict(zip(layout.resolved(x.ndim).names, lengths, strict=True))
-    sharding = Sharding(layout, mesh, global_shape(layout, mesh, x.shape, text, known))
-    check_block_here(x.shape, sharding, text, inferred=shape is None)
-    return sharding
