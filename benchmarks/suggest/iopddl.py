@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from xshard.step.cost import Cost, Pairs, Solution, solve_program
-from xshard.step.messages import bounds_with
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 
@@ -189,13 +188,13 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> Solution:
         pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
     unit = np.eye(1 + len(times))
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
-    bound, _ = bounds_with([c.copy() for c in graph.costs], graph.tables, 10 * NEVER)
+    about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
     options, left = sum(map(len, graph.costs)), sum(len(c) > 1 for c in graph.costs)
     print(
         f"  {left} nodes with {options} options, {len(graph.tables)} edges, {len(times)} times left",
         flush=True,
     )
-    return solve_program(values, pairs, cost, max(bound, 1.0), most_nodes, gap)
+    return solve_program(values, pairs, cost, max(about, 1.0), most_nodes, gap)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ import pytest
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
 from xshard.step.eliminate import minimum
-from xshard.step.messages import bounds_with
 from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
 from xshard.step.problem import StepProblem, Training
@@ -61,7 +60,7 @@ def test_less_memory_than_any_plan_needs():
     assert search.best is None and search.bound > 1
 
 
-def test_the_minimum_of_a_sum_of_tables_and_bounds_with_each_value():
+def test_the_minimum_of_a_sum_of_tables():
     draw = np.random.default_rng(1)
     sizes = (3, 4, 2, 5, 3)
     unary = [draw.random(n) for n in sizes]
@@ -72,11 +71,6 @@ def test_the_minimum_of_a_sum_of_tables_and_bounds_with_each_value():
     sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
     value, found = minimum(unary, pairs)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
-    bound, more = bounds_with(unary, pairs, most=100.0)
-    assert sums.min() * 0.95 < bound <= sums.min() + 1e-12
-    for v, n in enumerate(sizes):
-        least = np.array([sums[[each[v] == k for each in assignments]].min() for k in range(n)])
-        assert (bound + more[v] <= least + 1e-12).all()
 
 
 @pytest.mark.parametrize(("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")])

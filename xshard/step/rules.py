@@ -84,7 +84,7 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     least, node, unchanged = _variety(problem, here), 0, 0
     while unchanged < len(here):
         ranks = search.cost.rank(problem.vectors(here, node))
-        for option in sorted(search.options[node], key=lambda option: float(ranks[option])):
+        for option in sorted(search.left[node], key=lambda option: float(ranks[option])):
             there = [*here[:node], int(option), *here[node + 1 :]]
             if ranks[option] > most or search.cost.rank(problem.planned(there)) > most:
                 break

@@ -1,8 +1,8 @@
 """The cheapest assignment of a problem within its limits, and a bound for all others.
 
 Weights turn all parts of the cost into one number for every option and move. The least sum under any weights
-is a bound (Lagrange), and a linear program over the assignments found so far has the weights to try next
-(Dantzig and Wolfe 1960). MovePrices begin with bounds, and are planned where an assignment has them.
+is a bound (Lagrange), and a linear program over the assignments so far has the weights to try next (Dantzig
+and Wolfe 1960). Moves begin with bounds, and are planned as soon as an assignment has them.
 """
 
 from __future__ import annotations
@@ -15,36 +15,33 @@ import numpy as np
 
 from xshard.step.cost import Cost, Pairs, solve_program
 from xshard.step.eliminate import minimum
-from xshard.step.messages import bounds_with
 from xshard.step.options import Flags, Floats, Indices
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
 CLOSE = 1e-4  # of the seconds: a bound so near is reached
 MOST_NODES = 1000  # of the integer program's search tree
-MANY = 1000  # options: the ones that cost too much are left out before all are weighed
+MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
 
 
 @dataclass(eq=False)
 class StepSearch:
-    """The best assignment found for a problem, its seconds, and a lower bound of all that fit the limit.
+    """The best assignment of a problem so far, its seconds, and a lower bound of all that fit the limit.
 
-    left: the options of every node that are left.
+    left: the options of every node that it may take. vectors: the parts of the cost of assignments so far.
     """
 
     problem: StepProblem
     limit: float
-    left: list[Indices] = field(default_factory=list)
+    left: Sequence[Indices] = ()
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None
     vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
-    proof: tuple[Floats, float] | None = None
 
     def __post_init__(self) -> None:
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
-        self.options = list(self.left)
 
     @cached_property
     def cost(self) -> Cost:
@@ -78,18 +75,15 @@ class StepSearch:
         return list(search.vectors.values())
 
     def relax(self, cutoff: float = np.inf) -> None:
-        """Raise the bound as far as weights can, or to the cutoff; leave out what costs more than that."""
+        """Raise the bound as far as weights can, or to the cutoff."""
         if not self.vectors:
             self.start()
         for _ in range(ROUNDS if self.vectors else 0):
             value, weights, spared = self.cost.mixture(np.array(list(self.vectors.values())))
-            if sum(map(len, self.left)) > MANY and np.isfinite(cutoff):
-                self._prune(weights, spared, cutoff)
             late = np.inf
             while late > CLOSE * value:
                 least, assignment = self.least(weights)
-                if least - spared > self.bound:
-                    self.bound, self.proof = least - spared, (weights, spared)
+                self.bound = max(self.bound, least - spared)
                 if self.bound >= cutoff:
                     return
                 late = self.offer(assignment)
@@ -98,51 +92,28 @@ class StepSearch:
 
     def least(self, weights: Floats) -> tuple[float, list[int]]:
         """The least weighted sum, and an assignment that has it."""
-        value, chosen = minimum(*self._weighed(weights))
-        return value, [int(left[i]) for left, i in zip(self.left, chosen, strict=True)]
-
-    def _weighed(self, weights: Floats) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
-        """One number for every option that is left, and for every pair of them that moves something."""
-        unary = [
-            node.values[left] @ weights for node, left in zip(self.problem.nodes, self.left, strict=True)
-        ]
+        unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.left, strict=True)]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
             table = edge.weighed(weights, *(self.left[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
-        return unary, pairs
-
-    def _prune(self, weights: Floats, spared: float, cutoff: float) -> None:
-        """Leave out options with which every assignment costs more than the cutoff."""
-        least, more = bounds_with(*self._weighed(weights), most=10 * (cutoff + spared))
-        left = [each[least + m - spared <= cutoff] for each, m in zip(self.left, more, strict=True)]
-        if all(map(len, left)):
-            self.left = left
-        else:
-            self.bound = max(self.bound, cutoff)
+        value, chosen = minimum(unary, pairs)
+        return value, [int(own[i]) for own, i in zip(self.left, chosen, strict=True)]
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share of the best, by an integer program of what may be better."""
-        nodes = self.problem.nodes
-        while self.best and self.proof and self.bound < (goal := self.seconds * (1 - gap)):
-            self._prune(*self.proof, goal)
-            if self.bound >= goal:
-                return
-            pairs = [
-                Pairs(
-                    e.nodes, (i[self.left[e.nodes[0]]], j[self.left[e.nodes[1]]]), e.parts, e.tables, e.banned
-                )
-                for e in self.problem.edges
-                for i, j in [e.indices]
-            ]
-            values = [node.values[left] for node, left in zip(nodes, self.left, strict=True)]
+        """Bring the bound to within a share of the best by an integer program, unless that is too large."""
+        late = np.inf if sum(map(len, self.left)) <= MOST_OPTIONS else 0.0
+        while self.best and late > 0 and self.bound < self.seconds * (1 - gap):
+            before, late, pairs = self.seconds, 0.0, list[Pairs]()
+            for edge in self.problem.edges:
+                rows, columns = (i[self.left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
+                pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, edge.tables, edge.banned))
+            values = [node.values[own] for node, own in zip(self.problem.nodes, self.left, strict=True)]
             solved = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
-            late, before = 0.0, self.seconds
             if solved.assignment is not None:
-                late = self.offer([int(k[i]) for k, i in zip(self.left, solved.assignment, strict=True)])
-            self.bound = min(self.seconds, max(self.bound, min(solved.bound, goal)))
-            if late <= 0 and self.seconds == before:
-                return
+                late = self.offer([int(own[i]) for own, i in zip(self.left, solved.assignment, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, solved.bound))
+            late = np.inf if self.seconds < before else late
 
     def improve(self) -> None:
         """Change the best assignments at one node at a time for the better, as long as that is possible."""

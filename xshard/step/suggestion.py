@@ -102,7 +102,7 @@ class Suggestion:
         others = (node.ways[:, -1] != node.ways[chosen[i], -1]).any(-1)
         if node.kept is not None:
             others |= node.kept != node.kept[chosen[i]]
-        left, here = list(self.search.options), f"{name}: {self._stated(i, chosen[i])}"
+        left, here = list(self.search.left), f"{name}: {self._stated(i, chosen[i])}"
         left[i] = left[i][others[left[i]]]
         if not len(left[i]):
             return f"{here}, without another layout"
