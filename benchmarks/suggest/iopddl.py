@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xshard.step.cost import Cost, Pairs, Solution, solve_program
+from xshard.step.cost import Cost, Pairs, solve_program
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 
@@ -176,7 +176,7 @@ def restored(graph: Graph, chosen: Sequence[int]) -> list[int]:
     return whole
 
 
-def solve(graph: Graph, most_nodes: int, gap: float) -> Solution:
+def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, float]:
     times = reduce(graph)
     values = []
     for v, (cost, usage) in enumerate(zip(graph.costs, graph.usages, strict=True)):
@@ -208,16 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in options.instances:
         start = time.process_time()
         whole, graph = Graph.read(path), Graph.read(path)
-        found = solve(graph, options.nodes, options.gap)
+        reduced, bound = solve(graph, options.nodes, options.gap)
         name = path.name.partition(".")[0]
         known, seconds = best[name]["best_known"], time.process_time() - start
-        if found.assignment is None:
-            print(f"{name}: nothing found, bound {found.bound:.0f}, best known {known}, {seconds:.1f} s")
+        if reduced is None:
+            print(f"{name}: nothing found, bound {bound:.0f}, best known {known}, {seconds:.1f} s")
             continue
-        chosen = restored(graph, found.assignment)
+        chosen = restored(graph, reduced)
         cost, peak = whole.cost(chosen), whole.peak(chosen)
         fits = "fits" if peak <= whole.limit else "DOES NOT FIT"
-        share, proved = cost / known, f"bound {found.bound:.0f}"
+        share, proved = cost / known, f"bound {bound:.0f}"
         print(f"{name}: {cost:.0f}, {share:.4f} of the best known, {proved}, {seconds:.1f} s; {fits}")
     return 0
 

@@ -69,13 +69,6 @@ class Pairs(NamedTuple):
     banned: Flags
 
 
-class Solution(NamedTuple):
-    """An assignment, None if none is found, and a lower bound of the cost of all."""
-
-    assignment: list[int] | None
-    bound: float
-
-
 def solve_program(
     values: Sequence[Floats],
     pairs: Iterable[Pairs],
@@ -83,8 +76,8 @@ def solve_program(
     scale: float,
     most_nodes: int,
     gap: float = 0.0,
-) -> Solution:
-    """The cheapest assignment within all limits.
+) -> tuple[list[int] | None, float]:
+    """The cheapest assignment within all limits, None if none is found, and a lower bound of the cost of all.
 
     values: for each node the parts of every option. scale: about the cost. most_nodes: nodes of the search
     tree after which it ends; gap: the share of the cost that it may leave.
@@ -102,9 +95,9 @@ def solve_program(
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
-    if solved.x is None:
-        return Solution(None, bound)
-    return Solution([int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)], bound)
+    return [
+        int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)
+    ] if solved.x is not None else None, bound
 
 
 def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float) -> dict[str, Any]:

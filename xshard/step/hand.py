@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.notation.parser import parts_of
-from xshard.step.op import Op, dims_of
+from xshard.step.op import REPLICAS, Op, dims_of
 from xshard.step.options import Flags, product
-from xshard.step.problem import EACH, KEPT, Node, StepProblem
+from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.step import shape_of
 
 IDLE, OTHER = 100, 10_000  # ranks of what an axis does, behind all dims that are preferred
@@ -44,48 +45,36 @@ HAND: Mapping[str, HandPlan] = {
 
 def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     """The options of every node that a plan by hand leaves."""
-    step = problem.step
+    step, flags = problem.step, list[Flags]()
     stream = dims_of(next((op.result for op in step.ops if op.kind == "carry"), step.ops[0].result))
     weights = [dim for name in step.parameters for dim in dims_of(step.arrays[name])]
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
     tensor = [*(dim for dim in weights if dim not in stream), *sequence]
     lasts = {"batch": [step.batch], "sequence": sequence, "tensor": tensor, "heads": sequence}
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
-    flags = []
     for node in problem.nodes:
+        ways, op = node.ways, step.by_name.get(node.name)
         if node.kept is not None:
-            flags.append((node.kept == plan.mode) & _most_sharded(node, problem, plan.stored == "last"))
-        elif node.name in step.inputs:
-            flags.append(np.ones(len(node.ways), bool))
+            shards = product(ways[:, -1] >= 0, problem.mesh.sizes)
+            shards[(ways[:, -1, :-1] >= 0).any(-1) & (plan.stored == "last")] = 0
+            flags.append((node.kept == plan.mode) & (shards == shards.max()))
+        elif op is None:
+            flags.append(np.ones(len(ways), bool))
         else:
-            op = step.by_name[node.name]
             last = tensor if (plan.last, op.kind) == ("heads", "attention") else lasts[plan.last]
-            ranks = sum(
-                _ranks(op, node, axis, last if axis == len(problem.mesh.axes) - 1 else [step.batch])
-                for axis in range(len(problem.mesh.axes))
-            )
+            ranks = _ranks(op, ways[..., :-1], [step.batch]) + _ranks(op, ways[..., -1:], last)
             weight = max((sizes[name] for name in op.operands if name in sizes), default=0)
-            if weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss", "source"):
-                flags.append((ranks < OTHER) | (op.kind == "share"))
-            else:
-                flags.append(ranks == np.min(ranks))
+            is_free = weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss", "source")
+            flags.append((ranks < OTHER) | (op.kind == "share") if is_free else ranks == ranks.min())
     return flags
 
 
-def _most_sharded(node: Node, problem: StepProblem, last: bool) -> Flags:
-    """The ways to store a parameter on as many devices as possible. last: by the last axis alone."""
-    ways, sizes = node.ways[:, -1], problem.mesh.sizes
-    shards = product(ways >= 0, sizes) * ~(last & (ways[:, :-1] >= 0).any(-1))
-    most: Flags = shards == shards.max()
-    return most
-
-
-def _ranks(op: Op, node: Node, axis: int, prefer: Sequence[str]) -> np.ndarray:
-    """How well an axis fits in each option: the dims preferred in their order, then idle, then others."""
-    ways = node.ways[:, :, axis]
-    ranks = np.where((ways == -1).all(-1), IDLE, OTHER)
+def _ranks(op: Op, ways: NDArray[np.int64], prefer: Sequence[str]) -> NDArray[np.int64]:
+    """How well axes fit in each option, in all: the dims preferred in their order, then idle, then others."""
+    ranks = np.where((ways == REPLICAS).all(1), IDLE, OTHER)
     for j, array in enumerate(op.arrays):
-        for d, dim in enumerate(array.dims):
-            rank = min((prefer.index(name) for name in parts_of(dim) if name in prefer), default=OTHER)
-            ranks = np.where(ways[:, j] == d, np.minimum(ranks, rank), ranks)
-    return ranks
+        named = ([prefer.index(name) for name in parts_of(dim) if name in prefer] for dim in array.dims)
+        of_dims = [min(each, default=OTHER) for each in named]
+        ranks = np.minimum(ranks, np.array([*of_dims, OTHER, OTHER, OTHER])[ways[:, j]])  # tags are negative
+    total: NDArray[np.int64] = ranks.sum(-1)
+    return total

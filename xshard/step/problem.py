@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import ARROW, parts_of
@@ -71,10 +70,6 @@ class StepProblem:
     def mesh(self) -> Mesh:
         return self.training.moves.mesh
 
-    @property
-    def profile(self) -> Profile:
-        return self.training.moves.profile
-
     @cached_property
     def lengths(self) -> Mapping[str, int]:
         """Lengths of dims in one micro-batch."""
@@ -101,11 +96,9 @@ class StepProblem:
         Dims of parameters are called alike in all, so that one rule is for many.
         """
         dims = self.step.arrays[name].dims
-        if name in self.step.parameters:
-            return {1: ["n"], 2: ["o", "i"], 3: ["e", "o", "i"]}.get(
-                len(dims), [f"d{i}" for i in range(len(dims))]
-            )
-        return ["".join(parts_of(dim)) for dim in dims]
+        if name in self.step.inputs or name in self.step.by_name:
+            return ["".join(parts_of(dim)) for dim in dims]
+        return list({1: "n", 2: "oi", 3: "eoi"}.get(len(dims), "")) or [f"d{i}" for i in range(len(dims))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of an array of one micro-batch."""
@@ -114,10 +107,8 @@ class StepProblem:
     @cached_property
     def nodes(self) -> list[Node]:
         """Inputs and parameters, then operations."""
-        return [
-            *map(self._given, (*self.step.inputs, *self.step.parameters)),
-            *map(self._node, self.step.ops),
-        ]
+        stored = map(self._stored, (*self.step.inputs, *self.step.parameters))
+        return [*stored, *map(self._node, self.step.ops)]
 
     @cached_property
     def number(self) -> Mapping[str, int]:
@@ -129,20 +120,20 @@ class StepProblem:
         local: Floats = each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
         return local
 
-    def _given(self, name: str) -> Node:
-        shape, names = self.shape(name), self.names(name)
+    def _stored(self, name: str) -> Node:
+        shape, names, training = self.shape(name), self.names(name), self.training
         storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
         ways = options_of(storing, dict(zip(names, shape, strict=True)), self.mesh)
         if name in self.step.inputs:
             return Node(name, ways, np.zeros((len(ways), len(self.unit))))
-        kept, ways, training = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1)), self.training
+        kept, ways = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1))
         values = np.zeros((len(ways), len(self.unit)))
         local = self._bytes(ways[:, -1], shape, self.step.consumers(name)[0].times)
         values[:, WEIGHTS] = np.where(kept == EACH, itemsize(self.step.dtype) * local, 0)
         values[:, GRADIENTS] = np.where(kept == EACH, training.gradient_bytes * local, 0)
         values[:, STATE] = training.state_bytes * local
         touched = 2 * training.state_bytes + training.gradient_bytes
-        values[:, OPTIMIZER] = touched * local / (2 * self.profile.copy_bytes_per_s)
+        values[:, OPTIMIZER] = touched * local / (2 * training.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
 
     def _node(self, op: Op) -> Node:
@@ -153,9 +144,9 @@ class StepProblem:
         kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
         saved = work.saved * sum(each for each, is_kept in zip(local, kept, strict=False) if is_kept)
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
-        split = product(np.any(ways >= 0, 1), self.mesh.sizes)
-        rate = self.profile.flops(step.dtype) * self.training.efficiency * work.rate
-        reading = work.accesses * sum(local) / (2 * self.profile.copy_bytes_per_s)
+        profile, split = self.training.moves.profile, product(np.any(ways >= 0, 1), self.mesh.sizes)
+        rate = profile.flops(step.dtype) * self.training.efficiency * work.rate
+        reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
@@ -171,74 +162,52 @@ class StepProblem:
 
     @cached_property
     def edges(self) -> list[Edge]:
-        """The moves of every operand."""
+        """The moves of every operand; a repeated block has its first one from elsewhere."""
         edges = []
         for op in self.step.ops:
-            for k, name in enumerate(op.operands):
-                if name in self.step.parameters:
-                    edges.append(self._parameter(op, k))
-                else:
-                    edges.append(self._activation(name, op, k, 1 / op.times if op.again else 1.0))
-            if op.again:
-                edges.append(self._activation(op.again, op, 0, 1 - 1 / op.times))
+            often = 1 / op.times if op.again else 1.0
+            edges += [self._edge(name, op, k, often) for k, name in enumerate(op.operands)]
+            edges += [self._edge(op.again, op, 0, 1 - often)] if op.again else []
         return edges
 
-    def _activation(self, name: str, op: Op, k: int, often: float) -> Edge:
-        producer, step = self.step.by_name.get(name), self.step
-        entered, left = step.module(op, left=False) if k == 0 else "", ""
-        if producer is not None and len(step.consumers(name)) == 1:
-            left = step.module(producer, left=True)
+    def _edge(self, name: str, op: Op, k: int, often: float) -> Edge:
+        numbers, step = (self.number[name], self.number[op.name]), self.step
+        src, dst = (self.nodes[i] for i in numbers)
+        rows, (used, columns) = distinct(src.ways[:, -1]), distinct(dst.ways[:, k])
+        place = name if name in step.parameters or step.moves_anywhere else ""
+        if name in step.by_name and len(step.consumers(name)) == 1:
+            place = step.module(step.by_name[name], left=True) or place
+        entered = step.module(op, left=False) if k == 0 and name not in step.parameters else ""
         if op.again and name != op.again:  # the first of repeated blocks
             entered = entered.replace("*", "0")
-        parts: dict[int, tuple[Term, Term, Term]] = {
-            self.part(op, MOVED): (often, 0.0, 0.0),
-            self.part(op, MOVED_BACK): (often * self._recomputed(op), often, 0.0),
-        }
-        place = entered or left or (name if step.moves_anywhere else "")
-        return self._edge(name, op, k, parts, place, is_linear=producer is not None, enters=bool(entered))
-
-    def _parameter(self, op: Op, k: int) -> Edge:
-        name, often, n = op.operands[k], 1 / self.training.micro_batches, itemsize(self.step.dtype)
-        node, (used, _) = self.nodes[self.number[name]], distinct(self.nodes[self.number[op.name]].ways[:, k])
-        assert node.kept is not None
-        each = (node.kept == EACH)[:, None]
-        gathered = each & (node.ways != without_copies(used)).any(-1)
-        elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-        first = np.where(each, 0, op.times * (self.step.consumers(name)[0] is op) * elements)
-        copies = 3 if op.times > 1 else 2  # the next layer's is gathered meanwhile; one is for the gradient
-        parts: dict[int, tuple[Term, Term, Term]] = {
-            self.part(op, MOVED): (np.where(each, 1.0, often), 0.0, 0.0),
-            self.part(op, MOVED_BACK): (np.where(each, 1.0, 0.0), np.where(each, 1.0, often), 0.0),
-            self.part(op, HELD): (0.0, 0.0, np.where(gathered, copies * n * elements, 0)),
-            WEIGHTS: (0.0, 0.0, n * first),
-            GRADIENTS: (0.0, 0.0, self.training.gradient_bytes * first),
-        }
-        return self._edge(name, op, k, parts, name)
-
-    def _edge(
-        self,
-        name: str,
-        op: Op,
-        k: int,
-        parts: Mapping[int, tuple[Term, Term, Term]],
-        place: str,
-        *,
-        is_linear: bool = True,
-        enters: bool = False,
-    ) -> Edge:
-        numbers = self.number[name], self.number[op.name]
-        src, dst = (self.nodes[i] for i in numbers)
-        stored = (
-            distinct(src.ways[:, -1]) if src.kept is None else (src.ways[:, -1], np.arange(len(src.ways)))
+        once: Term = often
+        again: Term = often * self._recomputed(op)
+        terms = dict[int, tuple[Term, Term, Term]]()
+        if src.kept is not None:
+            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
+            once, again = np.where(each, 1.0, 1 / self.training.micro_batches), np.where(each, 1.0, 0.0)
+            gathered = each & (src.ways != without_copies(used)).any(-1)
+            elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
+            kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
+            copies = (
+                3 if op.times > 1 else 2
+            )  # the next layer's is gathered meanwhile; one is for the gradient
+            held = copies * itemsize(step.dtype) * elements
+            terms[self.part(op, HELD)] = 0.0, 0.0, np.where(gathered, held, 0)
+            terms[WEIGHTS] = 0.0, 0.0, itemsize(step.dtype) * kept
+            terms[GRADIENTS] = 0.0, 0.0, self.training.gradient_bytes * kept
+        terms[self.part(op, MOVED)] = once, 0.0, 0.0
+        terms[self.part(op, MOVED_BACK)] = again, once, 0.0
+        shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
+        moves, is_linear = self.training.moves, name not in step.inputs
+        return Edge(
+            numbers, indices, layouts, shape, moves, terms, is_linear, entered or place, bool(entered)
         )
-        layouts, indices = zip(stored, distinct(dst.ways[:, k]), strict=True)
-        moves = self.training.moves
-        return Edge(numbers, indices, layouts, self.shape(name), moves, parts, is_linear, place, enters)
 
     def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
         """The parts of the cost of an assignment; of a node, with each of its options in its place.
 
-        MovePrices are as far as they are known; parts are infinite where nothing can move.
+        Moves are as far as they are known; parts are infinite where nothing can move.
         """
         chosen = [np.array([i]) for i in assignment]
         if node >= 0:
@@ -252,34 +221,34 @@ class StepProblem:
         total[banned] = np.inf
         return total
 
-    def planned(self, assignment: Sequence[int]) -> Floats:
-        """The parts of the cost of an assignment with all its moves planned."""
-        self.plan(assignment)
-        vector: Floats = self.vectors(assignment)[0]
-        return vector
-
     def plan(self, assignment: Sequence[int]) -> float:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
+    def _of_blocks(self, vectors: Floats) -> Floats:
+        """Parts come last -> blocks and their parts come last."""
+        return vectors[..., :WEIGHTS].reshape(*vectors.shape[:-1], -1, len(PARTS))
+
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
-        """Seconds of a step as a function of parts, where no device holds more bytes than the limit."""
+        """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
         hidden = self.training.overlap if overlap is None else overlap
-        of_blocks = self.unit[: len(self.blocks) * len(PARTS)].reshape(len(self.blocks), len(PARTS), -1)
+        of_blocks = np.moveaxis(self._of_blocks(self.unit), 0, -1)
         work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
         times = self.training.micro_batches * np.repeat(self.blocks, 2).astype(float)
         held = of_blocks[:, HELD] + self.unit[list(MEMORY.values())].sum(0)
         return Cost(self.unit[OPTIMIZER], times, maxima, held / limit)
 
-    def memory(self, vector: Floats) -> dict[str, int]:
-        """Bytes that a device holds at most, by kind."""
-        held = vector[HELD : len(self.blocks) * len(PARTS) : len(PARTS)].max()
-        return {**{kind: int(vector[part]) for kind, part in MEMORY.items()}, "while a block runs": int(held)}
-
-    def parts_of(self, vector: Floats) -> dict[str, float]:
-        """Seconds of a step by kind."""
-        blocks = vector[: len(self.blocks) * len(PARTS)].reshape(-1, len(PARTS))
+    def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds of a step and bytes that a device holds at most, by kind."""
+        blocks = self._of_blocks(vector)
         sums = self.training.micro_batches * np.array(self.blocks) @ blocks
-        computing, moving = sums[COMPUTED] + sums[COMPUTED_BACK], sums[MOVED] + sums[MOVED_BACK]
-        return {"computing": float(computing), "moving": float(moving), "optimizer": float(vector[OPTIMIZER])}
+        seconds = {
+            "computing": sums[COMPUTED] + sums[COMPUTED_BACK],
+            "moving": sums[MOVED] + sums[MOVED_BACK],
+        }
+        held = {kind: vector[part] for kind, part in MEMORY.items()}
+        return (
+            {kind: float(s) for kind, s in {**seconds, "optimizer": vector[OPTIMIZER]}.items()},
+            {kind: int(n) for kind, n in {**held, "while a block runs": blocks[:, HELD].max()}.items()},
+        )

@@ -86,9 +86,10 @@ def simplified(search: StepSearch, most: float) -> list[int]:
         ranks = search.cost.rank(problem.vectors(here, node))
         for option in sorted(search.left[node], key=lambda option: float(ranks[option])):
             there = [*here[:node], int(option), *here[node + 1 :]]
-            if ranks[option] > most or search.cost.rank(problem.planned(there)) > most:
-                break
-            if (variety := _variety(problem, there)) < least - 1e-9:
+            if ranks[option] > most or (variety := _variety(problem, there)) > least - 1e-9:
+                continue
+            problem.plan(there)
+            if search.cost.rank(problem.vectors(there)[0]) <= most:
                 here, least, unchanged = there, variety, 0
         node, unchanged = (node + 1) % len(here), unchanged + 1
     return here

@@ -109,10 +109,10 @@ class StepSearch:
                 rows, columns = (i[self.left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
                 pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, edge.tables, edge.banned))
             values = [node.values[own] for node, own in zip(self.problem.nodes, self.left, strict=True)]
-            solved = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
-            if solved.assignment is not None:
-                late = self.offer([int(own[i]) for own, i in zip(self.left, solved.assignment, strict=True)])
-            self.bound = min(self.seconds, max(self.bound, solved.bound))
+            chosen, bound = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
+            if chosen is not None:
+                late = self.offer([int(own[i]) for own, i in zip(self.left, chosen, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, bound))
             late = np.inf if self.seconds < before else late
 
     def improve(self) -> None:

@@ -70,15 +70,15 @@ class Suggestion:
     def __post_init__(self) -> None:
         problem = self.search.problem
         vector = problem.vectors(self.assignment)[0]
-        seconds = float(self.search.cost.of(vector))
+        seconds, (parts, memory) = float(self.search.cost.of(vector)), problem.summary(vector)
         fields = {
             **written(problem, self.assignment)._asdict(),
             "micro_batches": problem.training.micro_batches,
             "recompute": problem.training.recompute,
             "seconds": seconds,
             "gap": 1 - self.bound / seconds,
-            "memory": problem.memory(vector),
-            "parts": problem.parts_of(vector),
+            "memory": memory,
+            "parts": parts,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -151,7 +151,7 @@ class Suggestion:
         problem = self.search.problem
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         again = "computed again" if self.recompute else "kept"
-        on = f"{problem.mesh!r}, {problem.profile.name}"
+        on = f"{problem.mesh!r}, {problem.training.moves.profile.name}"
         lines = [f"{len(problem.step.ops)} operations on {on}, {batches}, activations {again}"]
         for title in ("parameters", "inputs", "outputs"):
             rows = [(f"  {pattern}", str(text)) for pattern, text in getattr(self, title).items()]
