@@ -153,7 +153,7 @@ class ProcessAttention(AttentionCall):
 
     @cached_property
     def kernel(self) -> str:
-        """The device whose fused kernel computes; "" for none."""
+        """The kind of device with a fused kernel for these scores, or empty."""
         x = self.like
         is_fused = x.device.type == "cpu" or (x.is_cuda and x.dtype in _FUSED)
         return x.device.type if is_fused and self.softcap is None and not self.dropout else ""

@@ -193,9 +193,9 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the block of the averages."""
-    given, ceil = _pool(layer, Boundary())
-    pooled, windows, padding = _pool_geometry(placement, given, ceil)
-    options = placement.shape[-len(windows) :], windows, tuple(w.padding[0] for w in given)
+    own, ceil = _pool(layer, Boundary())
+    pooled, windows, padding = _pool_geometry(placement, own, ceil)
+    options = placement.shape[-len(windows) :], windows, tuple(w.padding[0] for w in own)
     kernel, stride = (tuple(getattr(w, name) for w in windows) for name in "ks")
 
     def averages(rows: Tensor, runs: Sequence[OutputRun]) -> Tensor:

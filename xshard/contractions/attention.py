@@ -20,7 +20,7 @@ from xshard.ops import A, M
 class AttentionCall:
     """The options of `attention` in both bridges, and its flow.
 
-    documents: of queries, and of keys; while scores are computed, numbers for all rows: `[batch or 1, rows]`.
+    documents: numbers for queries and for keys; for scores, with all rows: `[batch or 1, rows]`.
     A bridge adds `xp`, its functions, and `empty`, the score of a key that does not count; `enter`, `move`,
     `choose` and `compute` for the flow; `held`, the numbers of this device's batches, heads or queries;
     `product` of rows and rows, `wide` constants, in the dtype of scores, and `whole` numbers.
@@ -45,7 +45,7 @@ class AttentionCall:
     heads: str
     attn: Any = field(default=None, kw_only=True)  # an `Attention`, once its method is chosen
 
-    if TYPE_CHECKING:  # what a framework adds
+    if TYPE_CHECKING:  # the attributes of a framework
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -213,7 +213,7 @@ class Verb(Generic[A, M]):
         causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many
         rows before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
         documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see
-        only their own document. kv_documents: of keys, sharded like `k`, if they are another sequence.
+        only their own document. kv_documents: the same for keys, sharded like `k`.
         scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi:
         slopes `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et
         al. 2021), constants. dropout: the part of weights that is dropped, by `seed` and positions: the same
@@ -223,11 +223,12 @@ class Verb(Generic[A, M]):
         row sees nothing.
         mesh: in JAX, by default the context's. shape, kv_heads, kv_length: global shape of `q`, heads and
         rows of keys, if blocks differ in size; None: equal blocks. sequence, heads: the names of these dims.
-        implementation: of `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in float64
-        or with softcap, dropout, return_lse or masks of two sequences. torch has `sdpa_kernel()` for that.
+        implementation: passed to `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in
+        float64 or with softcap, dropout, return_lse or masks of two sequences; in torch, `sdpa_kernel()`.
 
-        A ring has first derivatives in reverse mode. In torch, so have "reduce", softcap, dropout, return_lse
-        and masks between two sequences; none is under torch.func, and torch.compile calls it between graphs.
+        A ring has first derivatives only, in reverse mode. In torch the same holds for "reduce", softcap,
+        dropout, return_lse and masks between two sequences, and torch.func refuses them. torch.compile calls
+        it between two graphs.
 
         Raises as `redistribute` does; XshardError for options that make no sense, or miss each other.
         """
