@@ -49,7 +49,7 @@ def refused_shape(
     with open_checkpoint(folder) as checkpoint:
         made, here = stored_as(checkpoint, names)[name], Sharding(Layout.parse("o i"), Mesh(tp=1), shape)
         message = f"shape {stored} in the checkpoint, {shape} here\n  names= maps arrays"
-        refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
+        refused(ShapeError, message, load_of, checkpoint, made, made.dtype, here, load_profile("h100"))
 
 
 def test_a_fused_weight_that_is_never_updated(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from xshard.cost.machine import node_processes
 from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.loading import Load, cast, in_both, load_of, plan_load, read_block, stored_as
+from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import groups, leaf_name, place_of
 
@@ -141,8 +141,8 @@ def load(
                     raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
                 if stored_name is not None:
                     with errors.located(stored_name):
-                        filled = cast(stored[stored_name], dtypes.name_of(array.dtype))
-                        loads[stored_name] = load_of(opened[0], filled, array.sharding, plan_for), array
+                        filled = stored[stored_name], dtypes.name_of(array.dtype), array.sharding
+                        loads[stored_name] = load_of(opened[0], *filled, plan_for), array
             if not isinstance(like, nn.Module):
                 named, saved = tree_flatten_with_path(like)[0], opened[0].constant
                 others = ((leaf_name(keys), x) for keys, x in named if not isinstance(x, Tensor))

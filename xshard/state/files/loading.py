@@ -64,11 +64,9 @@ def plan_load(
         array = arrays[name]
         shape = array.shape if like is None else tuple(like[name].shape)
         with located(name):
-            if like is not None:
-                array = cast(array, dtypes.name_of(like[name].dtype))
-            elif floats is not None and _kind(array.dtype) == 1:
-                array = cast(array, floats)
-            loads[name] = load_of(checkpoint, array, Sharding(Layout.parse(text), mesh, shape), machine)
+            kind = floats if floats is not None and _kind(array.dtype) == 1 else array.dtype
+            kind = kind if like is None else dtypes.name_of(like[name].dtype)
+            loads[name] = load_of(checkpoint, array, kind, Sharding(Layout.parse(text), mesh, shape), machine)
     return loads
 
 
@@ -77,21 +75,18 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetAr
     return (names or SAME).resolve(checkpoint.shapes, checkpoint.dtypes)
 
 
-def load_of(checkpoint: Checkpoint, array: TargetArray, target: Sharding, profile: Profile) -> Load:
-    """The load of one array. Raises ShapeError if it has another shape."""
+def load_of(
+    checkpoint: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile
+) -> Load:
+    """The load of one array. Raises DtypeError if floats would become whole numbers, ShapeError."""
+    if _kind(array.dtype) > _kind(dtype):
+        raise DtypeError(f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
     if array.shape != target.shape:
         hint = "names= maps arrays"
         raise ShapeError(f"shape {array.shape} in the checkpoint, {target.shape} here", hint=hint)
     check_whole(target)
     stored = checkpoint[array.pieces[0].src.name].dtype
-    return Load(array, stored, source_sharding(target, array.dtype, profile), target)
-
-
-def cast(array: TargetArray, dtype: str) -> TargetArray:
-    """The array in another dtype. Raises DtypeError if floats would become whole numbers."""
-    if _kind(array.dtype) > _kind(dtype):
-        raise DtypeError(f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
-    return array._replace(dtype=dtype)
+    return Load(array._replace(dtype=dtype), stored, source_sharding(target, dtype, profile), target)
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
