@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,15 +72,7 @@ class Heartbeat:
 
     def guarded(self, call: Callable[[], T]) -> T:
         """The result of a call that waits for the other program, unless `check` raises first."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
+        future = failures.in_thread(call)
         while not wait([future], PAUSE_S).done:
             self.check()
         return future.result()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -70,26 +70,28 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
 
 
+def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a function in a thread that ends with the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
     """The result of a call of a store, or its error. Raises DistStoreError if neither comes in time."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def answer() -> None:
-        try:
-            answers.put((call(*args), None))
-        except BaseException as error:
-            answers.put((None, error))
-
     # As long as it waits, later calls of this store wait too: they come here as well.
-    threading.Thread(target=answer, daemon=True).start()
-    try:
-        result, error = answers.get(timeout=(timeout + _GRACE).total_seconds())
-    except queue.Empty:
+    future = in_thread(call, *args)
+    if not wait([future], (timeout + _GRACE).total_seconds()).done:
         waited = f"the store of the processes has not answered within {timeout.total_seconds():g} s"
-        raise dist.DistStoreError(waited) from None
-    if error is not None:
-        raise error
-    return result
+        raise dist.DistStoreError(waited)
+    return future.result()
 
 
 def check_store(store: Any, timeout: timedelta) -> None:
