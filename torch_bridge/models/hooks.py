@@ -87,16 +87,12 @@ class ModuleHooks:
     _saving: Any = None
 
     @property
-    def _outside(self) -> tuple[KnownDim, ...]:
-        return self.parent.known if self.parent is not None else ()
-
-    @property
     def sums(self) -> frozenset[str]:
         """Axes over which one of the outputs is a sum."""
         return frozenset(axis for each in self.outputs for axis in each.rule.src.tagged("sum"))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._outside
+        known = self.parent.known if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
             key = self.argument(rule.key, values)
@@ -163,11 +159,11 @@ class ModuleHooks:
         return [parts.get(_part(key, parts)) for key in [each.key for each in self.outputs] or [None]]
 
     def _with_output(self, rule: TensorRule, result: Any) -> Any:
-        known, parts, kind = self.known if self.inputs else self._outside, _parts_of(result), type(result)
+        parts, kind = _parts_of(result), type(result)
         key = _part(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
-        parts[key] = self._moved(rule, parts[key], known, "output")[0]
+        parts[key] = self._moved(rule, parts[key], self.known, "output")[0]
         if isinstance(result, Tensor):
             return parts[key]
         if isinstance(result, Mapping):
