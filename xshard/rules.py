@@ -54,7 +54,7 @@ class Rules(Mapping[Pattern, Any]):
         """Read the tensor parallel plan that a model of transformers declares -> rules for `parallelize`.
 
         Returns its `parameters`, `inputs` and `outputs`; `inputs[""]`, of the model itself, says nothing:
-        replace it to shard the batch, too. axis: of the mesh. Source of the plan: `model.tp_plan`, which has
+        replace it to shard the batch, too. axis: a mesh axis. Source of the plan: `model.tp_plan`, which has
         `base_model_tp_plan` of the config. Raises XshardError for a model without one, and an unknown style.
 
         >>> from types import SimpleNamespace as Fake

@@ -116,7 +116,7 @@ def load(
     rules: layouts by leaf names, as for `place`; None: replicated. names: maps stored names to leaf names.
     like: a tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the result has
     its structure and dtypes. Its other leaves take the checkpoint's value if that has one. strict: every name
-    has to be in both; else arrays of the tree that are not in the checkpoint stay. dtype: of all floats,
+    has to be in both; else arrays of the tree that are not in the checkpoint stay. dtype: for all floats,
     without `like`. profile: the machine; if it has a disk, devices that need the same rows may read a part
     each and share it. verify: compare checksums, which reads everything once.
     Raises, on all processes, before anything is read: FileError for malformed files; XshardError for names

@@ -18,7 +18,7 @@ def evaluate(
 ) -> list[Any]:
     """The results, with `change` of arguments that have a name, of the results of equations and of carries.
 
-    prefix: of the names of places.
+    prefix: the beginning of all names of places.
     """
     changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
     arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))

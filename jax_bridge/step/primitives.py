@@ -43,7 +43,7 @@ COPIES = frozenset(_COPIES.split())
 
 
 def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:
-    """A primitive with one result as an operation. shapes: of operands, None for a literal."""
+    """A primitive with one result as an operation. shapes: the operands', None for a literal."""
     shown = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not shown:
         return Written(_text([], ascii_letters[: len(out)]), "source")
@@ -69,7 +69,7 @@ def _text(operands: Sequence[str], result: str) -> str:
 
 
 def _along(shapes: Sequence[Shape], out: Shape, axes: Sequence[int] = (), kind: str = "linear") -> Written:
-    """Operands whose dims are those of the result, whole along axes and where lengths differ."""
+    """Operands with the dims of the result, whole along axes and where lengths differ."""
     fresh, result = iter(ascii_letters[len(out) :]), ascii_letters[: len(out)]
     sides = [
         "".join(x if n == m else next(fresh) for x, n, m in zip(result, s, out, strict=False)) for s in shapes

@@ -33,7 +33,7 @@ MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layo
 class Loss:
     """A loss as a function of the arrays among its arguments.
 
-    bound: the arguments; names, arrays: of the arrays, those of the first argument without its name.
+    bound: the arguments; names, arrays: all arrays, the first argument's without its name.
     """
 
     f: Callable[..., Any]
@@ -138,7 +138,7 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
 
     f: a loss of (parameters, batch, ...), which are pytrees, also modules of flax nnx and equinox. args: its
     arguments, arrays or `jax.ShapeDtypeStruct`s; nothing is allocated. Gradients and the optimizer are
-    part of every suggestion. options: those of `xshard.suggest`; `recompute` is by default True for a
+    part of every suggestion. options: as for `xshard.suggest`; `recompute` is by default True for a
     function with parts under `jax.checkpoint`.
     Raises PlanError for a function that returns something else than one number, and as `xshard.suggest` does.
 

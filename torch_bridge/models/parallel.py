@@ -34,7 +34,7 @@ Arrives = Callable[[Mapping[Any, Any]], dict[Any, tuple[Layout, tuple[int, ...] 
 @dataclass(eq=False, repr=False)
 class ParallelModel:
     """The state of a parallel model. uses, hooks: by names of parameters and modules. arrives: `arrivals` of
-    a model without rules. original: the model on one device, if that is another module. names: of modules.
+    a model without rules. original: the model on one device, if that is another module. names: the modules'.
     counts: modules, attributes that count a process's part, and their values on one device."""
 
     context: ParallelContext

@@ -55,7 +55,7 @@ def transfer(
     `names`. src_mesh: the mesh of a tree of other tensors. shapes: global shapes by name, if blocks differ in
     size. donate: free the memory of the tree bucket by bucket. progress: True for a bar, or a function called
     with the bytes done and the total; None shows a bar for large trees on a terminal. dry_run: send nothing
-    and return the plan, which prints as a table. device: of the result on a process that has no tree.
+    and return the plan, which prints as a table. device: for the result on a process that has no tree.
     Raises, on all ranks, before anything is sent: DesyncError if ranks disagree or one of them fails,
     MeshError, and as `plan_transfer` does.
 

@@ -59,10 +59,10 @@ class TargetArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Relation:
-    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: of
-    each part in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
-    new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: of
-    the targets. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
+    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: numbers
+    for the parts in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
+    new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: the
+    targets'. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
     in JSON, the shape of each array that was joined, and the rows of its parts."""
 
     parts: tuple[str, ...]
@@ -120,7 +120,7 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
 def make_targets(
     relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape], joined: Joined
 ) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
-    """The name, shape and parts of each array that one use makes. shapes: of the sources. joined: the rows of
+    """The name, shape and parts of each array that one use makes. shapes: the sources'. joined: the rows of
     parts of arrays that were joined before; a split without `rows` follows them."""
     d, new = relation.dim, relation.stacks
     added = new and relation.splits  # the dim of the whole that parts lack

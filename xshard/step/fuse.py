@@ -1,7 +1,6 @@
 """Chains of operations as one operation each: the rules of a chain are the joined rules of its operations.
 
 Views, casts and numbers made in place join a neighbour; functions of elements join each other, and attention.
-Knows no mesh and no price.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ def fused(step: TrainingStep) -> TrainingStep:
         for name in list(ops):
             k = 0
             while name in ops and k < len(ops[name].operands):
-                one, pair = None, (ops.get(ops[name].operands[k]), ops[name], k)
-                if pair[0] and pair not in tried and _may_join(ops, *pair, step):
-                    tried.add(pair)
-                    one = _joined(*pair, step, lengths)
-                if one is None:
+                one, first, second = None, ops.get(ops[name].operands[k]), ops[name]
+                if first and (first, second, k) not in tried and _may_join(ops, first, second, k, step):
+                    tried.add((first, second, k))
+                    one = _joined(first, second, k, step, lengths)
+                if first is None or one is None:
                     k += 1
                     continue
                 ops[name], changed = one, True
-                if not _uses(ops, pair[0]):
-                    del ops[pair[0].name]
+                if not _uses(ops, first):
+                    del ops[first.name]
     parameters = {**step.parameters}
-    for op in reversed(ops.values()):  # a parameter's dims are those of the first operation that uses it
+    for op in reversed(ops.values()):  # a parameter has the dims of the first operation that uses it
         for operand, names in zip(op.operands, _arrays(op), strict=False):
             if operand in parameters:
                 parameters[operand] = " ".join(map(grouped, names))
@@ -92,21 +91,21 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
 
 
 def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str, int]) -> Op | None:
-    """Two operations as one; None if moves between them, where any are possible, could be worth their while.
+    """Two operations as one; None if moves are possible between them and could be worth their while.
 
-    lengths: gets those of new names.
+    lengths: gets the new names.
     """
     arrays, m = [*_arrays(first, FIRST), *_arrays(second)], len(first.operands)
     known = {**lengths, **{name + FIRST: n for name, n in lengths.items()}}
     starts = [*enumerate(_rows(first, arrays[: m + 1])), (-1, (COPY,) * (m + 1))]
-    ends = enumerate(_rows(second, arrays[m + 1 :]))
-    rows: Rows = [((*a, *b), (i, j)) for (i, a), (j, b) in product(starts, ends)]
+    later = enumerate(_rows(second, arrays[m + 1 :]))
+    rows: Rows = [((*a, *b), (i, j)) for (i, a), (j, b) in product(starts, later)]
     arrays, rows = _same(arrays, rows, m + 1 + k, m, known, cut=m + 1)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
     rest = [m + 1 + i for i in range(len(second.operands)) if i != k]
-    at = 0 if entered[0] and not entered[1] else k
-    order = [*rest[:at], *range(m), *rest[at:]]
+    before = 0 if entered[0] and not entered[1] else k
+    order = [*rest[:before], *range(m), *rest[before:]]
     name = (*first.operands, "", *second.operands)
     for i, j in combinations(order, 2):
         if i in order and j in order and name[i] == name[j]:  # one array, used twice
@@ -140,7 +139,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str
     if flops := sum(op.work.flops * _elements(_arrays(op), lengths) for op in (first, second)):
         how["flops"] = flops / _elements(arrays, lengths)
     how |= {"rules": tuple(rules), "times": second.times, "leaves": step.module(second, left=True)}
-    how["enters"] = entered[0] if at == 0 and entered[0] else "" if k == 0 else entered[1]
+    how["enters"] = entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1]
     return Op(second.name, text, operands, **how)
 
 
@@ -164,11 +163,11 @@ def _same(
     """
     meaning = dict[str, list[str]]()
     for pair in zip(arrays[i], arrays[j], strict=True):
-        found = common_factors(*([lengths[n] for n in dim] for dim in pair))
-        names = {f: f"n{n}{FIRST}{len(lengths) + f}" for f, n in enumerate(found.lengths)}
-        both = [list(zip(dim, of, strict=True)) for dim, of in zip(pair, found[1:], strict=True)]
+        factors = common_factors(*([lengths[n] for n in dim] for dim in pair))
+        names = {f: f"n{n}{FIRST}{len(lengths) + f}" for f, n in enumerate(factors.lengths)}
+        both = [list(zip(dim, of, strict=True)) for dim, of in zip(pair, factors[1:], strict=True)]
         names |= {of[0]: name for side in reversed(both) for name, of in side if len(of) == 1}
-        lengths |= {name: found.lengths[f] for f, name in names.items()}
+        lengths |= {name: factors.lengths[f] for f, name in names.items()}
         for name, of in (each for side in both for each in side):
             if meaning.setdefault(name, new := [names[f] for f in of]) != new:
                 return arrays, []  # a transposed copy

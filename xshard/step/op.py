@@ -186,7 +186,7 @@ def dims_of(array: Layout) -> tuple[str, ...]:
 
 
 def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
-    """What each axis does, as a layout of dims with these names."""
+    """The ways of all axes, as a layout of dims with these names."""
     pairs = list(zip(axes, ways, strict=True))
     dims = (Dim(n, tuple(Shard((a,)) for a, way in pairs if way == d)) for d, n in enumerate(names))
     tags = ((kind, (a,)) for kind, tag in TAGS.items() for a, way in pairs if way == tag)

@@ -93,7 +93,7 @@ class StepProblem:
     def names(self, name: str) -> list[str]:
         """A name for each dim of an array: several that are one dim have one name together.
 
-        Dims of parameters are called alike in all, so that one rule is for many.
+        Dims of parameters have the same names in all, so that one rule is for many.
         """
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:

@@ -16,7 +16,7 @@ ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "saved"
 
 
 def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
-    """A step whose equal blocks, each with results of the one before, are one block; `*` is their number.
+    """A step with equal blocks, each with results of the one before, as one block; `*` is their number.
 
     Returns the new names of operations and parameters, too.
 
@@ -34,7 +34,7 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
         for size, times in sorted(runs, key=lambda run: (-run[0] * run[1], run[0])):
             if times > 1 and (one := _block(ops, step, start, size, times, names)):
                 end = start + size * times
-                rest = (replace(op, operands=[names.get(o, o) for o in op.operands]) for op in ops[end:])
+                rest = (replace(op, operands=tuple(names.get(o, o) for o in op.operands)) for op in ops[end:])
                 ops[start:], kinds[start:end] = [*one, *rest], [("",)] * len(one)
                 start += len(one) - 1
                 break
@@ -58,12 +58,12 @@ def _block(
     run, place = ops[start : start + size * times], {op.name: i - start for i, op in enumerate(ops)}
 
     def role(i: int, name: str) -> tuple[str, int | str]:
-        at = place.get(name, -len(ops)) - i // size * size
+        offset = place.get(name, -len(ops)) - i // size * size
         if name in step.parameters:
             return "parameter", NUMBER.sub("*", name)
-        if i < size or at < -size:
-            return ("here", at) if at >= 0 else ("apart", name)
-        return ("here", at) if at >= 0 else ("before", at + size)
+        if i < size or offset < -size:
+            return ("here", offset) if offset >= 0 else ("apart", name)
+        return ("here", offset) if offset >= 0 else ("before", offset + size)
 
     roles = [[role(i, name) for name in op.operands] for i, op in enumerate(run)]
     first, *others = ([each for op in roles[i : i + size] for each in op] for i in range(0, len(run), size))

@@ -23,7 +23,7 @@ Texts = dict[str, str]
 
 
 class StepRules(NamedTuple):
-    """Rules of a step, as `xt.parallelize` takes them: of parameters, and of modules' inputs and outputs.
+    """Rules of a step, as `xt.parallelize` takes them, for parameters and for modules' inputs and outputs.
 
     once: a pattern of the parameters that are gathered once per step, not for each use; "" for none.
     """
@@ -132,7 +132,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
 def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
-    fixed: layouts by patterns over names of inputs, parameters and operations, whose result is meant.
+    fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
     layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
     allowed = []

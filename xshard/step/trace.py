@@ -20,7 +20,7 @@ class Trace:
     """Operations in letters of a bridge's own -> a step in which a dim keeps its name wherever it goes.
 
     batch: length of the first dim of inputs, named `b`; other dims of inputs are named `s512`, by length,
-    all others `n4096`: equal layers have equal texts. dims, shapes: of every array so far.
+    all others `n4096`: equal layers have equal texts. dims, shapes: the arrays' so far, by name.
 
     >>> trace = Trace(batch=64)
     >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
@@ -70,7 +70,7 @@ class Trace:
         lengths: Mapping[str, int] | None = None,
         **how: Any,
     ) -> str:
-        """An operation; returns its name. shape: of the result. lengths: of letters in parentheses.
+        """An operation; returns its name. shape: the result's. lengths: for letters in parentheses.
 
         text, whole, and `rules` in `how`: as for `Op`, in any letters.
         """
@@ -83,8 +83,8 @@ class Trace:
         factors = {x: [("", n)] for x, n in sizes.items()}
         for operand, dims in zip(operands, arrays, strict=False):
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, parts in self._factors(letters, names, sizes).items():
-                    factors[letter] = max(factors[letter], parts, key=_rank)
+                for letter, split in self._factors(letters, names, sizes).items():
+                    factors[letter] = max(factors[letter], split, key=_rank)
         meaning, taken = dict[str, list[str]](), list[str]()
         for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
             meaning[letter] = []
