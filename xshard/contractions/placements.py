@@ -93,7 +93,7 @@ class EinsumShardings:
     result: Sharding
     # The shardings of dims met so far, by length and shards: contractions share them.
     dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
-    stays: bool = False  # the result, where it is contracted
+    stays: bool = False  # the result stays at the contraction
 
     @cached_property
     def arrays(self) -> tuple[Sharding, ...]:

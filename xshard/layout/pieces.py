@@ -113,7 +113,7 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)
         times: Any = np.ones(len(b.start), np.int64)
-    else:  # where long cyclic cuts repeat
+    else:  # a period of long cyclic cuts
         (a, _), (b, times) = _one_period(*tables)
     parts, interval, which = at_edges(joined(a, b))
     mine = which < len(a.start)

@@ -166,7 +166,7 @@ class _Parser(Scanner):
     """Recursive descent over the grammar, which records the positions of names."""
 
     def __init__(self, text: str, *, by_name: bool = False) -> None:
-        self.composes = self.repeats = by_name  # a dim may be `(h d)`, a name be that of two dims
+        self.composes = self.repeats = by_name  # a dim may be `(h d)`; two dims may have one name
         self.names = Counter[str]()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
         super().__init__(text)

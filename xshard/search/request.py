@@ -116,7 +116,7 @@ class Request:
 
 
 def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
-    """The error if no plan stays within so many bytes. least: of the plan that holds least."""
+    """The error if no plan stays within so many bytes. least: the bytes of the plan that holds least."""
     hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
     return PlanError(f"no plan stays within {format_bytes(limit or 0)} per device", hint=hint)
 

@@ -59,8 +59,8 @@ class TargetArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Relation:
-    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: numbers
-    for the parts in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
+    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: for
+    the parts in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
     new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: the
     targets'. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
     in JSON, the shape of each array that was joined, and the rows of its parts."""

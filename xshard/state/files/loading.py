@@ -53,8 +53,8 @@ def plan_load(
     profile: str | Path | Profile = "h100",
 ) -> dict[str, Load]:
     """Plan the load of every array of a checkpoint. rules: layouts by the names in this program, to which
-    `names` maps stored names; None: replicated. dtype: for all floats. like: the arrays to fill. strict: every
-    array of `like` has to be stored, and no other."""
+    `names` maps stored names; None: replicated. dtype: for all floats. like: the arrays to fill. strict:
+    every array of `like` has to be stored, and no other."""
     rules = Rules({"**": "..."} if rules is None else rules)
     machine, loads = load_profile(profile), {}
     floats = None if dtype is None else dtypes.name_of(dtype)

@@ -105,7 +105,7 @@ def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False) -> t
 
 
 def _asked(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool) -> tuple[tuple[Segment, ...], Runs]:
-    """What a device takes from its own block, and the rows that it takes from those that offer them."""
+    """Runs that a device takes from its own block, and the rows that it takes from others that offer them."""
     rows = wanted_rows(*dst)[at]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
         return (), rows
