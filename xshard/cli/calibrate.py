@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from xshard.arguments import parse_bytes
 from xshard.cli.options import MeshText, counting
@@ -28,21 +28,21 @@ _LEAST = 3  # sizes: a launch, a speed, and something to check them by
 
 
 def calibrate_command(
-    backend: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}.")],
+    backend: Annotated[str, Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}.")],
     mesh: MeshText,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the profile; by default nowhere.")
+        Path | None, Option(metavar="FILE", help="Where to write the profile; by default nowhere.")
     ] = None,
     largest: Annotated[
-        str, typer.Option(metavar="BYTES", help="The largest block that is measured, as in 256KiB.")
+        str, Option(metavar="BYTES", help="The largest block that is measured, as in 256KiB.")
     ] = "16MiB",
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often every plan is measured; the median counts.")
+        int, Option(min=1, help="How often every plan is measured; the median counts.")
     ] = ROUNDS,
     disk: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where weights are: its disk is measured too.")
+        Path | None, Option(metavar="FOLDER", help="Where weights are: its disk is measured too.")
     ] = None,
-    every: Annotated[bool, typer.Option("--plans", help="Print a row per plan, not per kind.")] = False,
+    every: Annotated[bool, Option("--plans", help="Print a row per plan, not per kind.")] = False,
 ) -> None:
     """Measure collectives on this machine, fit a profile, and print how far it predicts their times.
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any
 
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Argument, Option
 
 from xshard.arguments import parse_number
 from xshard.contractions.expression import is_contraction
@@ -21,15 +21,13 @@ SHAPE_HELP = "Shape of the global array, as in 2,64,32."
 SIZES_HELP = "Length of every dim of a contraction, as in b=8,s=64."
 
 ExpressionText = Annotated[
-    str, typer.Argument(metavar="EXPR", help='"layout -> layout", or a contraction of several, quoted.')
+    str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction of several, quoted.')
 ]
-MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
-MeshOrNone = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
-ShapeOrNone = Annotated[str | None, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
-SizesOrNone = Annotated[str | None, typer.Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
-Dtype = Annotated[
-    str, typer.Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
-]
+MeshText = Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)]
+MeshOrNone = Annotated[str | None, Option("--mesh", metavar="AXES", help=MESH_HELP)]
+ShapeOrNone = Annotated[str | None, Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
+SizesOrNone = Annotated[str | None, Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
+Dtype = Annotated[str, Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer import Argument, Option
 
 from xshard.cli import options
 from xshard.cli.explore.views import plan_page
@@ -32,39 +33,36 @@ def plan_command(
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     src_mesh: Annotated[
-        str | None, typer.Option(metavar="AXES", help="Instead of --mesh: that of the left layout.")
+        str | None, Option(metavar="AXES", help="Instead of --mesh: that of the left layout.")
     ] = None,
-    dst_mesh: Annotated[str | None, typer.Option(metavar="AXES", help="That of the right layout.")] = None,
+    dst_mesh: Annotated[str | None, Option(metavar="AXES", help="That of the right layout.")] = None,
     src_devices: Annotated[
         str | None,
-        typer.Option(
-            metavar="NUMBERS", help="Of the left mesh, in its order, as in 0-3,6; default: 0, 1, ..."
-        ),
+        Option(metavar="NUMBERS", help="Of the left mesh, in its order, as in 0-3,6; default: 0, 1, ..."),
     ] = None,
     dst_devices: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
+        str | None, Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
     ] = None,
     dtype: options.Dtype = "float32",
     profile: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
+        str, Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
     ] = "h100",
     memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB."),
+        str | None, Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB.")
     ] = None,
     objective: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="|".join(OBJECTIVES), help="Which cost to minimize; of a contraction by default both."
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
+        bool, Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
     page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of every step.")
+        Path | None, Option("--html", metavar="FILE", help="Write a page with pictures of every step.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, or of a contraction, and the gradient's steps.
 
@@ -111,14 +109,13 @@ def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
 
 def show(
     layout: Annotated[
-        str,
-        typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted."),
+        str, Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted.")
     ],
     mesh: options.MeshText,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     dims: Annotated[
-        str, typer.Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
+        str, Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
     ] = "",
 ) -> None:
     """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.

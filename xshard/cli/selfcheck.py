@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from xshard.cli import options
 from xshard.contractions import explain as contractions
@@ -82,17 +83,17 @@ EXAMPLES = (
 def selfcheck(
     expression: options.ExpressionText = "",
     every: Annotated[
-        bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
+        bool, Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     dtype: options.Dtype = "float32",
     runtime: Annotated[
-        str, typer.Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
+        str, Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
     ] = "",
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The longest time without progress of a runtime.")
+        float, Option(metavar="SECONDS", help="The longest time without progress of a runtime.")
     ] = 600,
 ) -> None:
     """Run plans on numpy, torch and JAX, forward and backward; exit with 1 if any differs or fails.

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from numpy.typing import NDArray
 from rich.text import Text
+from typer import Argument, Option
 
 from xshard import dtypes
 from xshard.cli.options import MESH_HELP
@@ -26,15 +27,12 @@ from xshard.state.names import names_from_json
 from xshard.state.progress import reporting
 
 state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
-PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them.")
-]
+PathArgument = Annotated[Path, Argument(metavar="PATH", help="A safetensors file, or a folder of them.")]
 
 
 @state.command("show")
 def show_state(
-    path: PathArgument,
-    check: Annotated[bool, typer.Option("--verify", help="Compare all checksums.")] = False,
+    path: PathArgument, check: Annotated[bool, Option("--verify", help="Compare all checksums.")] = False
 ) -> None:
     """Print the names, shapes, dtypes, layouts and files of a checkpoint.
 
@@ -59,16 +57,14 @@ def show_state(
 @state.command("convert")
 def convert(
     path: PathArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="A folder.")],
+    output: Annotated[Path, Argument(metavar="OUT", help="A folder.")],
     names: Annotated[
-        str, typer.Option(metavar="NAMES", help="A JSON file of relations, or as llama-to-fused:32,8,128.")
+        str, Option(metavar="NAMES", help="A JSON file of relations, or as llama-to-fused:32,8,128.")
     ] = "",
-    rules: Annotated[
-        str, typer.Option(metavar="FILE", help="JSON: a layout for every pattern of names.")
-    ] = "",
-    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)] = "",
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
-    shard_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Of a file, as in 5GiB.")] = "5GiB",
+    rules: Annotated[str, Option(metavar="FILE", help="JSON: a layout for every pattern of names.")] = "",
+    mesh: Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)] = "",
+    dtype: Annotated[str, Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
+    shard_bytes: Annotated[str, Option(metavar="BYTES", help="Of a file, as in 5GiB.")] = "5GiB",
 ) -> None:
     """Write a checkpoint under other names, in other shards; an array at a time is in memory.
 
@@ -97,10 +93,9 @@ def convert(
 @state.command("diff")
 def diff(
     a: PathArgument,
-    b: Annotated[Path, typer.Argument(metavar="PATH", help="The other one.")],
+    b: Annotated[Path, Argument(metavar="PATH", help="The other one.")],
     before: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="An older state of the other one: what was not updated."),
+        Path | None, Option(metavar="PATH", help="An older state of the other one: what was not updated.")
     ] = None,
 ) -> None:
     """Name the arrays that differ, and how: transposed, gate and up swapped, another order, not updated.

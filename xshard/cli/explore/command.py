@@ -7,22 +7,20 @@ from importlib.util import find_spec
 from typing import Annotated
 from urllib.parse import urlencode
 
-import typer
+from typer import Argument, Option
 
 from xshard.errors import XshardError
 from xshard.pictures.terminal import console
 
 
 def explore(
-    expression: Annotated[
-        str | None, typer.Argument(metavar="EXPR", help="What the page shows first.")
-    ] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AXES", help="As in dp=2,cp=4.")] = None,
+    expression: Annotated[str | None, Argument(metavar="EXPR", help="What the page shows first.")] = None,
+    mesh: Annotated[str | None, Option(metavar="AXES", help="As in dp=2,cp=4.")] = None,
     shape: Annotated[
-        str | None, typer.Option("--shape", "--sizes", metavar="LENGTHS", help="As in 2,64,32, or b=2,s=64.")
+        str | None, Option("--shape", "--sizes", metavar="LENGTHS", help="As in 2,64,32, or b=2,s=64.")
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="On 127.0.0.1; 0: a free one.")] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+    port: Annotated[int, Option(metavar="N", help="On 127.0.0.1; 0: a free one.")] = 0,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
     """Serve a page on this machine that plans as one types, with pictures before and after every step.
 
