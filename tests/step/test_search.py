@@ -50,6 +50,11 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
         search.close(0.0)
         assert search.seconds == pytest.approx(seconds, rel=1e-6)
         assert seconds * (1 - 2e-4) <= search.bound <= seconds * (1 + 1e-9)
+    alone = StepSearch(StepProblem(step, training), n_bytes.min())  # the integer program needs no plan before
+    alone.close(0.0)
+    assert alone.best and alone.seconds == pytest.approx(
+        search.cost.of(vectors)[n_bytes == n_bytes.min()].min()
+    )
 
 
 def test_less_memory_than_any_plan_needs():

@@ -22,47 +22,31 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
-    tables: _Tables = [((v,), table) for v, table in enumerate(unary)] + list(pairs.items())
-    left, decided = list(range(len(sizes))), list[tuple[int, list[int], Indices]]()
+    tables: list[tuple[Sequence[int], Floats]] = [((v,), table) for v, table in enumerate(unary)]
+    tables += [(edge, t) if edge[0] < edge[1] else (edge[::-1], t.T) for edge, t in pairs.items()]
+    left, decided = set(range(len(sizes))), list[tuple[int, list[int], Indices]]()
+
+    def joint(tables: Sequence[tuple[Sequence[int], Floats]]) -> tuple[list[int], int]:
+        scope = sorted({v for each, _ in tables for v in each})
+        return scope, math.prod(sizes[v] for v in scope)
+
     while left:
-        scopes = {v: {w for scope, _ in tables if v in scope for w in scope} for v in left}
-        v = min(left, key=lambda v: math.prod(sizes[w] for w in scopes[v]))
-        mine = [(scope, table) for scope, table in tables if v in scope]
-        tables = [(scope, table) for scope, table in tables if v not in scope]
-        for i, part in enumerate(_parts(mine, sizes)):
-            scope = [*sorted({w for s, _ in part for w in s} - {v}), v]
-            total = _total(part, scope, sizes)
-            if i == 0:
-                decided.append((v, scope[:-1], total.argmin(-1)))
-            tables.append((tuple(scope[:-1]), total.min(-1)))
+        v = min(left, key=lambda v: joint([each for each in tables if v in each[0]])[1])
+        mine = sorted((each for each in tables if v in each[0]), key=lambda each: -each[1].size)
+        tables = [each for each in tables if v not in each[0]]
         left.remove(v)
+        while mine:
+            part, rest = mine[:1], list[tuple[Sequence[int], Floats]]()
+            for each in mine[1:]:
+                (part if joint([*part, each])[1] <= MOST else rest).append(each)
+            scope = joint(part)[0]
+            total = np.asarray(
+                sum(t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t in part)
+            )
+            others, axis, mine = [w for w in scope if w != v], scope.index(v), rest
+            decided.append((v, others, total.argmin(axis)))
+            tables.append((others, total.min(axis)))
     values = [0] * len(sizes)
     for v, others, best in reversed(decided):
         values[v] = int(best[tuple(values[w] for w in others)])
     return sum(float(table) for _, table in tables), values
-
-
-_Tables = list[tuple[tuple[int, ...], Floats]]
-
-
-def _parts(tables: _Tables, sizes: Sequence[int]) -> list[_Tables]:
-    """The tables in as few parts as have at most `MOST` entries each together."""
-    parts = list[_Tables]()
-    for table in sorted(tables, key=lambda t: -t[1].size):
-        for part in parts:
-            scope = {v for s, _ in (*part, table) for v in s}
-            if math.prod(sizes[v] for v in scope) <= MOST:
-                part.append(table)
-                break
-        else:
-            parts.append([table])
-    return parts
-
-
-def _total(tables: _Tables, scope: Sequence[int], sizes: Sequence[int]) -> Floats:
-    total = np.zeros([sizes[v] for v in scope])
-    for names, table in tables:
-        order = sorted(range(len(names)), key=lambda i: scope.index(names[i]))
-        shape = [sizes[v] if v in names else 1 for v in scope]
-        total += table.transpose(order).reshape(shape)
-    return total

@@ -15,7 +15,7 @@ from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.options import Floats, Ways, product, without_copies
+from xshard.step.options import Flags, Floats, Ways, product, without_copies
 
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
@@ -48,11 +48,12 @@ class MovePrices:
             apart |= set(touching[:differ])
         elements = math.prod(lengths) / math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
         left = {a: pair for a, pair in enumerate(endpoints) if a not in apart}
-        if not any(a in self._far for a, pair in left.items() if pair != (REPLICAS, REPLICAS)):
-            near = set[int]()  # devices with replicas help where a node has several links to others
-        else:
-            near = {a for a, _, link in self._levels if link == self._fastest}
-        left = {a: pair for a, pair in left.items() if pair != (REPLICAS, REPLICAS) or a in near}
+        moving = {a for a, pair in left.items() if pair != (REPLICAS, REPLICAS)}
+        axes, _, _, far = self._levels
+        if moving & {a for a, is_far in zip(axes, far, strict=True) if is_far}:
+            # Devices with replicas help where a node has several links to others.
+            moving |= {a for a, is_far in zip(axes, far, strict=True) if not is_far}
+        left = {a: pair for a, pair in left.items() if a in moving}
         before = range(min((d for pair in left.values() for d in pair if d >= 0), default=0))
         octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
         n, low, m, high = self._line(left, all(lengths[d] == 1 for d in before), octave)
@@ -90,14 +91,13 @@ class MovePrices:
         A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes
         from other nodes, through the links of all devices of its node.
         """
-        axes, parts, links = zip(*self._levels, strict=True)
+        axes, sizes, links, far = self._levels
         src, dst = (without_copies(ways)[:, axes] for ways in (src, dst))
-        sizes, near = np.array(parts, dtype=float), self._fastest
-        far = np.array([link != near for link in links])
         received, across = _received(src, dst, sizes), np.zeros((len(src), len(dst)))
         if far.any():
             here, there = (np.where(far, ways, REPLICAS) for ways in (src, dst))
             across = _received(here, there, np.where(far, sizes, 1)) / np.prod(sizes[~far])
+        near = links[int(far.argmin())]
         slow = max((x for x in links if x != near), key=lambda link: link.bytes_per_s, default=near)
         per_byte = across / slow.bytes_per_s + np.maximum(received - across, 0) / near.bytes_per_s
         launch = min((s for kind, s in self.profile.launch_s if kind not in LOCAL), default=0.0)
@@ -105,24 +105,15 @@ class MovePrices:
         return at_once, per_byte * itemsize(self.dtype)
 
     @cached_property
-    def _levels(self) -> list[tuple[int, int, Link]]:
-        """Every axis, in parts if some of its devices share a node: its number, the size and the link."""
-        fabric = self.profile.fabric(self.mesh)
-        return [
-            (a, span.size, fabric.links[span.level])
-            for a, axis in enumerate(self.mesh.axes)
-            for span in sorted(fabric.spans, key=lambda span: -span.stride)
-            if span.axis == axis
-        ]
-
-    @cached_property
-    def _fastest(self) -> Link:
-        return max((link for *_, link in self._levels), key=lambda link: link.bytes_per_s)
-
-    @cached_property
-    def _far(self) -> set[int]:
-        """The axes that reach over nodes."""
-        return {a for a, _, link in self._levels if link != self._fastest}
+    def _levels(self) -> tuple[list[int], Floats, list[Link], Flags]:
+        """For every axis, in parts if some of its devices share a node: number, size, link, is it slow."""
+        fabric, axes = self.profile.fabric(self.mesh), self.mesh.axes
+        spans = sorted(fabric.spans, key=lambda span: (axes.index(span.axis), -span.stride))
+        links = [fabric.links[span.level] for span in spans]
+        fastest = max(link.bytes_per_s for link in links)
+        far = np.array([link.bytes_per_s < fastest for link in links])
+        sizes = np.array([span.size for span in spans], dtype=float)
+        return [axes.index(span.axis) for span in spans], sizes, links, far
 
 
 def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:

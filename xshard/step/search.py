@@ -103,13 +103,14 @@ class StepSearch:
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program, unless that is too large."""
         late = np.inf if sum(map(len, self.left)) <= MOST_OPTIONS else 0.0
-        while self.best and late > 0 and self.bound < self.seconds * (1 - gap):
+        while late > 0 and self.bound < self.seconds * (1 - gap):
             before, late, pairs = self.seconds, 0.0, list[Pairs]()
+            about = self.seconds if self.best else self.bound or 1.0
             for edge in self.problem.edges:
                 rows, columns = (i[self.left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
                 pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, edge.tables, edge.banned))
             values = [node.values[own] for node, own in zip(self.problem.nodes, self.left, strict=True)]
-            chosen, bound = solve_program(values, pairs, self.cost, self.seconds, MOST_NODES, gap / 2)
+            chosen, bound = solve_program(values, pairs, self.cost, about, MOST_NODES, gap / 2)
             if chosen is not None:
                 late = self.offer([int(own[i]) for own, i in zip(self.left, chosen, strict=True)])
             self.bound = min(self.seconds, max(self.bound, bound))
