@@ -6,7 +6,7 @@ JAX's own proof, and not compared along it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +30,15 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     return _expect(y, entering=None, returning=_watched(returning)) if returning else y
 
 
-class _Watched(NamedTuple):
-    """A check while `replicas.WATCH` is set: its blocks are shown to `see`, and not compared."""
-
-    see: Callable[[int, Any], object]
-    check: ReplicaCheck
+def _watched(check: ReplicaCheck) -> ReplicaCheck:
+    return check if replicas.WATCH is None else check._replace(see=replicas.WATCH(check))
 
 
-def _watched(check: ReplicaCheck) -> ReplicaCheck | _Watched:
-    return check if replicas.WATCH is None else _Watched(replicas.WATCH(check), check)
-
-
-def _compared(x: jax.Array, check: ReplicaCheck | _Watched | None, on_cpu: bool = False) -> jax.Array:
+def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool = False) -> jax.Array:
     """The block, after the comparison."""
-    if isinstance(check, _Watched):
-        see, (sharding, everyone) = check.see, check.check[:2]
-        block = without_padding(x, sharding)
-        is_seen = _on_host(
-            lambda device, block: see(int(device), block.copy()), lax.axis_index(everyone.axes), block
-        )
+    if check is not None and (see := check.see) is not None:
+        device, block = lax.axis_index(check.mesh.axes), without_padding(x, check.sharding)
+        is_seen = _on_host(lambda device, block: see(int(device), block.copy()), device, block)
         return jnp.where(is_seen, x, jnp.zeros_like(x))
     if check is None or not any(_may_differ(x, axis) for axis in check.axes):
         return x
@@ -109,10 +99,10 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array, dim: int | None, along: Batch, **checks: ReplicaCheck | _Watched | None
+    x: jax.Array, dim: int | None, along: Batch, **checks: ReplicaCheck | None
 ) -> tuple[jax.Array, int | None]:
     for check in checks.values():
-        if isinstance(check, ReplicaCheck) and along.name in check.axes:
+        if check is not None and check.see is None and along.name in check.axes:
             what = f"check_replicated along {along.name!r}, which is a batch of vmap"
             hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
             raise XshardError(what, text=check.text, hint=hint)

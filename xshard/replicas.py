@@ -44,6 +44,7 @@ class ReplicaCheck(NamedTuple):
     text: str
     cotangents: bool
     name: str = ""  # the array's name in errors
+    see: Callable[[int, Any], object] | None = None  # called instead, with a device and its block
 
     @property
     def axes(self) -> tuple[str, ...]:
