@@ -106,8 +106,8 @@ def diff(
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
         unequal, n = list(diff_checkpoints(first, second, older)), len(first)
     table = headed_table("array", "difference", left=("array", "difference"))
-    for each in unequal:
-        table.add_row(Text(each.name), Text(each.what))
+    for row in unequal:
+        table.add_row(*map(Text, row))
     if unequal:
         console().print(table)
     console().print(f"{len(unequal)} of {n} arrays differ", soft_wrap=True)

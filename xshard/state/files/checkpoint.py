@@ -176,22 +176,19 @@ def _rows(segments: Iterable[Segment], part: Runs | None) -> Iterator[Rows]:
         i = stop
 
 
-class Difference(NamedTuple):
-    name: str
-    what: str
-
-
-def diff_checkpoints(a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None) -> Iterator[Difference]:
-    """The arrays of `b` that are not as in `a`. before: an older state of `b`, to detect missing updates."""
+def diff_checkpoints(
+    a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None
+) -> Iterator[tuple[str, str]]:
+    """The arrays of `b` that are not as in `a`, and how. before: an older state of `b`, for lost updates."""
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:
-            yield Difference(name, f"only in the {'first' if name in a else 'second'}")
+            yield name, f"only in the {'first' if name in a else 'second'}"
         elif a[name].dtype != b[name].dtype:
-            yield Difference(name, f"{a[name].dtype} and {b[name].dtype}")
+            yield name, f"{a[name].dtype} and {b[name].dtype}"
         elif not np.array_equal(x := _bits(a, name), y := _bits(b, name)):
             known = before is not None and name in before and before[name].dtype == b[name].dtype
             old = known and before is not None and np.array_equal(_bits(before, name), y)
-            yield Difference(name, "not updated" if old else _how(x, y))
+            yield name, "not updated" if old else _how(x, y)
 
 
 def _bits(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
