@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -52,8 +51,7 @@ def open_orbax(path: str | Path) -> Checkpoint:
     return Checkpoint(arrays, layouts=layouts, mesh=one, places=dict.fromkeys(arrays, folder.name))
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     """An array in the chunks of zarr: a `Stored`."""
 
     shape: tuple[int, ...]

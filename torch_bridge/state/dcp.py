@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,8 +70,7 @@ class _Records(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     """A tensor or a value that `torch.save` wrote into a part of a file."""
 
     file: Path
@@ -123,8 +122,7 @@ class _Part:
             return Mapped(shape, self.dtype, whole, file, item.offset + start, item.file.name)
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A tensor in parts: a `Stored`."""
 
     shape: tuple[int, ...]

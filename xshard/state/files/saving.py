@@ -51,8 +51,7 @@ class Source(NamedTuple):
     processes: Sequence[int]
 
 
-@dataclass(frozen=True)
-class ShardFile:
+class ShardFile(NamedTuple):
     """A file: its name, its header, and the offset of every array's bytes."""
 
     name: str
