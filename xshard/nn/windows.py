@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError, XshardError
-from xshard.layout.block_rows import Sizes, output_dim, window_outputs
-from xshard.layout.partition import all_owned_rows
+from xshard.layout.block_rows import output_dim, window_outputs
+from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.runs import Runs, n_rows, unrolled
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
