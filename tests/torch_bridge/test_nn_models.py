@@ -196,6 +196,7 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: Code(lambda x: x.index_select(1, (x[0, 0, :, 0] > 0).long())), "b c h/sp w"),
     (lambda: Code(lambda x: x.view(2, 3, -1, 3)), "b c h/zigzag(sp) w"),
+    (lambda: Code(lambda x: x.frexp().mantissa), "b c h/sp w"),
     *((lambda: Code(_spectrum), layout) for layout in ("b c h/sp w", "b c h w/sizes(sp,5,1)", "b/sp c h w")),
 ]
 

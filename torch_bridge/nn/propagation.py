@@ -87,9 +87,11 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         what = f"{func.__name__}() on a tensor that is not sharded like its result"
         raise XshardError(what, hint="not in place")
     y = func(*args, **{k: _fitted(v, result) for k, v in kwargs.items()})
-    # Arguments without a record may have broadcast whole dims.
-    lengths = [n if result.cuts(d) else y.shape[d] for d, n in enumerate(result.shape)]
-    return record(y, result.remade(result.layout.dims, lengths))
+    for part in tensors_in((y,)):  # frexp returns two
+        # Arguments without a record may have broadcast whole dims.
+        lengths = [n if result.cuts(d) else part.shape[d] for d, n in enumerate(result.shape)]
+        record(part, result.remade(result.layout.dims, lengths))
+    return y
 
 
 def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
