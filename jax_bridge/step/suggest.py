@@ -18,7 +18,7 @@ from jax_bridge.specs import to_partition_spec
 from jax_bridge.step.constrain import evaluate
 from jax_bridge.step.tracer import Tracer
 from jax_bridge.trees import is_array, leaves_of
-from xshard import Layout, Rules, Suggestion
+from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
 from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
@@ -45,11 +45,13 @@ class Loss:
     @classmethod
     def of(cls, f: Callable[..., Any], args: Sequence[Any]) -> Loss:
         bound = inspect.signature(f).bind(*args)
-        first, *_ = bound.arguments
-        leaves = [leaf[:2] for x in bound.arguments for leaf in leaves_of(None, {x: bound.arguments[x]})]
-        names, arrays = zip(*((name, x) for name, x in leaves if is_array(x)), strict=True)
-        n = sum(is_array(x) for x in jax.tree.leaves(bound.arguments[first]))
-        return cls(f, bound, [name.removeprefix(f"{first}.") for name in names], list(arrays), n)
+        first, *others = bound.arguments
+        trees = bound.arguments[first], *({name: bound.arguments[name]} for name in others)
+        named = [[leaf[:2] for leaf in leaves_of(None, tree) if is_array(leaf.x)] for tree in trees]
+        names = [name or first for name, _ in named[0]]
+        for leaves in named[1:]:
+            names += [f"{name} (input)" if name in names else name for name, _ in leaves]
+        return cls(f, bound, names, [x for leaves in named for _, x in leaves], len(named[0]))
 
     def filled(
         self, values: Sequence[Any], other: Callable[[Any], Any] = lambda leaf: leaf
@@ -149,22 +151,30 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
     ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
     """
     loss = Loss.of(f, args)
+    step, tracer, names = traced(loss)
+    options.setdefault("recompute", True if tracer.recomputes else None)
+    plan = suggest_step(step, xshard_mesh(mesh), **options)
+    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion) if field.init}
+    return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)
+
+
+def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
+    """The step of a loss, and the names that repeated blocks have in it."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:
         returned = ", ".join(out.str_short() for out in closed.out_avals) or "nothing"
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
-    n, dtypes = loss.n_parameters, Counter[str]()
-    for x in structs[:n]:
-        dtypes[str(x.dtype)] += math.prod(x.shape)
-    trace = Trace(next((x.shape[0] for x in structs[n:] if x.shape), 1), dtypes.most_common(1)[0][0])
+    parameters, inputs = structs[: loss.n_parameters], structs[loss.n_parameters :]
+    elements = Counter[str]()
+    for x in parameters:
+        elements[str(x.dtype)] += math.prod(x.shape)
+    (dtype, _), *_ = elements.most_common(1) or [("bfloat16", 0)]
+    trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), dtype)
     for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
-        (trace.parameter if i < n else trace.input)(name, x.shape)
+        (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)
     tracer = Tracer(trace)
     (last,) = tracer.walk(closed.jaxpr, loss.names)
     step, names = repeated(trace.step(last or "", moves_anywhere=True))
-    options.setdefault("recompute", True if tracer.recomputes else None)
-    plan = suggest_step(fused(step), xshard_mesh(mesh), **options)
-    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion) if field.init}
-    return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)
+    return fused(step), tracer, names

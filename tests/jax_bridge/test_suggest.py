@@ -1,0 +1,145 @@
+"""`suggest` for losses of JAX: their operations, rules that are right, and what `jit` makes of them."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.step.primitives import ELEMENTWISE
+from jax_bridge.step.suggest import Loss, traced
+from tests.jax_bridge.helpers import device_mesh, in_jax, needs_flax
+from tests.jax_bridge.losses import LOSSES, shape, transformer
+from tests.jax_bridge.prober import equations, judged, operation
+from xshard.errors import PlanError
+
+ONE = {"micro_batches": 1, "recompute": False, "gap": 0.05}
+NAMES = [pytest.param(n, marks=needs_flax) if "flax" in n else n for n in LOSSES]
+
+
+@cache
+def loss_of(name: str) -> Loss:
+    return Loss.of(*LOSSES[name]())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@in_jax
+def test_every_equation_has_a_rule_and_equal_layers_are_one(name: str) -> None:
+    loss = loss_of(name)
+    step, tracer, _ = traced(loss)
+    assert set(tracer.opaque) == ({"scatter"} if name == "experts" else set())
+    assert len(step.ops) <= 30
+    assert step.ops[-1].result.names == () and step.moves_anywhere
+    n_layers = {"equinox": 1, "recurrent": 8}.get(name, 3)
+    assert max(op.times for op in step.ops) == n_layers
+    assert all("b" in step.arrays[x].names for x in step.inputs)
+    leaves = loss.names[: loss.n_parameters]
+    starred = {re.sub(r"(^|\.)\d+\.", r"\1*.", x, count=1) for x in leaves} if n_layers == 3 else set(leaves)
+    assert set(step.parameters) == starred
+
+
+@in_jax
+def test_rules_are_right_on_blocks() -> None:
+    """The rules of rows by number are not run: a device has to mask the rows of others."""
+    seen, wrong = set(), {}
+    for name in LOSSES:
+        loss = loss_of(name)
+        for eqn in equations(jax.make_jaxpr(loss.run)(*loss.arrays).jaxpr):
+            op, lengths = operation(eqn)
+            primitive = eqn.primitive.name
+            key = (primitive, op.kind, "" if primitive in ELEMENTWISE else re.sub(r"n\d+", "n", op.text))
+            if key in seen or op.kind in ("source", "opaque"):
+                continue
+            seen.add(key)
+            stated, right = judged(eqn, op, lengths)
+            sums = {rule for rule in stated if op.kind == "lookup" and "sum(x)" in rule}
+            missed = {rule for rule in right - stated if "sum(x) ->" not in rule and "sum(x)," not in rule}
+            if stated - sums - right or missed:
+                wrong[op.text] = stated - right, missed
+    assert not wrong and len(seen) > 60
+    assert "cumsum" in {primitive for primitive, *_ in seen}
+    loss = loss_of("recurrent")
+    (eqn,) = (
+        e for e in equations(jax.make_jaxpr(loss.run)(*loss.arrays).jaxpr) if e.primitive.name == "cumsum"
+    )
+    op, lengths = operation(eqn)
+    stated, right = judged(eqn, replace(op, whole=()), lengths)
+    assert stated - right == {"n8/x n4 n16 -> n8/x n4 n16"}
+
+
+def _bytes_received(compiled: str) -> int:
+    """Bytes that a device receives in the collectives of a compiled program without loops."""
+    total, sizes = 0, {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
+    for line in compiled.splitlines():
+        match = re.search(
+            r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line
+        )
+        if match:
+            arrays = re.findall(r"(f32|s32|u32|pred)\[([\d,]*)\]", match[1])
+            n = sum(
+                sizes[kind] * int(np.prod([int(x) for x in dims.split(",") if x])) for kind, dims in arrays
+            )
+            total += 2 * n if match[2] == "all-reduce" else n
+    return total
+
+
+def _filled(args: Any) -> Any:
+    rng = np.random.default_rng(0)
+
+    def array(x: Any) -> jax.Array:
+        random = rng.normal(0, 0.1, x.shape) if x.dtype == jnp.float32 else rng.integers(0, 32, x.shape)
+        return jnp.asarray(random, x.dtype)
+
+    return jax.tree.map(array, args)
+
+
+@in_jax
+def test_constraints_leave_results_and_save_bytes() -> None:
+    """Without them XLA goes on with the layout in which rows of the embedding arrive."""
+    loss, args = transformer(False, batch=32, sequence=64, c=256, n=1)
+    mesh, fixed = device_mesh(xs.Mesh(dp=2, tp=2)), {"embed": "v c/tp", "head": "c/tp v"}
+    plan = xj.suggest(loss, args, mesh, profile="h100:2", fixed=fixed, **ONE)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs, is_leaf=is_spec)
+    arrays = _filled(args)
+    results, received = [], []
+    for f in (loss, plan.constrain(loss)):
+        step = jax.jit(jax.value_and_grad(f), in_shardings=shardings, out_shardings=(None, shardings[0]))
+        received.append(_bytes_received(step.lower(*args).compile().as_text()))
+        results.append(step(*arrays))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
+    assert received[1] < 0.6 * received[0], received
+
+
+@in_jax
+def test_a_scan_is_constrained_inside() -> None:
+    loss, args = transformer(True)
+    mesh = device_mesh(xs.Mesh(tp=2))
+    fixed = {"layers.up": "i o/tp", "layers.down": "o/tp i", "layers.q": "o i/tp"}
+    plan = xj.suggest(loss, args, mesh, fixed=fixed, micro_batches=1, gap=0.05)
+    assert plan.recompute
+    assert plan.parameters.find("layers.up").startswith("... o i/tp")
+    assert plan.specs[0]["layers"]["up"] == PartitionSpec(None, None, "tp")
+    arrays = _filled(args)
+    np.testing.assert_allclose(plan.constrain(loss)(*arrays), loss(*arrays), rtol=1e-5)
+    text = str(jax.make_jaxpr(plan.constrain(loss))(*args))
+    assert text.count("sharding_constraint") > 4 and text.count("remat2[") == 1
+
+
+@in_jax
+def test_what_is_no_loss_is_refused() -> None:
+    w, x = shape(8, 4), shape(16, 8)
+
+    def step(p, x):
+        loss, gradients = jax.value_and_grad(lambda p: (x @ p["w"]).sum())(p)
+        return loss, jax.tree.map(lambda w, g: w - 1e-3 * g, p, gradients)
+
+    with pytest.raises(PlanError, match=r"the function returns float32\[\], float32\[8,4\]\n  pass the loss"):
+        xj.suggest(step, ({"w": w}, x), xs.Mesh(dp=2))
