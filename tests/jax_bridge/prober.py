@@ -38,7 +38,7 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
 
 
 def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str]]:
-    """Of the rules that can be judged: those of the operation, and that are right for random numbers."""
+    """The rules that can be judged: stated by the operation, and right for random numbers."""
     rng = np.random.default_rng(0)
     values = [v.val if is_number(v) else _random(rng, v.aval) for v in eqn.invars]
     variables = [i for i, v in enumerate(eqn.invars) if not is_number(v)]

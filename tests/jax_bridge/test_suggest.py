@@ -115,7 +115,7 @@ def test_constraints_leave_results_and_save_bytes() -> None:
         received.append(_bytes_received(step.lower(*args).compile().as_text()))
         results.append(step(*arrays))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
-    assert received[1] < 0.6 * received[0], received
+    assert received[1] < 0.7 * received[0], received
 
 
 @in_jax
