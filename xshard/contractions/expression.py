@@ -12,16 +12,8 @@ from typing import Any
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR, parse_layouts
-from xshard.notation.parser import (
-    ELLIPSIS,
-    Dim,
-    Shard,
-    check_text,
-    mark_errors,
-    parse_sides,
-    parts_of,
-    text_spans,
-)
+from xshard.notation import parser
+from xshard.notation.parser import ELLIPSIS, Dim, Shard, parts_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Contraction:
     @classmethod
     def of(cls, arrays: Sequence[Layout], text: str) -> Contraction:
         """The contraction of arrays as they are written, the result last. Raises NotationError."""
-        with mark_errors(text):
+        with parser.mark_errors(text):
             *operands, result = map(_by_name, arrays)
         return cls(tuple(operands), result, text, tuple(arrays))
 
@@ -51,7 +43,7 @@ class Contraction:
             return self
         if len(count) > 1 or min(count) < 0:
             what = f"'...' stands for {' and for '.join(map(str, count))} dims"
-            span = text_spans(self.text).layouts[[*count.values()][-1]]
+            span = parser.text_spans(self.text).layouts[[*count.values()][-1]]
             raise ShapeError(what, text=self.text, span=span, hint="it stands for the same dims everywhere")
         more = max(count) - 1
         arrays = [x.resolved(len(x.dims) + more * (ELLIPSIS in x.names)) for x in self.arrays]
@@ -71,7 +63,7 @@ def _is_contraction(text: str, named: bool) -> bool:
     if not named:  # a result that lacks dims of its one operand is a mistake in a move
         return False
     try:
-        operands, ((kept, _),), _ = parse_sides(text, "contraction")
+        operands, ((kept, _),), _ = parser.parse_sides(text, "contraction")
     except NotationError:
         return False
     dims, names = operands[0][0], {dim.name for dim in kept}
@@ -81,14 +73,14 @@ def _is_contraction(text: str, named: bool) -> bool:
 
 def contraction(text: str) -> Contraction:
     """Parse a contraction; `()` or an empty right side is a scalar. NotationError marks the place."""
-    check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
+    parser.check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
     return _parsed(text)
 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
     operands, results = parse_layouts(text, "contraction")
-    call, spans = Contraction.of((*operands, *results), text), text_spans(text)
+    call, spans = Contraction.of((*operands, *results), text), parser.text_spans(text)
     for dim, span in spans.full_dims:
         if dim.overlap is not None:
             raise NotationError("an overlap in a contraction", text=text, span=span, hint="trim halos first")

@@ -136,7 +136,7 @@ def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> t
 def named_block(
     x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
 ) -> Any:
-    """A block (numpy, torch or JAX) as it is written -> with one dim per name. rows: global ones by name."""
+    """A block (numpy, torch or JAX) as it is written -> with one dim per name. rows: global, by name."""
     here, whole = (dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape))
     names, lengths, picked = list[str](), list[int](), list[int]()
     for dim in layout.dims:

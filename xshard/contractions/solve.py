@@ -18,12 +18,12 @@ from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
 from xshard.contractions.search import SLACK, Candidate, CandidateSearch
-from xshard.cost.model import Profile
+from xshard.cost.model import Profile, too_large
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.plans.kept import kept
-from xshard.search.request import BOTH, FORWARD, too_large
+from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err

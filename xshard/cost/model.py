@@ -11,7 +11,8 @@ from typing import Any
 
 from xshard.arguments import shown, whole_number
 from xshard.dtypes import itemsize, name_of
-from xshard.errors import DtypeError, ProfileError
+from xshard.errors import DtypeError, PlanError, ProfileError
+from xshard.formatting import format_bytes
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.base import FREE
@@ -267,6 +268,12 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     held = before.max_local_size + result + buffer
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held * itemsize)
+
+
+def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
+    """The error if no plan stays within so many bytes. least: the bytes of the plan that holds least."""
+    hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
+    return PlanError(f"no plan stays within {format_bytes(limit or 0)} per device", hint=hint)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,6 @@ import numpy as np
 
 from xshard.layout.runs import (
     FILL,
-    MOST_PIECES,
     Numbers,
     Pieces,
     Run,
@@ -37,7 +36,7 @@ def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     edges = np.unique(np.concatenate([table.start, stop]))
     first = np.searchsorted(edges, table.start)
     many = np.searchsorted(edges, stop) - first
-    check_pieces(int(many.sum()), MOST_PIECES)
+    check_pieces(int(many.sum()))
     which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
     start, length = edges[interval], np.diff(edges)[interval]
     return (
@@ -121,7 +120,7 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     here, asked = np.flatnonzero(~mine), interval[~mine]
     first = np.searchsorted(interval[there], asked, side="left")
     many = np.searchsorted(interval[there], asked, side="right") - first
-    check_pieces(int(many.sum()), MOST_PIECES)
+    check_pieces(int(many.sum()))
     of_a, of_b = there[counted(many, first)], np.repeat(here, many)
     pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
     rows = np.zeros(len(pairs), np.int64)
@@ -152,7 +151,7 @@ def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Nu
     step = np.maximum(stride, 1)[run]
     first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
     many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
-    check_pieces(int(many.sum()), MOST_PIECES)
+    check_pieces(int(many.sum()))
     pair, i = np.repeat(np.arange(len(many)), many), counted(many, first)
     of, begin = run[pair], start[run[pair]] + i * step[pair]
     end = np.minimum(begin + length[of], hi[pair])

@@ -97,7 +97,7 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
 def expanded(table: Numbers) -> Pieces:
     """The intervals of a `run_table`. Raises ShapeError for too many."""
     block, local, start, length, repeats, stride = table.T
-    check_pieces(int(repeats.sum()), MOST_PIECES)
+    check_pieces(int(repeats.sum()))
     which = np.repeat(np.arange(len(table)), repeats)
     i = counted(repeats)
     position, first = local[which] + length[which] * i, start[which] + stride[which] * i
@@ -109,7 +109,7 @@ def counted(many: Numbers, first: Numbers | int = 0) -> Numbers:
     return np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many - first, many)
 
 
-def check_pieces(n: int, most: int) -> None:
+def check_pieces(n: int, most: int = MOST_PIECES) -> None:
     """Raise ShapeError for a block of more than `most` pieces."""
     if n > most:
         hint = f"at most {most}: deal out more rows together, as in cyclic(x,1024)"
@@ -120,7 +120,7 @@ def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Rows of sorted, distinct `a` that `b` has, in its order: which of `a`, of `b`, first row, stop."""
     first = np.searchsorted(a.start + a.length, b.start, side="right")
     many = np.maximum(np.searchsorted(a.start, b.start + b.length, side="left") - first, 0)
-    check_pieces(int(many.sum()), MOST_PIECES)
+    check_pieces(int(many.sum()))
     in_b = np.repeat(np.arange(len(many)), many)
     in_a = counted(many, first)
     stop = np.minimum((a.start + a.length)[in_a], (b.start + b.length)[in_b])

@@ -8,17 +8,7 @@ from typing import Any, TypeVar
 
 from xshard.arguments import MOST_DIGITS, did_you_mean
 from xshard.errors import NotationError, Span
-from xshard.notation.overlap import (
-    BOUNDARIES,
-    OUTPUT_RULES,
-    ZERO,
-    Boundary,
-    Fold,
-    Halo,
-    Overlap,
-    Width,
-    Window,
-)
+from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Width, Window
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"
@@ -131,7 +121,7 @@ def _halo(scanner: Scanner) -> Halo:
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
         what = f"{len(lo)} widths before and {len(hi)} after"
         raise scanner.error(what, span, "as many widths on both sides")
-    boundaries = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
+    boundaries = _boundaries(scanner) if scanner.take(",") else ()
     scanner.expect(")")
     return Halo(lo, hi, *boundaries)
 

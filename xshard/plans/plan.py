@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xshard.cost import bounds
 from xshard.cost.machine import load_profile, located
-from xshard.cost.model import Price, Profile, price
+from xshard.cost.model import Price, Profile, price, too_large
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
@@ -24,16 +24,7 @@ from xshard.plans.kept import kept
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
-from xshard.search.request import (
-    BOTH,
-    FORWARD,
-    OBJECTIVES,
-    Devices,
-    Request,
-    device_numbers,
-    target_of,
-    too_large,
-)
+from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS

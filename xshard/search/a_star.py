@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from xshard.cost.model import LOCAL
+from xshard.cost.model import LOCAL, too_large
 from xshard.errors import PlanError
 from xshard.search.grid import Grid, State
 from xshard.search.moves import Move, Space, move_cost, step_of
-from xshard.search.request import too_large
 from xshard.search.successors import Moves
 from xshard.steps import Step
 

@@ -18,17 +18,10 @@ from xshard.layout.layout import factored
 from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Traffic
+from xshard.steps.exchange import traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
 from xshard.steps.exchange.messages import MAX_PAIRED, node_local_traffic
 from xshard.steps.exchange.sources import DimEnd, Received
-from xshard.steps.exchange.traffic import (
-    SpanAxes,
-    counted_traffic,
-    received_of_dim,
-    span_axes,
-    spans_by_axis,
-    traffic_by_level,
-)
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as indices into `Grid.shards`
@@ -245,7 +238,7 @@ class Grid:
         before, there = self._sharding(state), self._sharding(after)
         if is_node_local:
             return node_local_traffic(before, there, self.nodes or 1)
-        return counted_traffic(before, there, self.fabric.spans)
+        return traffic.counted_traffic(before, there, self.fabric.spans)
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, if it is known without counting per device."""
@@ -263,7 +256,7 @@ class Grid:
     @cached_property
     def _spans(self) -> tuple[LinkSpans, ...]:
         """The spans of every axis, the outermost first."""
-        spans = spans_by_axis(self.mesh, self.fabric.spans)
+        spans = traffic.spans_by_axis(self.mesh, self.fabric.spans)
         return tuple(spans[axis] for axis in self.axes)
 
     def _link_cuts(self, state: State) -> LinkCuts:
@@ -284,13 +277,13 @@ class Grid:
                 elements, senders = elements * rows, senders * parts
             return Received(elements, senders)
 
-        return traffic_by_level(received_from, mesh, [*ended, *moved], levels)
+        return traffic.traffic_by_level(received_from, mesh, [*ended, *moved], levels)
 
     @remembered
     def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> Received:
         """The factors of a dim: see `received_of_dim`."""
         source, target = self._dim_end(d, a), self._dim_end(d, b)
-        return received_of_dim(source, target, fixed, self._span_axes.mesh, False)
+        return traffic.received_of_dim(source, target, fixed, self._span_axes.mesh, False)
 
     @remembered
     def _dim_end(self, d: int, cut: Cut) -> DimEnd:
@@ -300,8 +293,8 @@ class Grid:
         return DimEnd(dim, self.shape[d], mesh.sizes_of(dim.axes))
 
     @cached_property
-    def _span_axes(self) -> SpanAxes:
-        return span_axes(self.mesh, self.fabric.spans)
+    def _span_axes(self) -> traffic.SpanAxes:
+        return traffic.span_axes(self.mesh, self.fabric.spans)
 
     @remembered
     def _sharding(self, state: State) -> Sharding:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from xshard.cost.model import Profile, price
+from xshard.cost.model import Profile, price, too_large
 from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
@@ -17,7 +17,6 @@ from xshard.notation.overlap import Fold, Halo, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.moves import Space
-from xshard.search.request import too_large
 from xshard.steps import Exchange, Step
 from xshard.steps.exchange.exchange import negates_addends
 from xshard.steps.exchange.sources import dim_end, views

@@ -11,8 +11,7 @@ from typing import Any
 from xshard.arguments import shown, whole_numbers
 from xshard.cost.machine import located, refined
 from xshard.cost.model import Profile
-from xshard.errors import MeshError, PlanError
-from xshard.formatting import format_bytes
+from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
@@ -113,12 +112,6 @@ class Request:
         mesh = common.mesh
         machine = refined(self.profile, common)
         return replace(self, src=src, dst=dst, src_mesh=mesh, dst_mesh=mesh, profile=machine)
-
-
-def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
-    """The error if no plan stays within so many bytes. least: the bytes of the plan that holds least."""
-    hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
-    return PlanError(f"no plan stays within {format_bytes(limit or 0)} per device", hint=hint)
 
 
 def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:

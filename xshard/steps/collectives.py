@@ -11,26 +11,8 @@ import numpy as np
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
-from xshard.steps.base import (
-    Block,
-    Blocks,
-    DimCut,
-    Step,
-    axes_of,
-    check_even,
-    even_parts,
-    freed,
-    lands_in_place,
-    own_part,
-    put_rows,
-    reduce_blocks,
-    shards_text,
-    take_free,
-    take_rows,
-    with_inner,
-    without_inner,
-    without_tags,
-)
+from xshard.steps import base
+from xshard.steps.base import Block, Blocks, DimCut, Step, axes_of, even_parts, put_rows, take_rows
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
 
 
@@ -48,13 +30,15 @@ class AllGather(Step):
     copies: tuple[str, ...] = ()
 
     def after(self, before: Sharding) -> Sharding:
-        check_even(before, self.dim, self.shards)
-        layout = without_inner(before.layout, self.dim, self.shards)
-        return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
+        base.check_even(before, self.dim, self.shards)
+        layout = base.without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(base.freed(layout, axes_of(self.shards), self.copies))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
-        return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
+        return gather_traffic(
+            before.max_local_size, group, base.lands_in_place(before, self.dim, self.shards)
+        )
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
@@ -71,7 +55,7 @@ class AllGather(Step):
         return results
 
     def __str__(self) -> str:
-        return f"all_gather {self.dim}/{shards_text(self.shards)}"
+        return f"all_gather {self.dim}/{base.shards_text(self.shards)}"
 
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
@@ -97,19 +81,19 @@ class Slice(Step):
     def after(self, before: Sharding) -> Sharding:
         layout = before.layout
         for dim, shards in self.cuts:
-            layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
+            layout = base.with_inner(base.take_free(layout, axes_of(shards)), dim, shards)
         return before.with_layout(layout)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         results = []
         for device, block in enumerate(blocks):
             for dim, shards in self.cuts:
-                block = take_rows(block, before.dim_index(dim), own_part(before, dim, shards, device))
+                block = take_rows(block, before.dim_index(dim), base.own_part(before, dim, shards, device))
             results.append(block)
         return results
 
     def __str__(self) -> str:
-        return "slice " + " ".join(f"{dim}/{shards_text(shards)}" for dim, shards in self.cuts)
+        return "slice " + " ".join(f"{dim}/{base.shards_text(shards)}" for dim, shards in self.cuts)
 
 
 @dataclass(frozen=True)
@@ -131,10 +115,10 @@ class AllToAll(Step):
             axes_of(self.dst_shards)
         ):
             raise PlanError(f"'{self}' does not move the same axes between two dims")
-        check_even(before, self.src_dim, self.src_shards)
-        check_even(before, self.dst_dim, self.dst_shards)
-        layout = without_inner(before.layout, self.src_dim, self.src_shards)
-        return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
+        base.check_even(before, self.src_dim, self.src_shards)
+        base.check_even(before, self.dst_dim, self.dst_shards)
+        layout = base.without_inner(before.layout, self.src_dim, self.src_shards)
+        return before.with_layout(base.with_inner(layout, self.dst_dim, self.dst_shards))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
@@ -159,7 +143,7 @@ class AllToAll(Step):
         return results
 
     def __str__(self) -> str:
-        src, dst = shards_text(self.src_shards), shards_text(self.dst_shards)
+        src, dst = base.shards_text(self.src_shards), base.shards_text(self.dst_shards)
         return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
@@ -189,7 +173,7 @@ class AllReduce(Step):
 
     def after(self, before: Sharding) -> Sharding:
         layout = _reduced_layout(before.layout, self.axes, self.op)
-        return before.with_layout(freed(layout, self.axes, self.copies))
+        return before.with_layout(base.freed(layout, self.axes, self.copies))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return all_reduce_traffic(before.max_local_size, slowest_first(before.mesh, self.axes, spans))
@@ -201,7 +185,7 @@ class AllReduce(Step):
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
         groups = (mesh.group(device, self.axes) for device in range(mesh.n_devices))
-        return [reduce_blocks(self.op, [blocks[member] for member in group]) for group in groups]
+        return [base.reduce_blocks(self.op, [blocks[member] for member in group]) for group in groups]
 
     def __str__(self) -> str:
         return f"all_reduce {self.op}({','.join(self.axes)})"
@@ -221,12 +205,12 @@ class ReduceScatter(Step):
 
     def after(self, before: Sharding) -> Sharding:
         layout = _reduced_layout(before.layout, axes_of(self.shards), self.op)
-        check_even(before, self.dim, self.shards)
-        return before.with_layout(with_inner(layout, self.dim, self.shards))
+        base.check_even(before, self.dim, self.shards)
+        return before.with_layout(base.with_inner(layout, self.dim, self.shards))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
-        in_place = lands_in_place(before, self.dim, self.shards)
+        in_place = base.lands_in_place(before, self.dim, self.shards)
         return reduce_scatter_traffic(before.max_local_size, group, in_place)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
@@ -238,11 +222,11 @@ class ReduceScatter(Step):
         for device in range(mesh.n_devices):
             part = parts[mesh.index(device, axes)]
             addends = [take_rows(blocks[member], d, part) for member in mesh.group(device, axes)]
-            results.append(reduce_blocks(self.op, addends))
+            results.append(base.reduce_blocks(self.op, addends))
         return results
 
     def __str__(self) -> str:
-        return f"reduce_scatter {self.op} -> {self.dim}/{shards_text(self.shards)}"
+        return f"reduce_scatter {self.op} -> {self.dim}/{base.shards_text(self.shards)}"
 
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
@@ -269,4 +253,4 @@ def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traf
 def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
     if not axes or not set(axes) <= set(layout.tagged(op)):
         raise PlanError(f"no {op}({','.join(axes)}) to reduce in '{layout}'")
-    return without_tags(layout, axes)
+    return base.without_tags(layout, axes)

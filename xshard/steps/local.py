@@ -11,19 +11,8 @@ import numpy as np
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
-from xshard.steps.base import (
-    Block,
-    Blocks,
-    Step,
-    axes_of,
-    own_part,
-    put_rows,
-    shards_text,
-    take_free,
-    with_tag,
-    without_inner,
-    without_tags,
-)
+from xshard.steps import base
+from xshard.steps.base import Block, Blocks, Step, axes_of, own_part, put_rows, shards_text, take_free
 
 
 @dataclass(frozen=True)
@@ -38,8 +27,8 @@ class Embed(Step):
     shards: tuple[Shard, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        layout = without_inner(before.layout, self.dim, self.shards)
-        return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
+        layout = base.without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(base.with_tag(layout, "sum", axes_of(self.shards)))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after, at = self.after(before), before.dim_index(self.dim)
@@ -62,7 +51,7 @@ class Mask(Step):
     axes: tuple[str, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
+        return before.with_layout(base.with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         firsts = (not before.mesh.index(device, self.axes) for device in range(before.mesh.n_devices))
@@ -89,8 +78,8 @@ class Retag(Step):
         copied = layout.tagged("copy")
         if not set(self.replicas) <= set(copied) or set(self.copies) & set(copied):
             raise PlanError(f"'{self}' does not apply to '{layout}'")
-        layout = take_free(without_tags(layout, self.replicas), self.copies)
-        return before.with_layout(with_tag(layout, "copy", self.copies))
+        layout = take_free(base.without_tags(layout, self.replicas), self.copies)
+        return before.with_layout(base.with_tag(layout, "copy", self.copies))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return list(blocks)

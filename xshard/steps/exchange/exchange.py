@@ -56,9 +56,8 @@ class Exchange(Step):
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
             raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
         if negates_addends(before, after):
-            raise PlanError(
-                f"a pole of '{self.to}' negates rows whose {self.op(before)} is still to be taken"
-            )
+            op = self.op(before)
+            raise PlanError(f"a pole of '{self.to}' negates rows whose {op} is still to be taken")
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
