@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from xshard.errors import ShapeError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import rows_in_numbers
+from xshard.layout.partition import Ints, rows_in_numbers
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Halo, unfolded
 from xshard.notation.parser import Dim, mark_errors
@@ -19,12 +19,7 @@ Lengths = Mapping[str, int | Collection[int] | None]
 
 
 def global_shape(
-    layout: Layout,
-    mesh: Mesh,
-    block: Sequence[int],
-    text: str,
-    known: Lengths | None = None,
-    hint: str = HINT,
+    layout: Layout, mesh: Mesh, block: Ints, text: str, known: Lengths | None = None, hint: str = HINT
 ) -> tuple[int, ...]:
     """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
     with mark_errors(text):

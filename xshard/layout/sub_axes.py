@@ -43,11 +43,7 @@ class SubAxisMesh(Mesh):
         return _sub_axis_names(self.base, self.split)
 
     def origin(self, axis: str) -> str:
-        return self._origins[axis]
-
-    @cached_property
-    def _origins(self) -> dict[str, str]:
-        return {name: axis for axis, names in self.sub_axes.items() for name in names}
+        return next(whole for whole, parts in self.sub_axes.items() if axis in parts)
 
     def factored(self, sharding: Sharding) -> Sharding:
         """A sharding on `base` -> the same sharding on this mesh."""

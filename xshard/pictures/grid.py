@@ -110,16 +110,10 @@ def cell_text(cell: Cell) -> str:
 
 def labels(drawn: Picture) -> tuple[str, list[str], list[str]]:
     """The corner of the grid with the dims' names and lengths, the heads of its columns, and of its rows."""
-    columns, rows = drawn.strips[-1:], drawn.strips[:-1]
     corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips)
-    heads, sides = ([range_text(b) for strip in part for b in strip.blocks] for part in (columns, rows))
-    return corner, heads if columns else [""], sides if rows else [""]
-
-
-def range_text(block: tuple[int, int]) -> str:
-    """The first and the last row of a block."""
-    first, last = block[0], block[1] - 1
-    return f"{first}-{last}" if first < last else f"{first}"
+    texts = [[f"{a}-{b - 1}" if a < b - 1 else f"{a}" for a, b in strip.blocks] for strip in drawn.strips]
+    [heads], [sides] = texts[-1:] or [[""]], texts[:-1] or [[""]]
+    return corner, heads, sides
 
 
 def reading(drawn: Picture) -> list[str]:
