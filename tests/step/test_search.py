@@ -7,7 +7,7 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
-from xshard.step.eliminate import minimum
+from xshard.step.eliminate import excess, minimum
 from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
 from xshard.step.problem import StepProblem, Training
@@ -65,7 +65,7 @@ def test_less_memory_than_any_plan_needs():
     assert search.best is None and search.bound > 1
 
 
-def test_the_minimum_of_a_sum_of_tables():
+def test_the_minimum_of_a_sum_of_tables_and_the_least_with_each_value():
     draw = np.random.default_rng(1)
     sizes = (3, 4, 2, 5, 3)
     unary = [draw.random(n) for n in sizes]
@@ -74,8 +74,12 @@ def test_the_minimum_of_a_sum_of_tables():
     chosen = np.array(assignments).T
     sums = sum(u[a] for u, a in zip(unary, chosen, strict=True))
     sums = sums + sum(table[chosen[i], chosen[j]] for (i, j), table in pairs.items())
-    value, found = minimum(unary, pairs)
+    value, found, buckets = minimum(unary, pairs)
     assert value == pytest.approx(sums.min()) and tuple(found) == assignments[int(sums.argmin())]
+    more = excess(buckets)
+    for v, n in enumerate(sizes):
+        least = [sums[[each[v] == k for each in assignments]].min() for k in range(n)]
+        assert more[v] + value == pytest.approx(np.array(least))
 
 
 @pytest.mark.parametrize(("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")])

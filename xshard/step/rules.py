@@ -37,10 +37,8 @@ class StepRules(NamedTuple):
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
     step, nodes = problem.step, problem.nodes
-    arriving, varying = (
-        dict[str, Layout](),
-        {"": set[str]()},
-    )  # axes along which activations differ, by module
+    arriving = dict[str, Layout]()
+    varying = {"": set[str]()}  # axes along which activations differ, by module
     parameters, inputs, outputs, once, roots = Texts(), Texts(), Texts(), Texts(), Texts()
     for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
         source, (src, dst) = nodes[edge.nodes[0]], ends_of(problem, edge, assignment)
@@ -55,10 +53,8 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
             varying[""].update(src.axes)
         if edge.enters and edge.place not in inputs:
-            around = [
-                differ for name, differ in varying.items() if edge.place.startswith(name and f"{name}.")
-            ]
-            if src != dst or set(dst.axes) != around[-1]:
+            around = [name for name in varying if edge.place.startswith(name and f"{name}.")]
+            if src != dst or set(dst.axes) != varying[around[-1]]:
                 inputs[edge.place], varying[edge.place] = _text(src, dst), set(dst.axes)
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from xshard.step.cost import Cost, Pairs, solve_program
-from xshard.step.eliminate import minimum
+from xshard.step.eliminate import Bucket, excess, minimum
 from xshard.step.options import Flags, Floats, Indices
 from xshard.step.problem import StepProblem
 
@@ -41,6 +41,7 @@ class StepSearch:
     vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.proof = np.zeros(len(self.problem.unit)), 0.0  # weights of the bound, and a constant
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
 
     @cached_property
@@ -82,38 +83,46 @@ class StepSearch:
             value, weights, spared = self.cost.mixture(np.array(list(self.vectors.values())))
             late = np.inf
             while late > CLOSE * value:
-                least, assignment = self.least(weights)
-                self.bound = max(self.bound, least - spared)
+                least, assignment, _ = self.least(weights)
+                if least - spared > self.bound:
+                    self.bound, self.proof = least - spared, (weights, spared)
                 if self.bound >= cutoff:
                     return
                 late = self.offer(assignment)
             if self.bound >= (1 - CLOSE) * value:
                 return
 
-    def least(self, weights: Floats) -> tuple[float, list[int]]:
-        """The least weighted sum, and an assignment that has it."""
+    def least(self, weights: Floats) -> tuple[float, list[int], list[Bucket]]:
+        """The least weighted sum, an assignment that has it, and the tables in between."""
         unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.left, strict=True)]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
             table = edge.weighed(weights, *(self.left[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
-        value, chosen = minimum(unary, pairs)
-        return value, [int(own[i]) for own, i in zip(self.left, chosen, strict=True)]
+        value, chosen, buckets = minimum(unary, pairs)
+        return value, [int(own[i]) for own, i in zip(self.left, chosen, strict=True)], buckets
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share of the best by an integer program, unless that is too large."""
-        late = np.inf if sum(map(len, self.left)) <= MOST_OPTIONS else 0.0
-        while late > 0 and self.bound < self.seconds * (1 - gap):
+        """Bring the bound to within a share of the best by an integer program of what may be better."""
+        value, _, buckets = self.least(self.proof[0])
+        more, late = excess(buckets), np.inf
+        while late > 0 and self.bound < (goal := self.seconds * (1 - gap)):
+            spare = goal - (value - self.proof[1])
+            left = [own[more[v] <= spare] for v, own in enumerate(self.left)]
+            if not all(map(len, left)):
+                self.bound = goal
+            if self.bound >= goal or sum(map(len, left)) > MOST_OPTIONS:
+                return
             before, late, pairs = self.seconds, 0.0, list[Pairs]()
-            about = self.seconds if self.best else self.bound or 1.0
             for edge in self.problem.edges:
-                rows, columns = (i[self.left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
+                rows, columns = (i[left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
                 pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, edge.tables, edge.banned))
-            values = [node.values[own] for node, own in zip(self.problem.nodes, self.left, strict=True)]
+            values = [node.values[own] for node, own in zip(self.problem.nodes, left, strict=True)]
+            about = self.seconds if self.best else self.bound or 1.0
             chosen, bound = solve_program(values, pairs, self.cost, about, MOST_NODES, gap / 2)
             if chosen is not None:
-                late = self.offer([int(own[i]) for own, i in zip(self.left, chosen, strict=True)])
-            self.bound = min(self.seconds, max(self.bound, bound))
+                late = self.offer([int(own[i]) for own, i in zip(left, chosen, strict=True)])
+            self.bound = min(self.seconds, max(self.bound, min(bound, goal)))
             late = np.inf if self.seconds < before else late
 
     def improve(self) -> None:

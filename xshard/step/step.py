@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,34 +55,29 @@ class TrainingStep:
         for dim, n in self.lengths.items():
             if (whole_number(n) or 0) < 1:
                 raise ShapeError(f"dim {dim!r} has length {n!r}", hint="a length is a whole number >= 1")
-        known, every = dict(self._given), {op.name: op.result for op in self.ops}
+        known = [*self.inputs, *self.parameters]
         for op in self.ops:
             with located(f"operation {op.name}"):
                 for name, array in zip(op.operands, op.arrays, strict=False):
                     self._check_operand(name, array, known)
+                if op.again:
+                    self._check_operand(op.again, op.arrays[0], self.by_name)
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
                 shape_of(op.result, self.lengths)
-                known[op.name] = op.result
-                if op.again:
-                    self._check_operand(op.again, op.arrays[0], every)
+                known.append(op.name)
         used = {name for op in self.ops for name in op.operands}
         if idle := [name for name in self.parameters if name not in used]:
             raise PlanError(f"no operation uses {listed(idle)}", hint="leave it out")
 
-    def _check_operand(self, name: str, array: Layout, known: Mapping[str, Layout]) -> None:
+    def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
         if name not in known:
             hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
             raise PlanError(f"no array {name!r}", hint=hint)
-        here, there = (shape_of(each, self.lengths) for each in (array, known[name]))
+        here, there = (shape_of(each, self.lengths) for each in (array, self.arrays[name]))
         if here != there:
             hint = "an array has the same lengths, by position, where it is made and where it is used"
-            raise ShapeError(f"{name} is '{known[name]}' {there}, used as '{array}' {here}", hint=hint)
-
-    @cached_property
-    def _given(self) -> dict[str, Layout]:
-        texts = {**self.inputs, **self.parameters}
-        return {name: parse_arrays(f"{ARROW} {text}")[-1] for name, text in texts.items()}
+            raise ShapeError(f"{name} is '{self.arrays[name]}' {there}, used as '{array}' {here}", hint=hint)
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
@@ -92,7 +87,9 @@ class TrainingStep:
     @cached_property
     def arrays(self) -> Mapping[str, Layout]:
         """The dims of every array by its name."""
-        return {**self._given, **{op.name: op.result for op in self.ops}}
+        texts = {**self.inputs, **self.parameters}
+        arrays = {name: parse_arrays(f"{ARROW} {text}")[-1] for name, text in texts.items()}
+        return {**arrays, **{op.name: op.result for op in self.ops}}
 
     def consumers(self, name: str) -> list[Op]:
         """The operations that use an array, each once."""
@@ -118,13 +115,11 @@ class TrainingStep:
         return replace(self, ops=ops) if renamed else self
 
     def __str__(self) -> str:
-        kinds = [f"{op.kind} x {op.times}" if op.times > 1 else op.kind for op in self.ops]
-        return align_columns(
-            [
-                (op.name, kind, op.text, ", ".join(op.operands))
-                for op, kind in zip(self.ops, kinds, strict=True)
-            ]
-        )
+        rows = []
+        for op in self.ops:
+            kind = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
+            rows.append((op.name, kind, op.text, ", ".join(op.operands)))
+        return align_columns(rows)
 
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
