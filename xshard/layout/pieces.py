@@ -8,19 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from xshard.layout.runs import (
-    FILL,
-    Numbers,
-    Pieces,
-    Run,
-    Runs,
-    check_pieces,
-    counted,
-    expanded,
-    met,
-    pieces,
-    run_table,
-)
+from xshard.layout import runs
+from xshard.layout.runs import FILL, Numbers, Pieces, Run, Runs, check_pieces, counted, expanded, pieces
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one
 
@@ -79,16 +68,16 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
             blocks[block].append(Run(FILL, local - filled_to[block]))
         blocks[block].append(Run(start, length))
         filled_to[block] = local + length
-    for runs, end, n in zip(blocks, filled_to, lengths, strict=True):
+    for rows, end, n in zip(blocks, filled_to, lengths, strict=True):
         if n > end:
-            runs.append(Run(FILL, n - end))
+            rows.append(Run(FILL, n - end))
     return tuple(map(tuple, blocks))
 
 
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
     blocks = filled(table._replace(local=table.start), [0] * n)
-    return tuple(tuple(run for run in runs if run.start != FILL) for runs in blocks)
+    return tuple(tuple(run for run in rows if run.start != FILL) for rows in blocks)
 
 
 def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
@@ -108,7 +97,7 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
-    tables = run_table(src), run_table(dst)
+    tables = runs.run_table(src), runs.run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)
         times: Any = np.ones(len(b.start), np.int64)
@@ -147,7 +136,7 @@ def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
 def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Numbers]:
     """The pieces of runs inside windows, and how often each window counts."""
     block, local, start, length, repeats, stride = table.T
-    window, run, lo, hi = met(windows, Pieces(block, local, start, _ends(table) - start))
+    window, run, lo, hi = runs.met(windows, Pieces(block, local, start, _ends(table) - start))
     step = np.maximum(stride, 1)[run]
     first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
     many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
