@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import block_fills
+from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
+from xshard.steps.exchange.sources import DimEnd, dim_end, dim_ends, sources, view_pairs
 from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
@@ -51,9 +52,14 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
     have = block_holders(before, node_devices)
     elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
     for d, dim in enumerate(after.layout.dims):
-        shared = rows_in_common(before.owners(d), after.owners(d))
+        shared = _rows_in_common(dim_end(before, d), dim_end(after, d))
         elements *= shared[:, _positions_along(after.mesh, dim.axes)][have.keys[:, d]]
     return elements
+
+
+@lru_cache(maxsize=4096)
+def _rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
+    return rows_in_common(all_owned_rows(*src[:3]), all_owned_rows(*dst[:3]))
 
 
 @lru_cache(maxsize=1024)

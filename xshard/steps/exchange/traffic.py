@@ -215,7 +215,6 @@ def _owner_of_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> NDArray[np.
     return owners
 
 
-@lru_cache(maxsize=4096)
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
     """Rows that every block of `src` (first index), all distinct, shares with every block of `dst`."""
     receivers, givers, rows = shared_rows(src, dst)
