@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from xshard.notation.parser import ARROW
 
 Shape = Sequence[int]
+Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], "Written"]
 
 
 class Written(NamedTuple):
@@ -36,9 +37,7 @@ _SOURCES = """create_token empty iota random_bits random_fold_in random_seed ran
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
 FREE = {"accesses": 0.0}  # compilers make it part of what is before or after it
-_COPIES = (
-    "bitcast_convert_type convert_element_type copy copy_p name optimization_barrier sharding_constraint"
-)
+_COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
 COPIES = frozenset(_COPIES.split())
 
 
@@ -46,55 +45,53 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     """A primitive with one result as an operation. shapes: the operands', None for a literal."""
     shown = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not shown:
-        return Written(_text([], ascii_letters[: len(out)]), "source")
-    if primitive in ELEMENTWISE:
-        kind, work = _class(primitive, shapes), FREE if primitive in COPIES else {}
-        return Written(_along(shown, out).text, kind, work=work)  # lengths differ only where one is 1
+        return _placed([], out, kind="source")
     if primitive in TABLE:
         return TABLE[primitive](params, shown, out)
-    parts = iter(ascii_letters * 2)
-    *sides, result = ("".join(next(parts) for _ in shape) for shape in (*shown, out))
-    return Written(_text(sides, result), "opaque")
-
-
-def _class(primitive: str, shapes: Sequence[Shape | None]) -> str:
-    """`linear` for what partial sums may pass: sums of arrays, and products with numbers."""
+    if primitive not in ELEMENTWISE:
+        return _placed(shown, out, [None] * max(map(len, shown)), kind="opaque")
+    # Partial sums may pass sums of arrays, and products with numbers.
     sums = primitive in ("add", "add_any", "sub") and all(shapes)
     scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
-    return "linear" if primitive in COPIES | {"neg", "real"} or sums or scaled else "pointwise"
+    is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
+    kind = "linear" if is_linear else "pointwise"
+    return _placed(shown, out, kind=kind, work=FREE if primitive in COPIES else {})
 
 
 def _text(operands: Sequence[str], result: str) -> str:
     return f"{', '.join(' '.join(side) or '()' for side in operands)} {ARROW} {' '.join(result)}".strip()
 
 
-def _along(shapes: Sequence[Shape], out: Shape, axes: Sequence[int] = (), kind: str = "linear") -> Written:
-    """Operands with the dims of the result, whole along axes and where lengths differ."""
+def _placed(
+    shapes: Sequence[Shape],
+    out: Shape,
+    places: Sequence[int | None] = range(26),
+    axes: Sequence[int] = (),
+    **how: Any,
+) -> Written:
+    """Operands whose dims are dims of the result, at `places`; None for one that the result lacks.
+
+    Whole are `axes` of the result, and dims of another length than there, but for a length of 1.
+    """
     fresh, result = iter(ascii_letters[len(out) :]), ascii_letters[: len(out)]
-    sides = [
-        "".join(x if n == m else next(fresh) for x, n, m in zip(result, s, out, strict=False)) for s in shapes
-    ]
-    differ = [pair for side in sides for pair in zip(side, result, strict=False) if pair[0] != pair[1]]
-    return Written(_text(sides, result), kind, sorted({result[a] for a in axes}.union(*differ)))
+    sides, whole = list[str](), {result[a] for a in axes}
+    for shape in shapes:
+        side = ""
+        for n, place in zip(shape, places, strict=False):
+            side += next(fresh) if place is None or n != out[place] else result[place]
+            if place is not None and n not in (1, out[place]):
+                whole |= {side[-1], result[place]}
+        sides.append(side)
+    return Written(_text(sides, result), whole=sorted(whole), **{"kind": "linear", **how})
 
 
-def _reduced(params: Mapping[str, Any], shapes: Sequence[Shape], whole: bool, **how: Any) -> Written:
-    """Dims that the result lacks."""
-    letters = ascii_letters[: len(shapes[0])]
-    rest = "".join(x for i, x in enumerate(letters) if i not in params["axes"])
-    return Written(_text([letters], rest), whole=[x for x in letters if whole and x not in rest], **how)
-
-
-def _broadcast(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    fresh, result = iter(ascii_letters[len(out) :]), ascii_letters[: len(out)]
-    pairs = zip(shapes[0], params["broadcast_dimensions"], strict=True)
-    operand = "".join(result[d] if n == out[d] else next(fresh) for n, d in pairs)
-    return Written(_text([operand], result), "linear", work=FREE)
-
-
-def _transposed(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    letters = ascii_letters[: len(out)]
-    return Written(_text([letters], "".join(letters[d] for d in params["permutation"])), "linear", work=FREE)
+def _reduced(
+    axes: Sequence[int], shapes: Sequence[Shape], out: Shape, whole: bool = False, **how: Any
+) -> Written:
+    rest = [d for d in range(len(shapes[0])) if d not in axes]
+    row = _placed(shapes, out, [rest.index(d) if d in rest else None for d in range(len(shapes[0]))], **how)
+    operand, _, result = row.text.partition(ARROW)
+    return row._replace(whole=sorted({*operand.split()} - {*result.split()})) if whole else row
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
@@ -108,24 +105,16 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
 
 
 def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    """Windows are whole; channels in groups too, but for one channel in each."""
+    """Windows are whole; all dims are for channels in groups of several."""
     numbers, n = params["dimension_numbers"], len(out) - 2
-    letters = iter(ascii_letters)
-    batch, inner, outer, taken = (next(letters) for _ in range(4))
-    image, window, result = ([next(letters) for _ in range(n)] for _ in range(3))
-    whole, groups = [*image, *window, *result], params["feature_group_count"] * params["batch_group_count"]
-    if groups == 1:
-        taken = inner
-    elif groups == shapes[0][numbers.lhs_spec[1]] == out[numbers.out_spec[1]]:
-        outer = inner
-    else:
-        whole += [batch, inner, outer, taken]
-    sides = (
-        (numbers.lhs_spec, [batch, inner, *image]),
-        (numbers.rhs_spec, [outer, taken, *window]),
-        (numbers.out_spec, [batch, outer, *result]),
-    )
-    a, b, c = ("".join(dims[spec.index(d)] for d in range(n + 2)) for spec, dims in sides)
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    image, window, result = (ascii_letters[4 + n * i :][:n] for i in range(3))
+    each = groups == shapes[0][numbers.lhs_spec[1]] == out[numbers.out_spec[1]]
+    batch, inner, outer, taken = "acbc" if groups == 1 else "abbd" if each else "abcd"
+    dims = (batch + inner + image, outer + taken + window, batch + outer + result)
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    a, b, c = ("".join(d[spec.index(i)] for i in range(n + 2)) for spec, d in zip(specs, dims, strict=True))
+    whole = image + window + result if groups == 1 or each else a + b + c
     flops = 2.0 / math.prod(shapes[0][d] for d in numbers.lhs_spec[2:])
     return Written(_text([a, b], c), "contraction", whole, {"flops": flops})
 
@@ -150,51 +139,51 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
     return Written(_text([table, "".join([*rows, index])], result), "lookup", [*whole, index])
 
 
-def _of_scan(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    """One of stacked arrays, or all of them from one."""
-    letters = ascii_letters[: max(len(shapes[0]), len(out))]
-    before, after = (letters[len(letters) - len(shape) :] for shape in (shapes[0], out))
-    once = 2.0 * math.prod(out) / (math.prod(out) + math.prod(shapes[0]))
-    return Written(_text([before], after), "linear", letters[:1], {"accesses": once})
+def _along(key: str, kind: str = "pointwise", operands: int | None = None) -> Row:
+    """Whole along the dims that a parameter names: as a number, as numbers, or by what happens along each."""
+
+    def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
+        axes = params.get(key, ())
+        if key in ("padding_config", "window_dimensions"):
+            axes = [d for d, along in enumerate(axes) if along not in (1, (0, 0, 0))]
+        return _placed(shapes[:operands], out, axes=[axes] if isinstance(axes, int) else axes, kind=kind)
+
+    return row
 
 
-def _windows(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    return _along(shapes, out, [i for i, n in enumerate(params["window_dimensions"]) if n > 1], "pointwise")
+def _rows(names: str, row: Row) -> dict[str, Row]:
+    return dict.fromkeys(names.split(), row)
 
 
-def _cumulative(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    return _along(shapes, out, [params["axis"]], "pointwise")
-
-
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
+MAXIMUM: Mapping[str, Any] = {
+    "kind": "contraction",
+    "work": {"flops": 0.0},
+}  # costs what a sum does, and nothing takes partial ones
 TABLE: Mapping[str, Row] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transposed,
     "gather": _gathered,
-    "reduce_sum": lambda params, shapes, _: _reduced(params, shapes, False, kind="linear"),
-    # a maximum of maxima costs what a sum of sums does, and no other operation takes them
-    **dict.fromkeys(
-        ("reduce_max", "reduce_min"),
-        lambda params, shapes, _: _reduced(params, shapes, False, kind="contraction", work={"flops": 0.0}),
+    "broadcast_in_dim": lambda p, s, out: _placed(s, out, p["broadcast_dimensions"], work=FREE),
+    "transpose": lambda p, s, out: _placed(
+        s, out, [p["permutation"].index(d) for d in range(len(out))], work=FREE
     ),
-    **dict.fromkeys(
-        ("argmax", "argmin", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"),
-        lambda params, shapes, _: _reduced(params, shapes, True),
+    "reduce_sum": lambda p, s, out: _reduced(p["axes"], s, out),
+    **_rows("reduce_max reduce_min", lambda p, s, out: _reduced(p["axes"], s, out, **MAXIMUM)),
+    **_rows(
+        "argmax argmin reduce_and reduce_or reduce_prod reduce_xor",
+        lambda p, s, out: _reduced(p["axes"], s, out, whole=True, kind="pointwise"),
     ),
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _cumulative),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windows),
-    "sort": lambda params, shapes, out: _along(shapes, out, [params["dimension"]], "pointwise"),
-    "top_k": lambda params, shapes, out: _along(shapes, out, [len(out) - 1], "pointwise"),
-    "rev": lambda params, shapes, out: _along(shapes, out, params["dimensions"]),
-    "concatenate": lambda params, shapes, out: _along(shapes, out, [params["dimension"]]),
-    "split": lambda params, shapes, out: _along(shapes, out, [params["axis"]]),
-    **dict.fromkeys((SLICE, STACK), _of_scan),
-    "slice": lambda _, shapes, out: _along(shapes, out),
-    "dynamic_slice": lambda _, shapes, out: _along(shapes[:1], out),
-    "dynamic_update_slice": lambda _, shapes, out: _along(shapes[:2], out),
-    "pad": lambda params, shapes, out: _along(
-        shapes[:1], out, [i for i, edges in enumerate(params["padding_config"]) if any(edges)]
+    **_rows("cumlogsumexp cummax cummin cumprod cumsum top_k", _along("axis")),
+    **_rows("reduce_window_max reduce_window_min reduce_window_sum", _along("window_dimensions")),
+    **_rows("slice dynamic_slice", _along("", "linear", 1)),
+    "dynamic_update_slice": lambda p, s, out: _placed(
+        s[:2], out, axes=[d for d, n in enumerate(s[1]) if n != out[d]]
     ),
+    "sort": _along("dimension"),
+    "rev": _along("dimensions", "linear"),
+    "concatenate": _along("dimension", "linear"),
+    "split": _along("axis", "linear"),
+    "pad": _along("padding_config", "linear", 1),
+    SLICE: lambda _, s, out: _reduced([0], s, out, whole=True, work=FREE),
+    STACK: lambda _, s, out: _placed(s, out, range(1, len(out)), [0], work=FREE),
 }
