@@ -19,8 +19,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import ARROW, parts_of
 from xshard.step.cost import Cost
-from xshard.step.edge import Edge, Term
-from xshard.step.moves import MovePrices
+from xshard.step.moves import Edge, MovePrices, Term
 from xshard.step.op import Op
 from xshard.step.options import Floats, Indices, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of

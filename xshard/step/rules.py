@@ -13,7 +13,7 @@ from xshard.layout import Layout
 from xshard.models import rule_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, spellings, text_of
-from xshard.step.edge import Edge
+from xshard.step.moves import Edge
 from xshard.step.op import layout_of, ways_of
 from xshard.step.options import Flags, Indices, without_copies
 from xshard.step.problem import EACH, KEPT, StepProblem
