@@ -155,17 +155,15 @@ def _rows(names: str, row: Row) -> dict[str, Row]:
     return dict.fromkeys(names.split(), row)
 
 
-MAXIMUM: Mapping[str, Any] = {
-    "kind": "contraction",
-    "work": {"flops": 0.0},
-}  # costs what a sum does, and nothing takes partial ones
+# A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
+MAXIMUM: Mapping[str, Any] = {"kind": "contraction", "work": {"flops": 0.0}}
 TABLE: Mapping[str, Row] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _gathered,
     "broadcast_in_dim": lambda p, s, out: _placed(s, out, p["broadcast_dimensions"], work=FREE),
     "transpose": lambda p, s, out: _placed(
-        s, out, [p["permutation"].index(d) for d in range(len(out))], work=FREE
+        s, out, sorted(range(len(out)), key=p["permutation"].__getitem__), work=FREE
     ),
     "reduce_sum": lambda p, s, out: _reduced(p["axes"], s, out),
     **_rows("reduce_max reduce_min", lambda p, s, out: _reduced(p["axes"], s, out, **MAXIMUM)),

@@ -69,7 +69,7 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class JaxSuggestion(Suggestion):
-    """A suggestion for a loss, with what `jit` takes. names: arrays of the jaxpr -> arrays of the step."""
+    """A suggestion for a loss, with what `jit` takes. names: places of the jaxpr -> arrays of the step."""
 
     loss: Loss
     tracer: Tracer
@@ -84,7 +84,7 @@ class JaxSuggestion(Suggestion):
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """The function with `jax.lax.with_sharding_constraint` on parameters in use and on activations.
 
-        The batch may have another length. A suggestion for a mesh without devices follows `jax.set_mesh`.
+        The batch may have another length. Axes are Auto; for a mesh without devices `jax.set_mesh` has them.
         """
 
         def constrained(*args: Any) -> Any:
@@ -106,13 +106,13 @@ class JaxSuggestion(Suggestion):
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""
-        stored, _ = self.layouts.get(self._name(name), (Layout(()), None))
+        stored, _ = self.layouts.get(self.names.get(name, name), (Layout(()), None))
         spec = to_partition_spec(Layout(stored.dims))
         return PartitionSpec(None, *spec) if name in self.tracer.stacked else spec
 
     def _placed(self, name: str, x: jax.Array) -> jax.Array:
         """An array with the layout in which it is used, if XLA has to be told."""
-        name = self._name(name)
+        name = self.names.get(name, name)
         start, used = self.layouts.get(name, (None, None))
         op = self.search.problem.step.by_name.get(name)
         if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
@@ -122,10 +122,6 @@ class JaxSuggestion(Suggestion):
         spec = to_partition_spec(Layout(used.dims))
         where = NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec
         return jax.lax.with_sharding_constraint(x, where)
-
-    def _name(self, name: str) -> str:
-        name = self.tracer.aliases.get(name, name)
-        return self.names.get(name, name)
 
     def __str__(self) -> str:
         opaque = self.tracer.opaque.items()
@@ -159,7 +155,7 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
 
 
 def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
-    """The step of a loss, and the names that repeated blocks have in it."""
+    """The step of a loss, and the names that places of its jaxpr have there."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:
@@ -177,4 +173,5 @@ def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
     tracer = Tracer(trace)
     (last,) = tracer.walk(closed.jaxpr, loss.names)
     step, names = repeated(trace.step(last or "", moves_anywhere=True))
+    names |= {place: names.get(name, name) for place, name in tracer.aliases.items()}
     return fused(step), tracer, names

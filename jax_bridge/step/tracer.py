@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ from xshard.step.trace import Trace
 
 INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
 VIEWS = ("expand_dims", "reshape", "squeeze")
+Name = str | None  # of an array; None for a number
+Names = Sequence[Name]
+Shape = Sequence[int]
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
 
 
@@ -47,88 +50,67 @@ class Tracer:
     trace: Trace
     opaque: dict[str, list[str]] = field(default_factory=dict)
     stacked: dict[str, int] = field(default_factory=dict)
-    shared: set[str | None] = field(default_factory=set)
+    shared: set[Name] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     recomputes: bool = False
 
-    def walk(
-        self, jaxpr: Jaxpr, args: Sequence[str | None], prefix: str = "", times: int = 1
-    ) -> list[str | None]:
-        """The names of the results; None stands for numbers."""
-        arrays: dict[Any, str | None] = dict(zip(jaxpr.invars, args, strict=True))
+    def walk(self, jaxpr: Jaxpr, args: Names, prefix: str = "", times: int = 1) -> list[Name]:
+        """The names of the results."""
+        arrays: dict[Any, Name] = dict(zip(jaxpr.invars, args, strict=True))
         uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not is_number(v))
         self.shared |= {arrays[v] for v in jaxpr.invars if uses[v] > 1}
         for i, var in enumerate(jaxpr.constvars):
-            arrays[var] = self._add(f"{prefix}const.{i}", "iota", {}, (), var.aval.shape, times)
+            arrays[var] = self._add(f"{prefix}const.{i}", "iota", (), var.aval.shape, times)
         for name, eqn in places(jaxpr, prefix):
             operands = [None if is_number(v) else arrays[v] for v in eqn.invars]
-            body = body_of(eqn)
-            self.recomputes |= eqn.primitive.name in ("checkpoint", "remat2")
-            if eqn.primitive.name == "scan":
+            kind, body = eqn.primitive.name, body_of(eqn)
+            self.recomputes |= kind in ("checkpoint", "remat2")
+            if kind == "scan":
                 results = self._scan(name, eqn, operands, times)
-            elif eqn.primitive.name in INLINED and body is not None:
+            elif kind in INLINED and body is not None:
                 results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
                 self.aliases |= {name: results[0]} if results[0] else {}
             else:
                 results = [
-                    self._add(
-                        f"{name}:{i}" if i else name,
-                        eqn.primitive.name,
-                        eqn.params,
-                        operands,
-                        var.aval.shape,
-                        times,
-                    )
-                    for i, var in enumerate(eqn.outvars)
+                    self._add(f"{name}:{i}" if i else name, kind, operands, v.aval.shape, times, eqn.params)
+                    for i, v in enumerate(eqn.outvars)
                 ]
             arrays |= dict(zip(eqn.outvars, results, strict=True))
         return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
     def _add(
-        self,
-        name: str,
-        primitive: str,
-        params: Mapping[str, Any],
-        operands: Sequence[str | None],
-        shape: Sequence[int],
-        times: int,
-    ) -> str | None:
+        self, name: str, kind: str, operands: Names, shape: Shape, times: int, params: Any = None
+    ) -> Name:
         """The operation of a primitive; None for a number that is computed from numbers."""
         arrays, how = [o for o in operands if o is not None], {**INSIDE, "times": times}
         if not arrays and not shape:
             return None
-        if primitive in VIEWS and arrays:
+        if kind in VIEWS and arrays:
             return self.trace.view(name, arrays[0], shape, **how)
         shapes = [None if o is None else self.trace.shapes[o] for o in operands]
-        text, kind, whole, work = written(primitive, params, shapes, shape)
-        n = len(text.partition(ARROW)[0].split(",")) if kind != "source" else 0
-        if kind == "opaque":
-            self.opaque.setdefault(primitive, []).append(name)
-        return self.trace.add(name, text, arrays[:n], shape, kind, whole, **work, **how)
+        text, group, whole, work = written(kind, params, shapes, shape)
+        n = len(text.partition(ARROW)[0].split(",")) if group != "source" else 0
+        if group == "opaque":
+            self.opaque.setdefault(kind, []).append(name)
+        return self.trace.add(name, text, arrays[:n], shape, group, whole, **work, **how)
 
-    def _scan(self, name: str, eqn: Any, operands: Sequence[str | None], times: int) -> list[str | None]:
+    def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """A block that runs `length` times: carries, and slices of what is stacked."""
         trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
         n, inner, args = eqn.params["num_consts"], times * length, list(operands)
         m = n + eqn.params["num_carry"]
-        carries = dict[int, str | None]()
+        carries = dict[int, Name]()
         for i, operand in enumerate(operands):
             if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
                 continue
             shape = trace.shapes[operand]
             if i < n:  # a parameter of all rounds is one parameter, not one of each
-                is_parameter = operand not in trace.dims or operand in trace.parameters
-                args[i] = (
-                    self._add(f"{name}.const.{i}", "copy", {}, [operand], shape, times)
-                    if is_parameter
-                    else operand
-                )
+                if operand not in trace.dims or operand in trace.parameters:
+                    args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
             elif i < m:
-                args[i] = carries[i - n] = self._add(
-                    f"{name}.carry.{i - n}", "copy", {}, [operand], shape, inner
-                )
+                args[i] = carries[i - n] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
             elif operand in trace.dims or operand in self.shared:
-                args[i] = self._add(f"{name}.xs.{i - m}", SLICE, {}, [operand], shape[1:], inner)
+                args[i] = self._add(f"{name}.xs.{i - m}", SLICE, [operand], shape[1:], inner)
             else:  # a parameter, stacked over the layers
                 self.stacked[operand] = length
                 trace.parameter(operand, shape[1:])
@@ -137,10 +119,8 @@ class Tracer:
             if again := results[i]:
                 place = [op.name for op in trace.ops].index(carry or "")
                 trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
-        stacks = [
-            self._add(
-                f"{name}.ys.{i}", STACK, {}, [result], (length, *trace.shapes.get(result or "", ())), times
-            )
-            for i, result in enumerate(results[m - n :])
-        ]
+        stacks = list[Name]()
+        for i, result in enumerate(results[m - n :]):
+            shape = (length, *trace.shapes.get(result or "", ()))
+            stacks.append(self._add(f"{name}.ys.{i}", STACK, [result], shape, times))
         return [*results[: m - n], *stacks]

@@ -98,9 +98,8 @@ class Trace:
                 self.dims[operand], self.parameters[operand] = its_dims, side
         if how.get("rules") is not None:
             how["rules"] = tuple(_in_names(rule, meaning) for rule in how["rules"])
-        whole = tuple(
-            n for letter, names in meaning.items() for n in names if letter in whole or self.lengths[n] == 1
-        )
+        each = ((x, n) for x, names in meaning.items() for n in names)
+        whole = tuple(n for x, n in each if x in whole or self.lengths[n] == 1)
         text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
         self.ops.append(Op(name, text, tuple(operands), kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
@@ -113,13 +112,8 @@ class Trace:
             if op.name in needed:
                 needed.update(op.operands)
                 ops.insert(0, op)
-        inputs, parameters = (
-            {name: text for name, text in each.items() if name in needed}
-            for each in (self.inputs, self.parameters)
-        )
-        return TrainingStep(
-            ops, self.lengths, inputs, parameters, dtype=self.dtype, moves_anywhere=moves_anywhere
-        )
+        given = [{n: text for n, text in x.items() if n in needed} for x in (self.inputs, self.parameters)]
+        return TrainingStep(ops, self.lengths, given[0], given[1], "b", self.dtype, moves_anywhere)
 
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
