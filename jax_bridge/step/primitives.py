@@ -69,7 +69,7 @@ def _placed(
     axes: Sequence[int] = (),
     **how: Any,
 ) -> Written:
-    """Operands whose dims are dims of the result, at `places`; None for one that the result lacks.
+    """Operands with dims of the result, at `places`; None for a dim that the result lacks.
 
     Whole are `axes` of the result, and dims of another length than there, but for a length of 1.
     """

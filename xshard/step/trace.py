@@ -98,8 +98,8 @@ class Trace:
                 self.dims[operand], self.parameters[operand] = its_dims, side
         if how.get("rules") is not None:
             how["rules"] = tuple(_in_names(rule, meaning) for rule in how["rules"])
-        each = ((x, n) for x, names in meaning.items() for n in names)
-        whole = tuple(n for x, n in each if x in whole or self.lengths[n] == 1)
+        pairs = ((x, n) for x, names in meaning.items() for n in names)
+        whole = tuple(n for x, n in pairs if x in whole or self.lengths[n] == 1)
         text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
         self.ops.append(Op(name, text, tuple(operands), kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
@@ -112,8 +112,8 @@ class Trace:
             if op.name in needed:
                 needed.update(op.operands)
                 ops.insert(0, op)
-        given = [{n: text for n, text in x.items() if n in needed} for x in (self.inputs, self.parameters)]
-        return TrainingStep(ops, self.lengths, given[0], given[1], "b", self.dtype, moves_anywhere)
+        used = [{n: text for n, text in x.items() if n in needed} for x in (self.inputs, self.parameters)]
+        return TrainingStep(ops, self.lengths, used[0], used[1], "b", self.dtype, moves_anywhere)
 
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
