@@ -70,12 +70,7 @@ class Pairs(NamedTuple):
 
 
 def solve_program(
-    values: Sequence[Floats],
-    pairs: Iterable[Pairs],
-    cost: Cost,
-    scale: float,
-    most_nodes: int,
-    gap: float = 0.0,
+    values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float, most_nodes: int, gap: float
 ) -> tuple[list[int] | None, float]:
     """The cheapest assignment within all limits, None if none is found, and a lower bound of the cost of all.
 

@@ -76,24 +76,27 @@ def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tupl
 
 def simplified(search: StepSearch, most: float) -> list[int]:
     """The best assignment after changes at one node each for fewer rules, while it takes `most` seconds."""
-    problem, here = search.problem, list(search.best or ())
-    least, node, unchanged = _variety(problem, here), 0, 0
+    problem, best = search.problem, list(search.best or ())
+    here, least, node, unchanged = best, _variety(_patterns(problem, best)), 0, 0
     while unchanged < len(here):
         ranks = search.cost.rank(problem.vectors(here, node))
         for option in sorted(search.left[node], key=lambda option: float(ranks[option])):
             there = [*here[:node], int(option), *here[node + 1 :]]
-            if ranks[option] > most or (variety := _variety(problem, there)) > least - 1e-9:
+            if ranks[option] > most or (variety := _variety(_patterns(problem, there))) > least - 1e-9:
                 continue
             problem.plan(there)
             if search.cost.rank(problem.vectors(there)[0]) <= most:
                 here, least, unchanged = there, variety, 0
         node, unchanged = (node + 1) % len(here), unchanged + 1
-    return here
+    return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
 
 
-def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
+def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
+    return [text_of(pattern) for rules in written(problem, assignment)[:3] for pattern in rules]
+
+
+def _variety(patterns: Sequence[str]) -> float:
     """Less for fewer rules, and for rules of many names beside rules of few."""
-    patterns = [text_of(pattern) for rules in written(problem, assignment)[:3] for pattern in rules]
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)
 
 
@@ -106,7 +109,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
     for edge in problem.edges:
         (a, b), (src, dst), source = edge.nodes, edge.layouts, problem.nodes[edge.nodes[0]]
         if source.kept is not None:
-            stored, used, _ = _resolved(parameters[source.name], problem, source.name)
+            stored, used, _ = _sides(parameters[source.name], problem, source.name)
             mode = EACH if stored != used and once.find(source.name) is None else KEPT
             allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
             allowed[b] &= (without_copies(dst) == used).all(-1)[edge.indices[1]]
@@ -114,12 +117,12 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
         arriving = root if isinstance(root, str) else (root or {}).get(source.name)
         plain = without_copies if source.name in step.inputs else np.asarray  # they need no gradient
         if source.name in step.inputs and arriving is not None:
-            arrived = plain(_resolved(arriving, problem, source.name)[1])
+            arrived = plain(_sides(arriving, problem, source.name)[1])
             allowed[a] &= (source.ways[:, -1] == arrived).all(-1)
         stated = (rules.inputs if edge.enters else rules.outputs).find(edge.place) if edge.place else None
         same = src[:, None] == plain(dst)  # axes that a rule does not name
         if stated is not None:
-            start, end, named = _resolved(stated, problem, source.name, edge.place)
+            start, end, named = _sides(stated, problem, source.name, edge.place)
             same = np.where(named, (src == plain(start))[:, None] & (plain(dst) == plain(end)), same)
         edge.banned = edge.banned | ~same.all(-1)
     return [np.nonzero(flags)[0] for flags in allowed]
@@ -133,7 +136,7 @@ def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indice
     layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
     allowed = []
     for node in problem.nodes:
-        start, _, named = _resolved(layouts.get(node.name, "..."), problem, node.name)
+        start, _, named = _sides(layouts.get(node.name, "..."), problem, node.name)
         allowed.append(np.nonzero(((node.ways[:, -1] == start) | ~named).all(-1))[0])
         if not len(allowed[-1]):
             hint = f"'{problem.step.arrays[node.name]}' has lengths {problem.shape(node.name)}"
@@ -141,9 +144,7 @@ def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indice
     return allowed
 
 
-def _resolved(
-    text: str, problem: StepProblem, name: str, place: str = ""
-) -> tuple[list[int], list[int], Flags]:
+def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> tuple[list[int], list[int], Flags]:
     """A rule for an array -> the ways of both layouts, and which axes it names. Raises NotationError."""
     axes, n = problem.mesh.axes, len(problem.names(name))
     with located(f"rule of {place or name}"):
