@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch_bridge.redistribution import redistribute
     from torch_bridge.state.files import load, save
     from torch_bridge.state.transfer import transfer
+    from torch_bridge.step.suggest import suggest
 
 # The names of each module, imported with their first use: most programs use few of them.
 _MODULES = {
@@ -36,6 +37,7 @@ _MODULES = {
     "redistribution": ("redistribute",),
     "state.files": ("load", "save"),
     "state.transfer": ("transfer",),
+    "step.suggest": ("suggest",),
 }
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
@@ -54,6 +56,7 @@ __all__ = [
     "redistribute",
     "save",
     "state_dict",
+    "suggest",
     "transfer",
     "verify",
 ]

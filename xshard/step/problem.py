@@ -197,8 +197,10 @@ class StepProblem:
             terms[GRADIENTS] = 0.0, 0.0, self.training.gradient_bytes * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
+        moves, is_linear = self.training.moves, name in step.differentiable
+        if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
+            used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
-        moves, is_linear = self.training.moves, name not in step.inputs
         return Edge(
             numbers, indices, layouts, shape, moves, terms, is_linear, entered or place, bool(entered)
         )

@@ -91,6 +91,18 @@ class TrainingStep:
         arrays = {name: parse_arrays(f"{ARROW} {text}")[-1] for name, text in texts.items()}
         return {**arrays, **{op.name: op.result for op in self.ops}}
 
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """The parameters, and the operations that have a gradient because of them."""
+        found = {*self.parameters, *(op.again for op in self.ops if op.again)}
+        for op in self.ops:
+            found |= (
+                {op.name}
+                if op.again or (op.kind != "source" and not found.isdisjoint(op.operands))
+                else set()
+            )
+        return frozenset(found)
+
     def consumers(self, name: str) -> list[Op]:
         """The operations that use an array, each once."""
         return [op for op in self.ops if name in (*op.operands, op.again)]

@@ -1,0 +1,117 @@
+"""Models of transformers as steps: every operation has a rule, equal layers are one, and the rules train."""
+
+from dataclasses import replace
+
+import torch
+import transformers
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import on_ranks
+from torch_bridge.step.record import recorded
+from xshard.step.fuse import fused
+from xshard.step.repeat import repeated
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+IDS = {"input_ids": (4, 8)}
+MODELS = {
+    "Llama": ("CausalLM", {**SIZES, **HEADS}, IDS),
+    "GPT2": ("LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}, IDS),
+    "T5": (
+        "ConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        {**IDS, "decoder_input_ids": (4, 6)},
+    ),
+    "ViT": (
+        "ImageClassification",
+        {**SIZES, "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "num_labels": 8},
+        {"pixel_values": (4, 3, 16, 16)},
+    ),
+    "Mixtral": (
+        "CausalLM",
+        {**SIZES, **HEADS, "num_local_experts": 4, "experts_implementation": "batched_mm"},
+        IDS,
+    ),
+    "Mamba": ("CausalLM", {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, IDS),
+}
+# Operations of a step. A Llama by hand has 16: two angles, a slice of the logits and the loss come beside.
+OPS = {"Llama": 21, "GPT2": 23, "T5": 81, "ViT": 21, "Mixtral": 30, "Mamba": 36}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "hidden_dropout_prob")
+
+
+def build(name):
+    head, sizes, shapes = MODELS[name]
+    kind = getattr(transformers, f"{name}{'' if head == 'LMHeadModel' else 'For'}{head}")
+    config = kind.config_class(**{"vocab_size": 64, **sizes})
+    for option in DROPOUTS:
+        if hasattr(config, option):
+            setattr(config, option, 0.0)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model, generator = kind(config).double(), torch.Generator().manual_seed(1)
+    batch = {
+        key: torch.randint(3, 64, shape, generator=generator)
+        if "ids" in key
+        else torch.randn(shape, generator=generator, dtype=torch.float64)
+        for key, shape in shapes.items()
+    }
+    return model, batch
+
+
+def step_of(name):
+    with torch.device("meta"):
+        step, unused = recorded(*build(name))
+    return fused(repeated(step)[0]), unused
+
+
+def test_every_operation_of_six_models_has_a_rule():
+    for name, n in OPS.items():
+        step, unused = step_of(name)
+        assert len(step.ops) == n, (name, len(step.ops))
+        assert not [op.name for op in step.ops if op.kind == "opaque"], name
+        assert not unused, name
+        assert {op.times for op in step.ops} == ({1} if name == "T5" else {1, 2}), name
+
+
+def a_machine_for_small_models():
+    """Slow at computing and fast at moving, so that small arrays are sharded."""
+    machine = xs.load_profile("h100")
+    links = {
+        name: replace(getattr(machine, name), latency_s=1e-9, bytes_per_s=1e14)
+        for name in ("default", "across")
+    }
+    slow = tuple((dtype, flops / 1e5) for dtype, flops in machine.flops_per_s)
+    launches = tuple((kind, 1e-9) for kind, _ in machine.launch_s)
+    return replace(machine, **links, flops_per_s=slow, launch_s=launches, copy_bytes_per_s=1e9)
+
+
+def _trains(name, parameters, inputs, outputs, result):
+    mesh = xs.Mesh(dp=2, tp=2)
+    model, batch = build(name)
+    whole = " ".join(dim.partition("/")[0] for dim in result.partition("|")[0].split())
+
+    def loss(y):
+        logits = xt.redistribute(y.logits, f"{result} -> {whole}", mesh)
+        return (logits**2).mean() + logits.sin().mean()
+
+    xt.parallelize(model, parameters, inputs, mesh, outputs=outputs)
+    xt.verify(model, batch, loss=loss, tol=1e-5 if name == "Mixtral" else 1e-10)  # routers are in float32
+
+
+def _train(plans):
+    for plan in plans:
+        _trains(*plan)
+
+
+def test_suggested_rules_train_as_on_one_device():
+    plans = []
+    for name in ("Llama", "GPT2", "ViT", "Mixtral"):
+        model, batch = build(name)
+        options = {"micro_batches": 1, "recompute": False, "gap": 0.05}
+        fixed = {next(iter(batch)): "b/dp ..."}
+        machine = a_machine_for_small_models()
+        plan = xt.suggest(model, batch, xs.Mesh(dp=2, tp=2), profile=machine, fixed=fixed, **options)
+        assert "tp" in str(dict(plan.parameters)) and "tp" in str(dict(plan.inputs)), name
+        plans.append((name, dict(plan.parameters), dict(plan.inputs), dict(plan.outputs), plan.result))
+    on_ranks(4, _train, plans)

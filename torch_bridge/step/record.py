@@ -1,0 +1,294 @@
+"""One forward pass of a module without data, recorded operation by operation as a step.
+
+All tensors are on the meta device. Numbers that come from no input and no parameter have values, too:
+models ask for some of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, linked
+from xshard.dtypes import name_of
+from xshard.errors import PlanError
+from xshard.notation.parser import ARROW
+from xshard.step.step import TrainingStep
+from xshard.step.trace import Trace
+
+SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
+LARGEST = 2**20  # elements of numbers that have values
+FREE: dict[str, Any] = {"accesses": 0.0}
+NUMBERED = re.compile(r"(^|\.)\d+$")  # modules that may be repeated
+Links = dict[str, dict[int, str]]  # arrays -> their dims -> letters of a result with the same lengths
+INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}
+
+
+class Length(int):
+    """A length that the code has read, with the arrays and dims that have it: several if it is a product."""
+
+    origins: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, n: int, *origins: tuple[str, int]) -> Length:
+        length = cls(n)
+        length.origins = origins
+        return length
+
+    def __mul__(self, other: Any) -> int:
+        n = int(self) * other
+        return Length.of(n, *self.origins, *other.origins) if isinstance(other, Length) else n
+
+
+class Recorder(TorchDispatchMode):
+    """Operations of a module's forward pass -> `trace`."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.known = dict[int, tuple[Tensor, str]]()  # with the tensors, so that no other has their id
+        self.values, self.constants = dict[int, Tensor](), set[str]()
+        self.path, self.counts = [""], Counter[str]()
+        self.around, self.sizes = list[Any](), tuple[Any, ...]()
+        self.entered, self.left = dict[str, str](), dict[str, str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema.arguments
+        given = {each.name: each.default_value for each in schema if each.has_default_value()}
+        given |= {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
+        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if name == "_local_scalar_dense":
+            if id(args[0]) not in self.values:
+                hint = "its operations have to be the same for all data"
+                raise PlanError(f"{self.path[-1] or 'the model'} reads numbers from a tensor", hint=hint)
+            return self.values[id(args[0])].item()
+        meta = {**(kwargs or {}), **({"device": "meta"} if "device" in (kwargs or {}) else {})}
+        out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **meta)
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
+            real = {**(kwargs or {}), **({"device": "cpu"} if "device" in (kwargs or {}) else {})}
+            found = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **real)
+            self.values |= {id(x): y for x, y in zip(results, tree_leaves(found), strict=True)}
+        for x in results:
+            self._record(name.rstrip("_"), given, x, torch.Tag.pointwise in func.tags)
+            if name.endswith("_") and x._base is not None:  # a part of an array has been written
+                self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
+        return out
+
+    def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
+        call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
+        dims = re.findall(r"\([^)]*\)|\w+", call.text.partition(ARROW)[2])
+        if call.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
+            self.sizes = tuple(n for n in self.sizes if isinstance(n, Length))[:1]
+        for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
+            letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
+            if len(origins) == len(letters):
+                for letter, (array, d) in zip(letters, origins, strict=True):
+                    links.setdefault(array, {})[d] = letter
+            elif n != -1:  # a length that the code says is that of the whole
+                whole.update(letters)
+        self.add(name, call._replace(whole={*call.whole, *whole}), out, links)
+        if call.added is not None:
+            self.add("bias", bias_call(out, call), out)
+
+    def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
+        """An operation, by the name of its module and its own. links: arrays of which it has lengths."""
+        name = f"{self.path[-1]}:{name}"
+        self.counts[name] += 1
+        name += f"_{self.counts[name]}" * (self.counts[name] > 1)
+        operands = [self.name_of(x) for x in call.operands]
+        how, text, lengths = dict(call.how), call.text, call.lengths
+        links = {array: dims for array, dims in (links or {}).items() if array not in operands}
+        kind, is_constant = call.kind, all(each in self.constants for each in operands)
+        if links or (is_constant and operands):
+            ndims = (len(self.trace.shapes[array]) for array in links)
+            sides = zip(ndims, links.values(), strict=True)
+            arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
+            text, how["rules"] = linked(call, list(arrays))
+            operands += links
+        if is_constant:
+            kind, how["accesses"] = "source", None
+            self.constants.add(name)
+        self.trace.add(name, text, operands, out.shape, kind, call.whole, lengths, **INSIDE, **how)
+        self.known[id(out)] = out, name
+
+    def name_of(self, x: Tensor) -> str:
+        """The name of an array; one that nothing has made is constant."""
+        if id(x) not in self.known:
+            self.add("constant", call_of("arange", {}, x, False), x)
+        return self.known[id(x)][1]
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a module: inside, its first tensor is the result of an operation of its own."""
+        x = first_tensor([*args, *kwargs.values()])
+        self.path.append(path)
+        self.around.append((x, self.known.get(id(x)), len(self.trace.ops)))
+        if path and x is not None and id(x) in self.known:
+            self.add("input", call_of("alias", {"self": x}, x, False), x)
+            self.entered[self.known[id(x)][1]] = path
+
+    def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
+        """After a module: its result has its name."""
+        self.path.pop()
+        x, before, n = self.around.pop()
+        if before is not None and self.known[id(x)][1] in self.entered:
+            self.known[id(x)] = before
+        name = self.known.get(id(first_tensor(result)), (None, ""))[1]
+        if path and name in {op.name for op in self.trace.ops[n:]} - self.entered.keys():
+            self.left.setdefault(name, path)
+
+
+class Functions(TorchFunctionMode):
+    """What is seen of functions, before they become operations: lengths that callers say, and attention."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        before, name = self.recorder.sizes, getattr(func, "__name__", "")
+        is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
+        values = [x for each in args for x in (each if isinstance(each, tuple | list) else [each])]
+        is_sized = name.removeprefix("new_") in SIZED
+        self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
+        try:
+            found = func(*args, **(kwargs or {}))
+        finally:
+            self.recorder.sizes = before
+        if not is_shape or id(args[0]) not in self.recorder.known:
+            return found
+        array = self.recorder.known[id(args[0])][1]
+        if isinstance(found, int):
+            return Length.of(found, (array, args[1] % args[0].ndim))
+        return torch.Size([Length.of(n, (array, d)) for d, n in enumerate(found)])
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        self.recorder.add("attention", attention_call(query, key, value, attn_mask, is_causal, out), out)
+        return out
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """The first tensor of a module's arguments or of its result, for which a rule is."""
+    parts = values.values() if isinstance(values, Mapping) else values
+    each = [values] if isinstance(values, Tensor) else parts or ()
+    return next((x for x in each if isinstance(x, Tensor)), None)
+
+
+def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
+    """A training step of a module, with a loss of its first result, and the parameters that it lacks.
+
+    batch: examples of the arguments of its forward pass: a tensor, a tuple, or a dict by name; only their
+    shapes and dtypes matter.
+    """
+    arguments = list(inspect.signature(model.forward).parameters)
+    given = (
+        batch
+        if isinstance(batch, Mapping)
+        else dict(zip(arguments, batch if isinstance(batch, tuple) else (batch,), strict=False))
+    )
+    inputs = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    if not tensors:
+        raise PlanError(
+            "the batch has no tensor", hint='as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
+        )
+    tied: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(parameter, []).append(name)
+    dtype = next((x.dtype for x in tied), torch.float32)
+    trace = Trace(next(iter(tensors.values())).shape[0], name_of(dtype))
+    recorder = Recorder(trace)
+    for name, x in tensors.items():
+        recorder.known[id(x)] = x, trace.input(name, x.shape)
+    own: dict[str, Tensor] = {}
+    for name, x in model.named_buffers():
+        own[name] = torch.empty_like(x, device="meta")
+    for parameter, names in tied.items():
+        own[names[0]] = x = parameter.detach().to("meta")
+        recorder.known[id(x)] = x, trace.parameter("|".join(names), x.shape)
+        if len(names) > 1:  # stored once, and used in one way
+            same = call_of("alias", {"self": x}, x, False)
+            recorder.add("tied", same._replace(kind="share", how={}), x)
+    with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
+        for path, module in model.named_modules():
+            for handle in (
+                module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True),
+                module.register_forward_hook(partial(recorder.leave, path)),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(Functions(recorder))
+        stack.enter_context(recorder)
+        result = torch.func.functional_call(model, own, (), inputs, tie_weights=True)
+    _, name = recorder.known.get(id(first_tensor(result)), (None, ""))
+    if name not in trace.shapes:
+        raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
+    if shape := trace.shapes[name]:
+        dims = " ".join(f"r{i}" for i in range(len(shape)))
+        name = trace.add(":loss", f"{dims} ->", (name,), (), "loss", **INSIDE)
+    step = trace.step(name)
+    unused = tuple(n for names in tied.values() for n in names if "|".join(names) not in step.parameters)
+    return _with_modules(step, recorder), unused
+
+
+def _with_modules(step: TrainingStep, recorder: Recorder) -> TrainingStep:
+    """Operations by the names of modules that they leave, and the modules that they enter."""
+    ops, users, enters = {op.name: op for op in step.ops}, dict[str, list[str]](), dict[str, str]()
+    for op in step.ops:
+        for operand in dict.fromkeys(op.operands):
+            users.setdefault(operand, []).append(op.name)
+    for name, path in recorder.entered.items():  # outer modules first
+        if name not in ops:
+            continue
+        origin, after = ops[name].operands[0], users.get(name, [])
+        alone = len(after) == 1 and ops[after[0]].operands.index(name) == 0
+        if len(after) == 1 and after[0] in recorder.entered:
+            pass  # the module inside has the same tensor
+        elif alone and after[0] not in enters:
+            enters[after[0]] = path
+        elif len(users[origin]) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
+            enters[name] = path
+            continue
+        users[origin] = [other for other in users[origin] if other != name] + after
+        for other in after:
+            operands = (origin if each == name else each for each in ops[other].operands)
+            ops[other] = replace(ops[other], operands=tuple(operands))
+        del ops[name]
+    names = {name: path for name, path in recorder.left.items() if name in ops}
+    names = {name: path for path, name in {path: name for name, path in names.items()}.items()}
+    named = (
+        replace(
+            op,
+            name=names.get(name, name),
+            operands=tuple(names.get(each, each) for each in op.operands),
+            enters=enters.get(name, ""),
+            leaves=recorder.left.get(name, ""),
+        )
+        for name, op in ops.items()
+    )
+    return replace(step, ops=tuple(named))
