@@ -95,10 +95,10 @@ def call_of(name: str, args: Arguments, out: Tensor, is_pointwise: bool) -> Call
         {"accesses": 0.0} if name in FREE else {},
     )
     if name == "stack":
-        at = args["dim"] % out.ndim
+        d = args["dim"] % out.ndim
         dims = _letters(out.ndim)
-        each = [*dims[:at], *dims[at + 1 :]]
-        return Call(tensors, _text([*[each] * len(tensors), dims]), "linear", [dims[at]])
+        each = [*dims[:d], *dims[d + 1 :]]
+        return Call(tensors, _text([*[each] * len(tensors), dims]), "linear", [dims[d]])
     if "dim" in args:
         return _along(tensors, out, args["dim"], kind, how, sums=name == "sum")
     if is_pointwise or name in ALIGNED:
@@ -145,9 +145,9 @@ def bias_call(out: Tensor, call: Call) -> Call:
 
 
 def linked(call: Call, arrays: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
-    """The text and the rules of an operation beside arrays of which it has lengths, as operands.
+    """The text and the rules of an operation beside arrays that it reads lengths from, as operands.
 
-    What an axis shards in both is the same; beside that, it does anything in the arrays.
+    An axis shards the same in both; beside that, it does anything in the arrays.
     """
     operands, _, result = call.text.partition(ARROW)
     sides = [each.strip() for each in (operands, *map(" ".join, arrays)) if each.strip()]
@@ -183,7 +183,7 @@ def _text(arrays: Sequence[Sequence[str]]) -> str:
 def _aligned(
     tensors: Sequence[Tensor], out: Tensor, kind: str, how: Mapping[str, Any], whole: Collection[str] = ()
 ) -> Call:
-    """The last dims are those of the result; a dim of another length is broadcast, or whole."""
+    """The last dims are the result's; a dim of another length is broadcast, or whole."""
     arrays, odd = [_letters(out.ndim)], {*whole}
     for k, x in enumerate(tensors):
         places = range(out.ndim - x.ndim, out.ndim)
@@ -198,7 +198,7 @@ def _aligned(
 def _along(
     tensors: Sequence[Tensor], out: Tensor, dim: Any, kind: str, how: Mapping[str, Any], sums: bool
 ) -> Call:
-    """Dims that an argument names are whole, or sums; all others are those of the result, in their order."""
+    """Dims that an argument names are whole, or sums; all others are the result's, in their order."""
     x = tensors[0]
     dims = range(x.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     named = {d % max(x.ndim, 1) for d in dims}
@@ -217,8 +217,8 @@ def _indexed(args: Arguments, out: Tensor) -> Call:
     x, indices = args["self"], [*args["indices"], *[None] * (args["self"].ndim - len(args["indices"]))]
     by = [d for d, index in enumerate(indices) if index is not None]
     n = max(indices[d].ndim for d in by)
-    at = by[0] if by == list(range(by[0], by[-1] + 1)) else 0
-    dims, rows = iter([*_letters(at), *_letters(out.ndim)[at + n :]]), _letters(out.ndim)[at : at + n]
+    lead = by[0] if by == list(range(by[0], by[-1] + 1)) else 0
+    dims, rows = iter([*_letters(lead), *_letters(out.ndim)[lead + n :]]), _letters(out.ndim)[lead : lead + n]
     own = [f"u{d}" if d in by else next(dims) for d in range(x.ndim)]
     each = [
         [

@@ -53,7 +53,7 @@ class Length(int):
         return Length.of(n, *self.origins, *other.origins) if isinstance(other, Length) else n
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Operations of a module's forward pass -> `trace`."""
 
     def __init__(self, trace: Trace) -> None:
@@ -67,9 +67,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema.arguments
-        given = {each.name: each.default_value for each in schema if each.has_default_value()}
-        given |= {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        arguments = {each.name: each.default_value for each in schema if each.has_default_value()}
+        arguments |= {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             if id(args[0]) not in self.values:
@@ -81,10 +81,10 @@ class Recorder(TorchDispatchMode):
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
             real = {**(kwargs or {}), **({"device": "cpu"} if "device" in (kwargs or {}) else {})}
-            found = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **real)
-            self.values |= {id(x): y for x, y in zip(results, tree_leaves(found), strict=True)}
+            computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **real)
+            self.values |= {id(x): y for x, y in zip(results, tree_leaves(computed), strict=True)}
         for x in results:
-            self._record(name.rstrip("_"), given, x, torch.Tag.pointwise in func.tags)
+            self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
                 self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
         return out
@@ -99,14 +99,14 @@ class Recorder(TorchDispatchMode):
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
                     links.setdefault(array, {})[d] = letter
-            elif n != -1:  # a length that the code says is that of the whole
+            elif n != -1:  # a length that the code says is the whole's
                 whole.update(letters)
         self.add(name, call._replace(whole={*call.whole, *whole}), out, links)
         if call.added is not None:
             self.add("bias", bias_call(out, call), out)
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
-        """An operation, by the name of its module and its own. links: arrays of which it has lengths."""
+        """An operation, by the name of its module and its own. links: arrays that it reads lengths from."""
         name = f"{self.path[-1]}:{name}"
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
@@ -153,9 +153,9 @@ class Recorder(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """What is seen of functions, before they become operations: lengths that callers say, and attention."""
+    """Functions before they become operations: lengths that callers say, and attention."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -168,15 +168,15 @@ class Functions(TorchFunctionMode):
         is_sized = name.removeprefix("new_") in SIZED
         self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
         try:
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         finally:
             self.recorder.sizes = before
         if not is_shape or id(args[0]) not in self.recorder.known:
-            return found
+            return result
         array = self.recorder.known[id(args[0])][1]
-        if isinstance(found, int):
-            return Length.of(found, (array, args[1] % args[0].ndim))
-        return torch.Size([Length.of(n, (array, d)) for d, n in enumerate(found)])
+        if isinstance(result, int):
+            return Length.of(result, (array, args[1] % args[0].ndim))
+        return torch.Size([Length.of(n, (array, d)) for d, n in enumerate(result)])
 
     def _attention(
         self,
@@ -207,23 +207,23 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     shapes and dtypes matter.
     """
     arguments = list(inspect.signature(model.forward).parameters)
-    given = (
+    named = (
         batch
         if isinstance(batch, Mapping)
         else dict(zip(arguments, batch if isinstance(batch, tuple) else (batch,), strict=False))
     )
-    inputs = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
+    inputs = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in named.items()}
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     if not tensors:
         raise PlanError(
-            "the batch has no tensor", hint='as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
+            "the batch lacks a tensor", hint='as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
         )
     tied: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(parameter, []).append(name)
     dtype = next((x.dtype for x in tied), torch.float32)
     trace = Trace(next(iter(tensors.values())).shape[0], name_of(dtype))
-    recorder = Recorder(trace)
+    recorder = StepRecorder(trace)
     for name, x in tensors.items():
         recorder.known[id(x)] = x, trace.input(name, x.shape)
     own: dict[str, Tensor] = {}
@@ -256,7 +256,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     return _with_modules(step, recorder), unused
 
 
-def _with_modules(step: TrainingStep, recorder: Recorder) -> TrainingStep:
+def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     """Operations by the names of modules that they leave, and the modules that they enter."""
     ops, users, enters = {op.name: op for op in step.ops}, dict[str, list[str]](), dict[str, str]()
     for op in step.ops:

@@ -29,7 +29,7 @@ class TorchSuggestion(Suggestion):
 
     @property
     def result(self) -> str:
-        """The layout of the model's result, as a loss takes it: of logits, for example."""
+        """The layout of the model's result, as a loss takes it: the layout of logits, for example."""
         (name,) = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
@@ -43,8 +43,8 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
     """The layouts of a model's parameters, inputs and activations that make a training step fastest.
 
     The forward pass runs once on the meta device: nothing is allocated, and the model, which may be on the
-    meta device itself, stays as it is. Lengths that its code says, as numbers of heads, stay those of the
-    whole; lengths that it reads from a tensor are sharded as that tensor is.
+    meta device itself, stays as it is. Lengths that its code says, as numbers of heads, stay the
+    whole's; lengths that it reads from a tensor are sharded as that tensor is.
     batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only shapes and
     dtypes matter, and the first dim of the first tensor is the batch. The loss is of the first tensor of the
     result. options: as for `xshard.suggest`.

@@ -94,14 +94,14 @@ class TrainingStep:
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """The parameters, and the operations that have a gradient because of them."""
-        found = {*self.parameters, *(op.again for op in self.ops if op.again)}
+        reached = {*self.parameters, *(op.again for op in self.ops if op.again)}
         for op in self.ops:
-            found |= (
+            reached |= (
                 {op.name}
-                if op.again or (op.kind != "source" and not found.isdisjoint(op.operands))
+                if op.again or (op.kind != "source" and not reached.isdisjoint(op.operands))
                 else set()
             )
-        return frozenset(found)
+        return frozenset(reached)
 
     def consumers(self, name: str) -> list[Op]:
         """The operations that use an array, each once."""
