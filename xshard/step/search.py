@@ -20,7 +20,8 @@ from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
 CLOSE = 1e-4  # of the seconds: a bound so near is reached
-MOST_NODES = 1000  # of the integer program's search tree
+MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
+MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
 
@@ -105,12 +106,13 @@ class StepSearch:
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program of what may be better."""
         value, _, buckets = self.least(self.proof[0])
-        more, late = excess(buckets), np.inf
-        while late > 0 and self.bound < (goal := self.seconds * (1 - gap)):
+        more = excess(buckets)
+        for _ in range(MOST_PROGRAMS):
+            goal = self.seconds * (1 - gap)
             spare = goal - (value - self.proof[1])
             left = [own[more[v] <= spare] for v, own in enumerate(self.left)]
             if not all(map(len, left)):
-                self.bound = goal
+                self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(map(len, left)) > MOST_OPTIONS:
                 return
             before, late, pairs = self.seconds, 0.0, list[Pairs]()
@@ -123,7 +125,8 @@ class StepSearch:
             if chosen is not None:
                 late = self.offer([int(own[i]) for own, i in zip(left, chosen, strict=True)])
             self.bound = min(self.seconds, max(self.bound, min(bound, goal)))
-            late = np.inf if self.seconds < before else late
+            if late <= 0 and self.seconds == before:
+                return
 
     def improve(self) -> None:
         """Change the best assignments at one node at a time for the better, as long as that is possible."""
