@@ -160,7 +160,8 @@ def linked(call: Call, arrays: Sequence[Sequence[str]]) -> tuple[str, list[str]]
         ways = []
         for dims in arrays:
             same = [d for d, name in enumerate(dims) if name in letters]
-            ways.append(same or [REPLICAS, COPY])
+            free = [d for d, name in enumerate(dims) if name[0] == "w"]
+            ways.append(same or [REPLICAS, COPY, *free])
         rules += [new.text_of((*rule[:-1], *each, rule[-1])) for each in product(*ways)]
     return text, [rule for rule in rules if "x" in re.findall(r"\bx\b", rule)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     step, nodes = problem.step, problem.nodes
     arriving = dict[str, Layout]()
     varying = {"": set[str]()}  # axes along which activations differ, by module
+    known: dict[str, dict[str, set[str]]] = {"": {}}  # axes of dims by name, by module
     parameters, inputs, outputs, once, roots = Texts(), Texts(), Texts(), Texts(), Texts()
     for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
         source, (src, dst) = nodes[edge.nodes[0]], ends_of(problem, edge, assignment)
@@ -52,10 +54,13 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
             roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
             varying[""].update(src.axes)
+            known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
+        around = [name for name in varying if f"{edge.place}.".startswith(name and f"{name}.")]
+        src, dst = (_apart(each, {*src.axes, *dst.axes}, known[around[-1]]) for each in (src, dst))
         if edge.enters and edge.place not in inputs:
-            around = [name for name in varying if edge.place.startswith(name and f"{name}.")]
             if src != dst or set(dst.axes) != varying[around[-1]]:
                 inputs[edge.place], varying[edge.place] = _text(src, dst), set(dst.axes)
+                known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)
     # The first of repeated blocks needs no rule where the rule of all is the same.
@@ -64,6 +69,13 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(inputs)})
     return StepRules(Rules(_merged(parameters)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
+
+
+def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> Layout:
+    """Other names for dims that a rule around shards over axes that are not named: these would stay there."""
+    others = {name: f"{name}_" for name, axes in known.items() if axes - named}
+    dims = (replace(dim, name=others.get(dim.name, dim.name)) for dim in layout.dims)
+    return Layout(tuple(dims), layout.tags)
 
 
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
