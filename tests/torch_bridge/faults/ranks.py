@@ -244,6 +244,9 @@ def take_part_on_node(folder: Path, width: int, timeout_s: float) -> None:
     node, at = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     number = 2 * node + at + (at > 1) * 2
     meeting = store = c10d._get_default_store()
+    # A rank that is connected may go on, and end its connections, before others have theirs.
+    dist.monitored_barrier(timeout=timedelta(seconds=STILL_S))
+    meeting.set_timeout(timedelta(seconds=timeout_s))
     dist.destroy_process_group()
     if at == 2:
         store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)

@@ -36,7 +36,7 @@ def _interrupted(
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
-        times = {"timeout_s": LONG_S, "collective_timeout_s": timeout_s}
+        times = {"timeout_s": LONG_S, "collective_timeout_s": LONG_S}  # until ranks are connected
         running = thread.submit(cluster.run_torch, take_part_on_node, folder, WIDTH, timeout_s, **times)
         running.add_done_callback(lambda _: (folder / "returned").touch())
 
@@ -78,7 +78,7 @@ def test_a_node_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The one that has the store of all."""
     with pytest.raises(NodesError) as raised:
         _interrupted(cluster, tmp_path, lambda: cluster.kill(0), LEFT, TIMEOUT_S)
-    assert "status -9" in raised.value.errors["node 0"]
+    assert "status -9" in raised.value.errors["node 0"], raised.value.errors["node 0"]
     with pytest.raises(NoNodesError, match="this node has been killed"):
         cluster.run_torch(len, "")
     check_column("a node is killed", ends_of(tmp_path, LEFT), TIMEOUT_S)
