@@ -132,7 +132,7 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     [
         ("n/a d -> n d", {"a": 2}, {"b": 4}, ["transfer", "all_gather"]),
         ("n/a d -> d n", {"a": 2}, {"b": 2, "c": 2}, ["transfer", "all_gather", "transpose"]),
-        ("n/a d -> n d", {"a": 2}, {"b": 6}, ["transfer", "exchange"]),  # whose parts differ in size
+        ("n/a d -> d n", {"a": 2}, {"b": 6}, ["transfer", "exchange", "transpose"]),  # parts of unequal size
         ("n d | sum(a) -> n/b d", {"a": 4}, {"b": 2}, ["reduce_scatter", "transfer"]),
     ],
 )
