@@ -44,7 +44,7 @@ WHOLE = {
 
 
 def written(layouts: dict[str, str]) -> dict[str, str]:
-    """With the third dim where there is one."""
+    """The layouts, with a third dim for the arrays that have one."""
     return {name: layout + " c" * (len(SHAPES[name]) - 2) for name, layout in layouts.items()}
 
 

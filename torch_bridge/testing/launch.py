@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # for a backward pass: 0.4 s, here once and not on every rank
+import torch.fx.experimental.symbolic_shapes  # a backward pass imports it: 0.4 s once, not on every rank
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError

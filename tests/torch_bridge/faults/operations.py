@@ -17,19 +17,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo.testing  # seconds each, which ranks that are forked later have spent already
-import torch._functorch.aot_autograd
-import torch._inductor.pattern_matcher
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+import tests.torch_bridge.preloaded_torch  # noqa: F401  ranks on nodes are forked from an agent, without JAX
 import torch_bridge as xt
-import torch_bridge.live
-import torch_bridge.models.verify
-import torch_bridge.nn
-import torch_bridge.testing.worker
 from torch_bridge.mesh import process_groups
 from xshard import Mesh
 
