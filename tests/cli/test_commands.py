@@ -3,6 +3,7 @@
 Long because all commands share their helpers and their table of refusals.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -400,3 +401,65 @@ def test_selfcheck_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
     told = words(xshard("selfcheck", expression, "--mesh", "cp=2", *lengths).stdout)
     assert all(f"{runtime.name} 0 0 " in told for runtime in plans.RUNTIMES)
+
+
+# --- suggest
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+SUGGEST = ("--mesh", "dp=2,tp=2", "--batch", "4", "--sequence", "8", "--memory", "80GiB")
+
+
+def config_in(folder, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **sizes, **changes}))
+    return str(folder)
+
+
+def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
+    import torch
+    import transformers
+
+    import torch_bridge as xt
+
+    path = config_in(tmp_path)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path, use_cache=False))
+        batch = {"input_ids": torch.empty(4, 8, dtype=torch.int64)}
+    fixed = {"input_ids": "b/dp s"}
+    plan = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=2, tp=2), memory="80GiB", fixed=fixed)
+    told = xshard("suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--why", "lm_head.weight").stdout
+    assert told == f"{plan}\n{plan.why('lm_head.weight')}\n"
+    rules = json.loads(xshard("suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--json").stdout)
+    assert rules["parameters"] == dict(plan.parameters.items()) and "b/dp" in rules["inputs"][""]
+
+
+def test_suggest_takes_images_too(tmp_path):
+    images = {"image_size": 16, "patch_size": 4, "num_labels": 8}
+    path = config_in(tmp_path, model_type="vit", architectures=["ViTForImageClassification"], **images)
+    assert '"vit.embeddings' in xshard("suggest", path, *SUGGEST, "--json").stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"architectures": None}, (), 'names no model of transformers\n  as in "model_type": "llama"'),
+        ({"model_type": "lama"}, (), "names no model of transformers"),
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, (), "any batch"),
+        (
+            {},
+            ("--fixed", "input_ids"),
+            "--fixed 'input_ids' has no layout\n  as in --fixed 'input_ids=b/dp s'",
+        ),
+        ({}, ("--why", "lm_heat.weight"), "did you mean 'lm_head.weight'"),
+        ({}, ("--memory", "1KiB"), "the step does not fit '1KiB' per device"),
+        ({}, ("--dtype", "float33"), "float33"),
+    ],
+)
+def test_suggest_refuses(changes, options, message, tmp_path):
+    assert message in xshard("suggest", config_in(tmp_path, **changes), *SUGGEST, *options, code=2).stderr
+
+
+def test_suggest_without_a_config_says_how_to_get_one(tmp_path):
+    told = xshard("suggest", str(tmp_path / "config.json"), *SUGGEST, code=2).stderr
+    assert "there is no '" in told and "`hf download NAME config.json` fetches a config" in told

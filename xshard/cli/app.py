@@ -12,6 +12,7 @@ from xshard.cli.explore.command import explore
 from xshard.cli.plan import plan_command, show
 from xshard.cli.selfcheck import selfcheck
 from xshard.cli.state import state
+from xshard.cli.suggest import suggest_command
 from xshard.errors import XshardError
 from xshard.pictures.terminal import print_error
 from xshard.state.files.header import FileError
@@ -43,4 +44,5 @@ app.command("plan")(plan_command)
 for command in (show, explore, selfcheck):
     app.command(command.__name__)(command)
 app.command("calibrate")(calibrate_command)
+app.command("suggest")(suggest_command)
 app.add_typer(state, name="state")

@@ -11,7 +11,7 @@ import numpy as np
 from xshard.arguments import limit_of, shown, whole_number
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
-from xshard.errors import PlanError
+from xshard.errors import NotationError, PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
@@ -75,7 +75,13 @@ def suggest(
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
     for training in trainings(step, moves, micro_batches, recompute, overlap):
         problem = StepProblem(step, training)
-        searches.append(search := StepSearch(problem, limit, fixed_options(problem, fixed or {})))
+        try:
+            left = fixed_options(problem, fixed or {})
+        except NotationError:
+            if not searches:
+                raise
+            continue  # a smaller micro-batch cannot be sharded so
+        searches.append(search := StepSearch(problem, limit, left))
         for name, plan in HAND.items():
             for vector in search.within(allowed(problem, plan)):
                 rivals = (*filter(None, [by_hand.get(name)]), StepPlan(search, vector))
