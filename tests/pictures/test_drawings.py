@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 import xshard as xs
+from tests import oracle, oracle_rows
 from tests.cases import CASES, Case
+from tests.fuzz.chains import random_chain
 from tests.pictures.test_grid import sharding
 from xshard.formatting import format_bytes
-from xshard.pictures.grid import cell_text, picture
+from xshard.notation.overlap import Fold
+from xshard.pictures.grid import MAX_BLOCKS, Picture, picture, title
 from xshard.pictures.html import html
-from xshard.pictures.svg import MAX_DEVICES, plan_svg, sharding_svg
+from xshard.pictures.svg import COLOURS, MAX_CARDS, MAX_DEVICES, SHARED, plan_svg, sharding_svg
+from xshard.pictures.terminal import renderable
+from xshard.testing.diagnosis.causes import Cause
+from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
 
 MESH = xs.Mesh(dp=2, cp=4)
 SIZES = {"b": 8, "s": 64, "d": 32, "f": 128}
@@ -36,7 +46,8 @@ def test_a_plan_is_drawn_with_all_that_travels(case: Case) -> None:
         f"d{p.src} to d{p.dst}: {format_bytes(p.elements * plan.itemsize)}" for p, _ in pairs
     ]
     texts = " ".join(text.text or "" for text in elements(svg, "text"))
-    assert all(str(stage.step) in texts and str(stage.after.layout) in texts for stage in plan.stages)
+    layouts = [plan.source.layout, *(stage.after.layout for stage in plan.stages[:-1]), plan.target.layout]
+    assert all(str(drawn) in texts for drawn in (*plan.steps, *(layouts if plan.stages else layouts[:1])))
     assert ElementTree.fromstring(html(plan)) is not None
 
 
@@ -48,21 +59,144 @@ def test_thicker_lines_carry_more() -> None:
     assert (thin, thick) == pytest.approx((0.5 + 3.5 / 7, 4.0), abs=0.06)
 
 
-def test_a_grid_names_the_devices_of_every_block_and_marks_overlaps_and_addends() -> None:
-    halo = sharding("b/dp s/cp:halo(1,1)", str(MESH), 4, 32)
-    cells = [cell for row in picture(halo).cells for cell in row]
-    shown = {text.text for text in elements(sharding_svg(picture(halo)), "text")}
-    assert {cell_text(cell) for cell in cells} <= shown
-    marks = [path.get("class") for path in elements(sharding_svg(picture(halo)), "path")]
-    assert marks == ["halo"] * sum(bool(cell.guests) for cell in cells) != []
-    addends = elements(sharding_svg(picture(sharding("n | sum(cp)", str(MESH), 8))), "path")
-    assert [path.get("class") for path in addends] == ["addend"]
-    # One colour for one device, in every picture.
-    colours = [
-        dict(re.findall(r'stroke="(#\w+)"[^>]*>(d\d)<', sharding_svg(picture(at))))
-        for at in (sharding("n/zigzag(cp)", "cp=4", 8), sharding("n/cp", "cp=4", 8))
+def boxes(svg: str) -> list[tuple[int, int, tuple[float, ...]]]:
+    """The drawn blocks: device, card, and place in pixels as (x, y, width, height)."""
+    every = [rect for rect in elements(svg, "rect") if rect.get("data-device")]
+    places = [tuple(float(rect.get(name, "")) for name in ("x", "y", "width", "height")) for rect in every]
+    owners = [(int(rect.get("data-device", "")), int(rect.get("data-card", ""))) for rect in every]
+    return [(device, card, place) for (device, card), place in zip(owners, places, strict=True)]
+
+
+def frame(svg: str, card: int = 0) -> tuple[float, float, float, float]:
+    """The rectangle of the array on a card."""
+    places = [place for _, on, place in boxes(svg) if on == card]
+    left, top = (min(place[i] for place in places) for i in (0, 1))
+    return left, top, max(p[0] + p[2] for p in places) - left, max(p[1] + p[3] for p in places) - top
+
+
+def random_shardings(n: int) -> Iterator[xs.Sharding]:
+    """Of arrays with elements, small enough that nothing is left out."""
+    for seed in itertools.count():
+        chain = random_chain(seed)
+        at = xs.Sharding(chain.layouts[0], chain.mesh, chain.shape)
+        if 0 not in at.shape and max(at.shape, default=1) <= MAX_BLOCKS and len(at.shape) > 0:
+            yield at
+            if (n := n - 1) == 0:
+                return
+
+
+def test_drawn_blocks_are_to_scale_and_those_of_their_devices() -> None:
+    """Of 500 random layouts: each drawn row is one that the device owns, and areas are shares."""
+    for at in random_shardings(500):
+        drawn = picture(at)
+        svg, dims = sharding_svg(drawn), [at.dim_index(strip.dim.name) for strip in drawn.strips]
+        lengths = [1, *(at.shape[d] for d in dims)][-2:]
+        rows: dict[int, list[set[int]]] = {}
+        for device, card, (x, y, width, height) in boxes(svg):
+            left, top, whole_width, whole_height = frame(svg, card)
+            assert (whole_width, whole_height) == pytest.approx(frame(svg)[2:], abs=0.05)
+            ends = (y - top, height, whole_height, lengths[0]), (x - left, width, whole_width, lengths[1])
+            start = [begin / whole * n for begin, _, whole, n in ends]
+            many = [size / whole * n for _, size, whole, n in ends]
+            assert [*start, *many] == pytest.approx([*map(round, start), *map(round, many)], abs=0.02), at
+            found = rows.setdefault(device, [set(), set()])
+            for one, first, n in zip(found, map(round, start), map(round, many), strict=True):
+                one.update(range(first, first + n))
+        for device, found in rows.items():
+            for d, drawn_rows in zip(dims, found[-len(dims) :], strict=True):
+                assert drawn_rows == set(
+                    oracle.owned_rows(at.layout.dims[d], at.shape[d], at.mesh, device)
+                ), at
+        if len(drawn.cards) <= MAX_CARDS:
+            assert set(rows) | set(drawn.empty) == set(range(at.mesh.n_devices)), at
+        _assert_lanes(at, drawn, dims)
+
+
+def _assert_lanes(at: xs.Sharding, drawn: Picture, dims: list[int]) -> None:
+    """Lanes have the rows that a block holds, from the devices that own them."""
+    for d, lanes in zip(dims, drawn.lanes, strict=True):
+        dim = at.layout.dims[d]
+        if isinstance(dim.overlap, Fold):  # a fold holds the rows of its overlap
+            dim = replace(dim, overlap=dim.overlap.of)
+        for lane in lanes:
+            held = oracle_rows.held_rows(dim, at.shape[d], at.mesh, lane.devices[0])
+            parts = [part for part in lane.groups for _ in range(part.rows)]
+            assert len(parts) == len(held)
+            for part, row in zip(parts, held, strict=True):
+                owns = [row in oracle.owned_rows(dim, at.shape[d], at.mesh, device) for device in part.owner]
+                assert all(owns) and bool(owns) == (row is not None)
+                assert (part.origin == "own") <= (part.owner == lane.devices)
+
+
+def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_its_title() -> None:
+    plan = xs.plan(
+        "o/dp i -> o i/tp", src_mesh=xs.Mesh(dp=4), dst_mesh=xs.Mesh(tp=2), dst_devices=[4, 5], shape=(16, 8)
+    )
+    svg = plan_svg(plan)
+    assert {device for device, *_ in boxes(svg)} == {0, 1, 2, 3, 4, 5}
+    assert {line.get("data-dst") for line in elements(svg, "line")} == {"4", "5"}
+    assert [t.text for t in elements(svg, "title") if t.text and t.text.startswith("d0 to")] == [
+        "d0 to d4: 64 B",
+        "d0 to d5: 64 B",
     ]
-    assert colours[0] == colours[1] and len(colours[0]) == 4
+    for move, shape in (("s/cp c -> s c/cp", (16, 8)), ("n/(dp,cp) d -> n d | copy(dp,cp)", (16, 8))):
+        plan = xs.plan(move, MESH, shape)
+        parts = plan_svg(plan).split("<g data-step")
+        assert (
+            len({frame("<svg xmlns='http://www.w3.org/2000/svg'>" + _closed(part))[2:] for part in parts})
+            == 1
+        )
+        texts = [text.text or "" for text in elements(plan_svg(plan), "text")]
+        assert [title(end) in texts for end in (plan.source, plan.target)] == [True, True]
+
+
+def _closed(part: str) -> str:
+    """The rectangles of a piece of SVG."""
+    return (
+        "".join(re.findall(r"<rect[^>]*data-device[^>]*>", part)).replace("/>", ">").replace(">", "/>")
+        + "</svg>"
+    )
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("n d", "n d | copy(tp)"), ("n d | copy(tp)", "n d | sum(tp)"), ("n/tp d", "n d/tp"),
+    ("n/tp:halo(1,1) d", "n/tp:fold(halo(1,1)) d"), ("n/tp:halo(1,1) d", "n/tp:halo(1,1,none) d"),
+    ("n/tp:halo(1,1) d", "n/tp:halo(1,1,constant(2)) d"), ("n/tp:halo(1,1) d", "n/tp:halo(1,1,periodic) d"),
+    ("n/tp d", "n/tp:halo(1,1) d"), ("n | sum(tp)", "n | max(tp)"),
+])  # fmt: skip
+def test_different_meanings_look_different(one: str, other: str) -> None:
+    """In the picture itself, without its title."""
+    shapes = [(16, 8)[: text.count(" d") + 1] for text in (one, other)]
+    a, b = (
+        sharding_svg(picture(sharding(text, "tp=4", *shape)))
+        for text, shape in zip((one, other), shapes, strict=True)
+    )
+    assert a.partition(">")[2] != b.partition(">")[2]
+    drawn = [re.sub(r"<text.*?</text>", "", svg.partition("</defs>")[2]) for svg in (a, b)]
+    assert drawn[0] != drawn[1] or "max" in other
+
+
+def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
+    def looks(layout: str, mesh: str, *shape: int) -> dict[int, list[str | None]]:
+        each: dict[int, list[str | None]] = {}
+        device = -1
+        for rect in elements(sharding_svg(picture(sharding(layout, mesh, *shape))), "rect"):
+            device = int(rect.get("data-device", device))
+            each.setdefault(device, []).append(rect.get("fill"))
+        return each
+
+    many = looks("n/a", "a=32", 32)
+    assert len({tuple(look) for look in many.values()}) == 32
+    assert looks("n d/b", "a=2,b=2", 4, 4)[0] == looks("n d", "a=4", 4, 4)[3] == [SHARED]
+    assert looks("n | copy(a)", "a=2", 4)[1][0] == COLOURS[1]
+    assert "empty: d1" in sharding_svg(picture(sharding("s/sizes(a,6,0,7,3)", "a=4", 16)))
+
+
+def test_long_dims_are_broken_where_it_is_seen() -> None:
+    svg = sharding_svg(picture(sharding("s/a c", "a=4", 8192, 16)))
+    assert [text.text for text in elements(svg, "text")].count("≈") == 2
+    assert "≈: s is drawn shorter" in svg
+    assert [place[3] for _, _, place in boxes(svg)] == pytest.approx([frame(svg)[3] / 4] * 4)
 
 
 def test_a_mesh_with_many_devices_is_summarised() -> None:
@@ -109,15 +243,42 @@ def test_show_prints_in_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")  # a narrow terminal folds the table
     xs.show("s/zigzag(cp) c", xs.Mesh(cp=2), (8, 3))
-    assert "s 8 0-1  2-3  4-5  6-7" in capsys.readouterr().out
+    assert "s 8 / c 3 0-2" in capsys.readouterr().out
     xs.show("s/cp c/dp", "dp=2,cp=4", (8, 4), dims=["c"])
-    assert "c 4 0-1" in capsys.readouterr().out
+    assert "s d0-3" in capsys.readouterr().out
     plan = xs.plan("b s/cp c -> b s c/cp", MESH, (2, 64, 32))
     xs.show(plan)
     assert "all_to_all s/cp -> c/cp" in capsys.readouterr().out
     for wrong in (lambda: xs.show("s/cp"), lambda: xs.show(plan, MESH)):
         with pytest.raises(xs.errors.PlanError):
             wrong()
+
+
+def test_a_terminal_of_80_columns_breaks_no_layout_and_needs_16_colours() -> None:
+    narrow = Console(width=80, force_terminal=True, color_system="standard")
+    long = xs.plan(
+        "b s/zigzag(cp) c/dp | sum(tp) -> b s/tp c/(cp,dp)", xs.Mesh(dp=2, cp=4, tp=2), (2, 64, 32)
+    )
+    failed = Mismatch(
+        Subject("gradient", "w1", "torch", MESH, "numpy"),
+        3,
+        (0, 1),
+        (0, 9),
+        1.5,
+        2.5,
+        cause=Cause("x", "a " * 60),
+    )
+    with narrow.capture() as shown:
+        narrow.print(long)
+        narrow.print(EquivalenceError([failed, failed], 3).table())
+        narrow.print(renderable(sharding("n/a", "a=10", 10)))
+    text = shown.get()
+    lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in text
+    assert {"    b s/zigzag(cp) c/dp | sum(tp)", "    b s/tp c/(cp,dp)"} <= set(lines)
+    assert [line for line in lines if line.startswith("1, 2: a a a ")]
+    styles = re.findall(r"\x1b\[30;(\d+)m +d\d +", text)
+    assert len(set(styles)) == len(styles) == 10 and max(map(int, styles)) < 108
 
 
 def test_show_displays_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

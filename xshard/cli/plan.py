@@ -89,7 +89,8 @@ def plan_command(
     parts = [("", plan)] if isinstance(plan, ContractionPlan) else _named_plans(plan)
     reasons = [f"{part.explain()}\n" if explain else "" for _, part in parts]
     for (name, part), why in zip(parts, reasons, strict=True):
-        out.print(Text(name, "bold"), end="  " if name else "")
+        if name:
+            out.print(Text(name, "bold"))
         out.print(part)
         if why:
             out.print(Text(why), soft_wrap=True)

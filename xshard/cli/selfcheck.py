@@ -18,7 +18,7 @@ from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
-from xshard.pictures.terminal import console, print_error
+from xshard.pictures.terminal import console, lines_of, print_error
 from xshard.planner import plan as make_plan
 from xshard.plans import table as moves
 from xshard.runtimes.processes import FunctionError
@@ -26,7 +26,7 @@ from xshard.testing.plans import RUNTIMES, Runtime, Verdict, backward_bytes, cho
 from xshard.testing.question import Answer, Question
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
-_MEASURED = ("difference\nforward", "\nbackward", "measured/planned\nforward", "\nbackward")
+_MEASURED = ("difference\nforward", "\nbackward", "received\nforward", "\nbackward")
 _HEAD = ("runtime", *_MEASURED, "\ntime", "\nresult")
 
 
@@ -158,11 +158,13 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
     widths = [max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns]
     out.print(_table(widths, [heads]))
     for section, rows in zip(sections, cells, strict=True):
-        elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
-        out.print()
         plan = section.question.plan
         title = contractions.title(plan) if isinstance(plan, ContractionPlan) else moves.title(plan)
-        out.print(Text.assemble((title, "bold cyan"), elsewhere), soft_wrap=True)
+        back = backward_bytes(plan)
+        planned = f"planned: {format_bytes(plan.bytes_received)} forward"
+        out.print()
+        out.print(lines_of("   ".join(filter(None, (title, section.elsewhere))), out.width, "bold cyan"))
+        out.print(planned + ("" if back is None else f", {format_bytes(back)} backward"), style="dim")
         out.print(_table(widths, rows))
     out.print()
     out.print(_summary(sections), soft_wrap=True)
@@ -195,8 +197,8 @@ def _difference(value: float | None) -> Text:
 
 
 def _bytes(measured: int | None, planned: int | None) -> Text:
-    """Measured/planned; marked if they differ, which is the runtime's choice and no error."""
-    text = "/".join("-" if n is None else format_bytes(n) for n in (measured, planned))
+    """Marked if they differ, which is the runtime's choice and no error."""
+    text = "-" if measured is None else format_bytes(measured)
     return Text(text, style="yellow" if measured is not None and measured != planned else "")
 
 

@@ -10,7 +10,7 @@ from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.pictures.grid import Picture, picture, reading, title
+from xshard.pictures.grid import Picture, picture, title
 from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
@@ -30,7 +30,7 @@ def html(value: object) -> str:
 
 @html.register
 def _(drawn: Picture) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in (*reading(drawn), *drawn.notes))
+    items = "".join(f"<li>{escape(note)}</li>" for note in drawn.notes)
     notes = f'<ul style="margin:0;padding-left:1.2em">{items}</ul>' if items else ""
     return _block(title(drawn.sharding), sharding_svg(drawn), notes)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +18,7 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import Runs
+from xshard.notation.overlap import Fold
 from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, rows_text, title
 from xshard.plans import table
 from xshard.plans.plan import Plan
@@ -48,8 +49,12 @@ def print_error(error: XshardError) -> None:
     console(stderr=True).print(message, soft_wrap=True)
 
 
-# Light backgrounds of the 256-colour palette with different hues, used in turn under black text.
-_COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)
+# Backgrounds under black text that every terminal with 16 colours has, by device number; then underlined.
+_NAMES = (
+    "bright_cyan bright_yellow bright_green bright_magenta bright_blue bright_red cyan yellow green magenta"
+)
+_COLOURS = _NAMES.split()
+_SHARED = "black on white"
 
 
 @singledispatch
@@ -65,20 +70,49 @@ def _(drawn: Sharding | Picture) -> RenderableType:
 
 @renderable.register
 def _(plan: Plan) -> RenderableType:
-    return titled(table.title(plan), table.rows(plan), table.total(plan))
+    return StepsText(table.title(plan), table.rows(plan), table.total(plan))
 
 
 @renderable.register
 def _(plan: ContractionPlan) -> RenderableType:
-    return titled(contractions.title(plan), contractions.rows(plan), contractions.total(plan))
+    return StepsText(contractions.title(plan), contractions.rows(plan), contractions.total(plan))
 
 
-def titled(head: str, rows: Sequence[table.Row], total: str) -> RenderableType:
-    """A table of steps between its title and its total."""
-    steps = headed_table(*table.HEAD, left=("step", "layout after"))
-    for row in rows:
-        steps.add_row(*row)
-    return Group(Text(head, "bold"), steps, Text(f"{total}\n"))
+@dataclass(frozen=True)
+class StepsText:
+    """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
+
+    head: str
+    rows: Sequence[table.Row]
+    total: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield lines_of(self.head, options.max_width)
+        widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *self.rows, strict=True)]
+        if sum(widths) <= options.max_width:
+            steps = headed_table(*table.HEAD, left=("step", "layout after"))
+            for row in self.rows:
+                steps.add_row(*row)
+            yield steps
+        else:
+            yield ""
+            yield from itertools.chain.from_iterable(map(_step_lines, self.rows))
+            yield ""
+        yield Text(f"{self.total}\n")
+
+
+def lines_of(head: str, width: int, style: str = "bold") -> Text:
+    """A title, its parts on lines of their own if they do not fit on one."""
+    return Text(head if len(head) <= width else "\n  ".join(head.split("   ")), style)
+
+
+def _step_lines(row: table.Row) -> Iterator[Text]:
+    """A step, and below it the layout after it and the numbers."""
+    names = {"received": row.received, "": row.time, "peak": row.peak}
+    numbers = [f"{name} {text}".strip() for name, text in names.items() if text]
+    yield from [Text(row.step)] if row.step else []
+    yield from [Text(f"    {row.layout}", "bold")] if row.layout else []
+    yield Text("    " + "   ".join(filter(None, (row.local_shape, *numbers))))
 
 
 @dataclass(frozen=True)
@@ -88,7 +122,7 @@ class GridText:
     drawn: Picture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(title(self.drawn.sharding), style="bold")
+        yield lines_of(title(self.drawn.sharding), options.max_width)
         for grid in _grids(self.drawn, options.max_width):
             yield ""
             yield grid
@@ -100,18 +134,20 @@ class GridText:
 
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """The grid, its columns split into bands that fit the width of the console."""
-    colour = _colours(drawn)
     corner, heads, sides = labels(drawn)
     corner = corner or "scalar"
-    texts = [[cell_text(cell) for cell in row] for row in drawn.cells]
+    texts = [[cell_text(drawn, i, j) for j in range(len(heads))] for i in range(len(sides))]
     widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)]
     for band in _bands(widths, width - max(map(len, (corner, *sides))) - 1):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
             grid.add_column(Text(heads[j].center(widths[j])), no_wrap=True)
-        for side, row, line in zip(sides, drawn.cells, texts, strict=True):
-            cells = [Text(line[j].center(widths[j]), style=colour.get(row[j].owners, "dim")) for j in band]
+        for i, side in enumerate(sides):
+            styles = [_SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band]
+            cells = [
+                Text(texts[i][j].center(widths[j]), style) for j, style in zip(band, styles, strict=True)
+            ]
             grid.add_row(Text(f"{side} "), *cells)
         yield grid
 
@@ -127,20 +163,18 @@ def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
     yield band
 
 
-def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
-    """A style for every set of owners, in order of appearance."""
-    owners = dict.fromkeys(cell.owners for row in drawn.cells for cell in row if cell.owners)
-    styles = (f"black on color({number})" for number in itertools.cycle(_COLOURS))
-    return dict(zip(owners, styles, strict=False))
+def _style(device: int) -> str:
+    again, number = divmod(device, len(_COLOURS))
+    return f"black on {_COLOURS[number]}" + (" underline" if again % 2 else "")
 
 
 def _legend(drawn: Picture) -> Table:
     """One line per device: coordinates, local shape, and its rows of every dim that is cut or overlaps."""
-    colour = {device: style for owners, style in _colours(drawn).items() for device in owners}
     sharding, columns = drawn.sharding, list[tuple[str, Callable[[int, int], Runs], int]]()
     for d, dim in enumerate(sharding.layout.dims):
         if dim.overlap:
-            columns += [(f"{dim.name} owned", sharding.owned, d), (f"{dim.name} held", sharding.held, d)]
+            held = "contributed" if isinstance(dim.overlap, Fold) else "held"
+            columns += [(f"{dim.name} owned", sharding.owned, d), (f"{dim.name} {held}", sharding.held, d)]
         elif dim.axes:
             columns.append((f"rows of {dim.name}", sharding.owned, d))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -150,7 +184,7 @@ def _legend(drawn: Picture) -> Table:
         table.add_column(name)
     for device in range(sharding.mesh.n_devices):
         table.add_row(
-            Text(f" {device} ", style=colour.get(device, "")),
+            Text(f" {device} ", _SHARED if drawn.has_replicas else _style(device)),
             *map(str, sharding.mesh.coords(device)),
             "x".join(map(str, sharding.local_shape(device))) or "scalar",
             *(rows_text(rows(d, device)) for _, rows, d in columns),

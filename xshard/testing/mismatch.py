@@ -15,7 +15,7 @@ from xshard.testing.diagnosis.evidence import Case, in_double, wrong_rows
 from xshard.testing.diagnosis.orders import rows_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 _SHOWN = 8  # mismatches in the text of an error
 # The source of values that a gradient on one device is compared with.
@@ -137,21 +137,25 @@ class EquivalenceError(AssertionError):
             parts.append(f"and {more} more: .mismatches has all")
         return "\n\n".join(parts)
 
-    def table(self) -> Table:
-        """All mismatches, a row each: array, place, both values, and the likely cause."""
+    def table(self) -> Group:
+        """All mismatches, a row each: array, place and both values; below it the likely causes."""
         from rich.box import SIMPLE
+        from rich.console import Group
         from rich.table import Table
 
-        table = Table(title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False)
-        for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause", "right rows"):
+        table = Table(title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        for head in ("", "array", "run", "device", "index", "got", "wanted"):
             table.add_column(head, overflow="fold")
-        for m in self.mismatches:
+        causes: dict[str, list[str]] = {}
+        for number, m in enumerate(self.mismatches, start=1):
             kind = m.subject.kind if m.subject.kind != "output" else ""
             array, run = f"{kind} {m.subject.name}".strip(), f"{m.subject.runtime} {m.subject.mesh}"
             values = _index(m.global_index), _value(m.got), _value(m.want)
-            cause = "; first wrong: ".join(filter(None, (m.problem or m.likely_cause, m.first)))
-            table.add_row(array, run, m.place, *values, cause, m.right)
-        return table
+            right = f"right rows: {m.right}" if m.right else ""
+            why = "; first wrong: ".join(filter(None, (m.problem or m.likely_cause, m.first)))
+            causes.setdefault("; ".join(filter(None, (why, right))), []).append(str(number))
+            table.add_row(str(number), array, run, m.place, *values)
+        return Group(table, *(f"{', '.join(rows)}: {cause}" for cause, rows in causes.items()))
 
 
 def mismatch_text(mismatch: Mismatch) -> str:
