@@ -27,7 +27,7 @@ DOCUMENTS = [
     str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = ("layout after", "likely cause: ")  # in blocks of plans, and of errors
+SHOWN = ("layout after", "likely cause: ", ", h100, ")  # in blocks of plans, of errors, of suggestions
 SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")
 TIMEOUT_S = 600.0  # without progress, where a block takes seconds: this ends what hangs
 

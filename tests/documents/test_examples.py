@@ -99,6 +99,13 @@ def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
     assert "a sum over (dp,tp) is missing" in norm
 
 
+def test_suggested_rules_train_and_hold_what_was_predicted() -> None:
+    lines = printed("suggest_and_train", "--steps", "2").splitlines()
+    rows = {line[:16].strip(): line.split()[-1] for line in lines[-8:] if line.strip()}
+    assert [rows[kind] for kind in ("parameters", "gradients", "optimizer state")] == ["1.00"] * 3
+    assert 0.5 < float(rows["activations"]) < 2 and "All gradients are those of one device" in lines[-1]
+
+
 def test_a_server_answers_while_weights_are_renewed_and_goes_on_without_its_trainer() -> None:
     lines = printed("train_and_serve", "--versions", "3", "--kill").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("version 2 did not arrive whole"))
@@ -153,6 +160,11 @@ def serving(module: ModuleType, version: int, apart: float) -> int:
     return module.judge([said], 2, Console())
 
 
+def suggested(module: ModuleType, last: float) -> int:
+    run = module.Measured([2.0, last], 0.5, {"gradients": 2048})
+    return module.judge(0.25, {"gradients": 1024}, run, Console())
+
+
 # A script, what of its runs to judge, the exit status, and what is said how often.
 JUDGED = (
     ("train_parity", parity, (0.500001, 0.95), 0, "2.0e-06", 3),
@@ -168,6 +180,8 @@ JUDGED = (
     *(("llama_block", llama, (2.0, x, 1.0), 1, "They differ by", 1) for x in (1.001, math.nan)),
     ("llama_block", llama, (2.0, 1.0, 0.5), 1, "They differ by", 1),
     ("llama_block", llama, (1.0, 1.0, 1.0), 1, "went from", 1),
+    ("suggest_and_train", suggested, (1.0,), 0, "to 1.000.", 1),
+    *(("suggest_and_train", suggested, (x,), 1, "The loss went from", 1) for x in (2.0, math.nan)),
     ("train_and_serve", serving, (2, 0.0), 0, "2.00 KiB moved", 1),
     ("train_and_serve", serving, (1, 0.0), 1, "ended with version 1 of 2", 1),
     ("train_and_serve", serving, (2, 1e-6), 1, "not that of its version", 1),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from xshard.notation.parser import ARROW
-from xshard.step.op import COPY, REPLICAS, Op
+from xshard.step.op import COPY, REPLICAS, SUM, Op
 from xshard.step.views import view
 
 
@@ -161,7 +161,7 @@ def linked(call: Call, arrays: Sequence[Sequence[str]]) -> tuple[str, list[str]]
         for dims in arrays:
             same = [d for d, name in enumerate(dims) if name in letters]
             free = [d for d, name in enumerate(dims) if name[0] == "w"]
-            ways.append(same or [REPLICAS, COPY, *free])
+            ways.append(same or [REPLICAS, SUM, COPY, *free])
         rules += [new.text_of((*rule[:-1], *each, rule[-1])) for each in product(*ways)]
     return text, [rule for rule in rules if "x" in re.findall(r"\bx\b", rule)]
 

@@ -64,8 +64,10 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
             last = tensor if (plan.last, op.kind) == ("heads", "attention") else lasts[plan.last]
             ranks = _ranks(op, ways[..., :-1], [step.batch]) + _ranks(op, ways[..., -1:], last)
             weight = max((sizes[name] for name in op.operands if name in sizes), default=0)
-            is_free = weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss", "source")
-            flags.append((ranks < OTHER) | (op.kind == "share") if is_free else ranks == ranks.min())
+            is_free = weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss")
+            flags.append(
+                (ranks < OTHER) | (op.kind in ("share", "source")) if is_free else ranks == ranks.min()
+            )
     return flags
 
 

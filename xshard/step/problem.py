@@ -34,7 +34,7 @@ class Training(NamedTuple):
     """How a step runs, and on what.
 
     overlap: share of the seconds of moves that run beside computing, if that takes long enough.
-    efficiency: share of the peak rate that products reach. The bytes are for each parameter.
+    efficiency: share of the peak rate that products reach.
     """
 
     moves: MovePrices
@@ -42,8 +42,6 @@ class Training(NamedTuple):
     recompute: bool = False
     overlap: float = 0.8
     efficiency: float = 0.72
-    gradient_bytes: int = 4
-    state_bytes: int = 12
 
 
 class Node(NamedTuple):
@@ -114,13 +112,19 @@ class StepProblem:
         """The number of every node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
+    @cached_property
+    def optimizer_bytes(self) -> tuple[int, int]:
+        """For each parameter the bytes of its gradient, and of moments and a copy in full precision."""
+        full = max(4, itemsize(self.step.dtype))
+        return full, full * (2 + (itemsize(self.step.dtype) < full))
+
     def _bytes(self, ways: NDArray[np.int64], shape: Sequence[int], each: int) -> Floats:
         """Bytes that a device holds of an array, with so many for each element."""
         local: Floats = each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
         return local
 
     def _stored(self, name: str) -> Node:
-        shape, names, training = self.shape(name), self.names(name), self.training
+        shape, names, (gradient, state) = self.shape(name), self.names(name), self.optimizer_bytes
         storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
         ways = options_of(storing, dict(zip(names, shape, strict=True)), self.mesh)
         if name in self.step.inputs:
@@ -129,10 +133,12 @@ class StepProblem:
         values = np.zeros((len(ways), len(self.unit)))
         local = self._bytes(ways[:, -1], shape, self.step.consumers(name)[0].times)
         values[:, WEIGHTS] = np.where(kept == EACH, itemsize(self.step.dtype) * local, 0)
-        values[:, GRADIENTS] = np.where(kept == EACH, training.gradient_bytes * local, 0)
-        values[:, STATE] = training.state_bytes * local
-        touched = 2 * training.state_bytes + training.gradient_bytes
-        values[:, OPTIMIZER] = touched * local / (2 * training.moves.profile.copy_bytes_per_s)
+        values[:, GRADIENTS] = np.where(kept == EACH, gradient * local, 0)
+        values[:, STATE] = state * local
+        touched = (
+            7 * gradient
+        )  # the gradient, both moments and the parameter are read, the last three written
+        values[:, OPTIMIZER] = touched * local / (2 * self.training.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
 
     def _node(self, op: Op) -> Node:
@@ -194,7 +200,7 @@ class StepProblem:
             held = copies * itemsize(step.dtype) * elements
             terms[self.part(op, HELD)] = 0.0, 0.0, np.where(gathered, held, 0)
             terms[WEIGHTS] = 0.0, 0.0, itemsize(step.dtype) * kept
-            terms[GRADIENTS] = 0.0, 0.0, self.training.gradient_bytes * kept
+            terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
         moves, is_linear = self.training.moves, name in step.differentiable
