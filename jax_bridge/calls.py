@@ -24,7 +24,8 @@ from xshard import Layout, Plan, Profile, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
 from xshard.errors import DtypeError, NotationError, Span, located
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import Dim, mark_errors
+from xshard.notation.maps import Maps
+from xshard.notation.parser import Dim, mark_errors, with_maps
 from xshard.plans.expression import Sides, check_given, sides
 from xshard.replicas import are_checked
 
@@ -181,6 +182,7 @@ def redistribute(
     profile: str | Path | Profile = "auto",
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
+    maps: Maps | None = None,
 ) -> Any:
     """This device's block under the left layout -> its block under the right one, differentiable.
 
@@ -192,7 +194,7 @@ def redistribute(
     profile: the machine to plan for. check_replicated: for debugging, compare replicas and copies, forward
     and backward. Default: the environment variable XSHARD_CHECK_REPLICATED.
     ad: "linear" supports every mode of differentiation; "custom_vjp" reverse mode only, and jaxprs show the
-    collectives of `jax.lax`.
+    collectives of `jax.lax`. maps: the `Owners` and `Needs` that layouts name.
     Blocks may differ along axes that the layouts do not name. With `check_vma=True` the result is invariant
     along an axis that only the left side names. Blocks of PRNG keys are only moved: no sums, no overlaps.
 
@@ -205,6 +207,7 @@ def redistribute(
     (1, 4, 2)
     """
     options: Any = {"profile": profile, "check_replicated": check_replicated}
+    layouts = with_maps(layouts, maps)
     if jax.tree_util.all_leaves([x]):
         return BlockCall.of(layouts, mesh, shape, ad, **options).run(x)
     results = []

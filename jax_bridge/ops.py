@@ -23,6 +23,7 @@ from jax_bridge.mesh.context import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError
+from xshard.notation.maps import Maps
 from xshard.notation.parser import mark_errors
 from xshard.ops import Operations, Shape, Side, move
 
@@ -57,7 +58,12 @@ def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequ
 
 
 def positions(
-    layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int], dim: int | str
+    layout: Layout | str,
+    mesh: AnyMesh | None = None,
+    *,
+    shape: Sequence[int],
+    dim: int | str,
+    maps: Maps | None = None,
 ) -> jax.Array:
     """The global number of every row of a dim, as integers: `[rows]`.
 
@@ -74,7 +80,7 @@ def positions(
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
     shape = lengths_of(shape)
-    layout = Layout.parse(layout).resolved(len(shape))
+    layout = Layout.parse(layout, maps).resolved(len(shape))
     index = layout.dim_index(dim)
     if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
         sharding = sharding_here(layout, shape, mesh)

@@ -39,6 +39,12 @@ class Case:
         return xs.plan(self.expression, self.mesh, self.shape, self.dtype, **options)
 
 
+# Owners that are data: with an empty part, with rows in another order; rows that nobody reads and all read.
+CELLS = xs.Owners([3, 0, 0, 3, 1, 3, 0, 3, 1], parts=4)
+NEAR = xs.Needs.of_rows([[8, 4], [], [0, 1, 4, 8], [1, 8]])
+TURNED = xs.Owners.of_rows([[5, 3], [0, 8, 1], [7], [6, 2, 4]])
+ALL = xs.Needs.of_rows([[5, 7, 6, 4], [0, 1, 2, 3]])
+
 CASES = (
     # One axis: gathers, slices and the two kinds of copies.
     Case("gather", "n/a d -> n d", "a=4", (8, 3)),
@@ -216,6 +222,18 @@ CASES = (
     Case("fold-begun", "h/a w -> h/a:fold(halo(1,1)) w", "a=4", (8, 3)),
     Case("fold-stays", "h/a:fold(halo(1,1)) c/b -> h/a:fold(halo(1,1)) c", "a=2,b=2", (8, 4)),
     Case("fold-corners", "h/a:fold(halo(1,1)) w/b:fold(halo(1,1,edge)) -> h w/a", "a=2,b=2", (8, 8)),
+    # Owner maps, and the rows that parts read.
+    Case("by-gathered", f"n/by(a,{CELLS}) d -> n d | copy(a)", "a=4", (9, 2)),
+    Case("by-from-block", f"n/a d -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
+    Case("by-migrates", f"n/by(a,{CELLS}) d -> n/by(a,{TURNED}) d", "a=4", (9, 2)),
+    Case("by-of-sum", f"n d | sum(a) -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
+    Case("by-two-axes", f"n/by(b,a,{CELLS}) d -> n d/a", "a=2,b=2", (9, 4)),
+    Case("reads", f"n/by(a,{CELLS}) d -> n/by(a,{CELLS}):reads({NEAR}) d", "a=4", (9, 2)),
+    Case("reads-all-of-block", f"n/a d/b -> n/a:reads({ALL}) d/b", "a=2,b=2", (8, 4)),
+    Case("reads-of-sum", f"n d | sum(b) -> n/a:reads({ALL}) d", "a=2,b=2", (8, 3)),
+    Case("reads-and-halo", f"n/a d/b -> n/a:reads({ALL}) d/b:halo(1,1)", "a=2,b=2", (8, 4)),
+    Case("reads-folded", f"n/by(a,{CELLS}):fold(reads({NEAR})) d -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
+    Case("reads-migrate", f"n/by(a,{CELLS}):reads({NEAR}) -> n/by(a,{TURNED})", "a=4", (9,)),
 )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard import Mesh
-from xshard.notation.overlap import Window, unfolded
+from xshard.notation.overlap import Reads, Window, unfolded
 from xshard.notation.parser import Dim, Shard
 
 Rows = list[int]
@@ -32,6 +32,14 @@ def cut(length: int, shard: Shard, n: int, index: int) -> list[Rows]:
     if order == "intervals":
         part = shard.numbers[index]
         return [rows[a:b] for a, b in zip(part[::2], part[1::2], strict=True)]
+    if order == "by":
+        mine, (named,) = list[Rows](), shard.numbers
+        for row in named.map.part(index).tolist():
+            if mine and mine[-1][-1] == row - 1:
+                mine[-1].append(row)
+            else:
+                mine.append([row])
+        return mine
     if order == "cyclic":
         together = shard.numbers[0] if shard.numbers else 1
         return [rows[i : i + together] for i in range(index * together, length, n * together)]
@@ -88,6 +96,9 @@ def positions(dim: Dim, length: int, mesh: Mesh, device: int) -> Iterator[int]:
     mine = pieces(dim, length, mesh, device)
     if overlap is None:
         yield from itertools.chain(*mine)
+        return
+    if isinstance(overlap, Reads):
+        yield from itertools.chain(*mine, overlap.rows.map.part(mesh.index(device, dim.axes)).tolist())
         return
     lo, hi = overlap.widths(at := mesh.index(device, dim.axes))
     if isinstance(overlap.lo, tuple) or isinstance(overlap.hi, tuple):  # an empty part has a place too

@@ -13,6 +13,7 @@ from xshard.cost.machine import load_profile, use_profile
 from xshard.cost.model import Link, Profile
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.maps import Needs, Owners
 from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan
@@ -29,7 +30,9 @@ __all__ = [
     "Layout",
     "Link",
     "Mesh",
+    "Needs",
     "Op",
+    "Owners",
     "Plan",
     "Profile",
     "Rules",

@@ -22,7 +22,11 @@ class XshardError(ValueError):
     def __init__(
         self, reason: str, *, text: str | None = None, span: Span | None = None, hint: str | None = None
     ) -> None:
-        self.reason, self.text, self.span, self.hint = reason, text, span, hint
+        if text is not None and span is not None and "@" in text:
+            start, stop = (len(without_digests(text[:end])) for end in span)
+            span = start, stop
+        self.reason, self.span, self.hint = reason, span, hint
+        self.text = None if text is None else without_digests(text)
         super().__init__(self._render())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -43,6 +47,11 @@ class XshardError(ValueError):
         if self.hint is not None:
             lines.append(f"  {self.hint}")
         return "\n".join(lines)
+
+
+def without_digests(text: str) -> str:
+    """A text of a layout without the digests of its maps, as a user writes it."""
+    return re.sub(r"(?<=\w)@[0-9a-f]{16}\b", "", text)
 
 
 _E = TypeVar("_E", bound="XshardError")

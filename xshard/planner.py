@@ -21,7 +21,8 @@ from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
-from xshard.notation.parser import mark_errors
+from xshard.notation.maps import Maps
+from xshard.notation.parser import mark_errors, with_maps
 from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
@@ -45,6 +46,7 @@ def plan(
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
     objective: str | None = None,
+    maps: Maps | None = None,
 ) -> Plan: ...
 @overload
 def plan(
@@ -59,6 +61,7 @@ def plan(
     flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,
+    maps: Maps | None = None,
 ) -> ContractionPlan: ...
 def plan(
     expression: Any,
@@ -77,6 +80,7 @@ def plan(
     flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,
+    maps: Maps | None = None,
 ) -> Plan | ContractionPlan:
     """The cheapest plan of a move, `"layout -> layout"`, or of a contraction, `"layout, layout -> layout"`.
 
@@ -102,6 +106,7 @@ def plan(
     flops_limit: floating point operations that no device may exceed for a contraction.
     overlap: whether a gather may run while its parts are contracted, and a reduce-scatter while its addends
     are: "never", "auto" (if that is predicted to save a tenth of the seconds) or "always" (if possible).
+    maps: the `Owners` and `Needs` that the expression names.
 
     Raises MeshError, NotationError, ShapeError, DtypeError; PlanError if no plan fits the limit;
     LinearityError for the gradient of a max or min.
@@ -115,7 +120,7 @@ def plan(
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
-    expression, profile = as_expression(expression), without_devices(profile)
+    expression, profile = as_expression(with_maps(expression, maps)), without_devices(profile)
     if getattr(dtype, "__hash__", None) is None:  # which no cache takes
         name_of(dtype)
     for each in (mesh, src_mesh, dst_mesh):

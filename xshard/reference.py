@@ -19,6 +19,7 @@ from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
 from xshard.layout.runs import FILL, Runs, row_numbers
+from xshard.notation.maps import Maps
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
@@ -29,7 +30,7 @@ from xshard.steps.local import Scale
 Arrays = Sequence[ArrayLike]  # a block per device
 
 
-def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
+def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, maps: Maps | None = None) -> list[Block]:
     """A global array -> the block of every device.
 
     Under `sum` the first device along the axis holds the value and the others zeros, in a `fold` the device
@@ -39,7 +40,7 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     [[0, 3], [1, 2]]
     """
     x = np.asarray(x)
-    sharding = Sharding(Layout.parse(layout), mesh, x.shape)
+    sharding = Sharding(Layout.parse(layout, maps), mesh, x.shape)
     sums = sharding.layout.tagged("sum")
     blocks = []
     for device in range(mesh.n_devices):
@@ -54,12 +55,14 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     return blocks
 
 
-def gather(blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int]) -> NDArray[np.generic]:
+def gather(
+    blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int], maps: Maps | None = None
+) -> NDArray[np.generic]:
     """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
 
     Addends and contributions are reduced; of several copies of a row one is read, its owner's if there.
     """
-    sharding = Sharding(Layout.parse(layout), mesh, lengths_of(shape))
+    sharding = Sharding(Layout.parse(layout, maps), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
     kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
     op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]

@@ -12,7 +12,8 @@ from xshard.compat import plan_of_transformers
 from xshard.errors import NotationError, Span, XshardError, located
 from xshard.layout import Layout
 from xshard.layout.layout import parse_expression
-from xshard.notation.parser import ARROW
+from xshard.notation.maps import Maps
+from xshard.notation.parser import ARROW, with_maps
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
@@ -32,17 +33,17 @@ class Rules(Mapping[Pattern, Any]):
     whole patterns; a compiled regular expression fits whole names. Leaves of trees have names as in
     `model.state_dict()`: keys, attributes and indices, with dots between them.
     A function that takes rules also takes a plain dict; in place of expressions a dict is a tree of them.
-    Raises NotationError for a malformed pattern or layout.
+    maps: the `Owners` and `Needs` that layouts name. Raises NotationError for a malformed pattern or layout.
 
     >>> rules = Rules({"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."})
     >>> rules.find("layers.0.q_proj.weight"), rules.find("norm.bias")
     ('o/tp i', '...')
     """
 
-    def __init__(self, rules: Mapping[Pattern, Any]) -> None:
+    def __init__(self, rules: Mapping[Pattern, Any], maps: Maps | None = None) -> None:
         if not isinstance(rules, Mapping):
             raise NotationError(f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}')
-        self._rules = dict(rules)
+        self._rules, self._maps = with_maps(dict(rules), maps), maps
         self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
         for pattern, value in self._rules.items():
             if isinstance(value, str):

@@ -25,6 +25,8 @@ from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
+from xshard.notation.maps import Maps
+from xshard.notation.parser import with_maps
 
 
 def einsum(
@@ -37,6 +39,7 @@ def einsum(
     overlap: str = NEVER,
     preferred_element_type: Any = None,
     precision: Any = None,
+    maps: Maps | None = None,
 ) -> jax.Array:
     """Arrays under the layouts left of the arrow -> their einsum under the right one, differentiable.
 
@@ -50,7 +53,7 @@ def einsum(
     profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
     XLA can send while it contracts: "never", "auto" or "always", as for `xshard.plan`.
     preferred_element_type, precision: options of `jax.numpy.einsum` for the local products; sums over devices
-    are in the dtype of these.
+    are in the dtype of these. maps: the `Owners` and `Needs` that layouts name.
 
     Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
 
@@ -60,7 +63,7 @@ def einsum(
     >>> y.sharding.spec, float(y[0, 0])
     (P(None, 'tp'), 4.0)
     """
-    call = contraction_of(expression)
+    call = contraction_of(with_maps(expression, maps))
     text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):

@@ -24,6 +24,8 @@ from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_of
 from xshard import Layout, Plan, Profile, Rules
 from xshard.errors import MeshError, located
+from xshard.notation.maps import Maps
+from xshard.notation.parser import with_maps
 from xshard.plans.expression import Sides, sides_or_one
 
 
@@ -34,6 +36,7 @@ def reshard(
     *,
     profile: str | Path | Profile = "auto",
     donate: bool = False,
+    maps: Maps | None = None,
 ) -> Any:
     """Global arrays under the left layout -> the same arrays under the right one, differentiable.
 
@@ -43,6 +46,7 @@ def reshard(
     sharded by its left layout; XLA first brings others (a tracer on Auto axes, a numpy array) there. An array
     that is known to be stored in another order is refused; results of JAX are believed, unless XSHARD_DEBUG
     is on. donate: results may reuse the arrays' memory, and the arrays are deleted.
+    maps: the `Owners` and `Needs` that layouts name.
     Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
     Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims that
@@ -56,6 +60,7 @@ def reshard(
     >>> moved["b"].sharding.spec
     P(None, None)
     """
+    layouts = with_maps(layouts, maps)
     leaves = leaves_of(layouts, arrays, is_expression)
     if not leaves:
         return arrays
@@ -117,7 +122,12 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
 
 
 def place(
-    tree: Any, layouts: Any, mesh: JaxMesh | AbstractMesh, *, profile: str | Path | Profile = "auto"
+    tree: Any,
+    layouts: Any,
+    mesh: JaxMesh | AbstractMesh,
+    *,
+    profile: str | Path | Profile = "auto",
+    maps: Maps | None = None,
 ) -> Any:
     """A tree of arrays -> the same tree of global `jax.Array`s, each under its layout.
 
@@ -126,6 +136,7 @@ def place(
     layouts: `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.kernel"`) to layouts,
     as for `shard_map`; or one layout for all. Of `"layout -> layout"` the left side counts. Arrays are held
     as `shard_map` takes them. An array on the mesh is moved by a plan; of others devices receive their parts.
+    maps: the `Owners` and `Needs` that layouts name.
 
     Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError, MeshError;
     DtypeError for an array that JAX would narrow; XshardError for leaves or rules without the other.
@@ -135,7 +146,7 @@ def place(
     >>> place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)["up"]["kernel"].sharding.spec
     P(None, 'tp')
     """
-    array_mesh = ArrayMesh(jax_mesh(mesh), mesh)
+    array_mesh, layouts = ArrayMesh(jax_mesh(mesh), mesh), with_maps(layouts, maps)
     leaves = array_leaves(Rules(layouts) if isinstance(layouts, Mapping) else layouts, tree)
     targets = []
     for leaf in leaves:

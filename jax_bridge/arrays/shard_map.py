@@ -25,7 +25,8 @@ from xshard.arguments import shown
 from xshard.errors import NotationError, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
-from xshard.notation.parser import mark_errors
+from xshard.notation.maps import Maps
+from xshard.notation.parser import mark_errors, with_maps
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.trees import Leaf
 
@@ -39,6 +40,7 @@ def shard_map(
     profile: str | Path | Profile = "auto",
     check_vma: bool = True,
     donate_argnums: int | Sequence[int] = (),
+    maps: Maps | None = None,
 ) -> Callable[..., Any]:
     """A function of blocks -> the function of global arrays, with layouts where `jax.shard_map` has specs.
 
@@ -52,7 +54,7 @@ def shard_map(
     that is known to be sharded otherwise is moved by a plan; one known to be in another order is refused.
     mesh: default: the arrays' own, or the one of the context. sizes: lengths of dims by name, needed for a
     result with a dim of another length than arguments have under its name, or with a new dim in blocks of
-    several sizes. profile: the machine to plan for.
+    several sizes. profile: the machine to plan for. maps: the `Owners` and `Needs` that layouts name.
     check_vma: as for `jax.shard_map`. Without it layouts have to say `copy` if devices use an unsharded value
     differently, or its gradient is wrong. donate_argnums: arguments with memory that results may use.
 
@@ -65,6 +67,7 @@ def shard_map(
     >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
     P(None, 'tp')
     """
+    layouts = with_maps(layouts, maps)
     if f is None:
         options: Any = {"sizes": sizes, "donate_argnums": donate_argnums, "profile": profile}
         return partial(shard_map, layouts=layouts, mesh=mesh, check_vma=check_vma, **options)

@@ -25,18 +25,21 @@ from xshard import Layout, Mesh, Sharding, XshardError
 from xshard.arguments import is_on as is_set
 from xshard.errors import MeshError, ShapeError
 from xshard.layout.runs import row_numbers
+from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, Shard, mark_errors
 
 STRICT = is_set("XSHARD_DEBUG")  # unknown orders are refused, too
 _RECORD = "_xshard_order"
 
 
-def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None) -> jax.Array:
+def stored_as(
+    array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, maps: Maps | None = None
+) -> jax.Array:
     """Record in which order the rows of an array are stored -> the same array.
 
     `reshard` then refuses to read them in another order. Nothing moves; a tracer is returned as it is.
     layout: an order such as `s/zigzag(cp)`, or none, as in `s/cp`. mesh: default: the array's own.
-    Raises NotationError, ShapeError, MeshError.
+    maps: the `Owners` that it names. Raises NotationError, ShapeError, MeshError.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> stored_as(jax.numpy.arange(4), "s/zigzag(cp)", mesh).tolist()
@@ -48,7 +51,7 @@ def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = Non
         mesh = array.sharding.mesh
     if mesh is None:
         raise MeshError("the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)")
-    return remember(array, Sharding(Layout.parse(layout), xshard_mesh(mesh), array.shape))
+    return remember(array, Sharding(Layout.parse(layout, maps), xshard_mesh(mesh), array.shape))
 
 
 def remember(array: Any, stored: Sharding) -> Any:

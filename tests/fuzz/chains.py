@@ -13,8 +13,19 @@ from dataclasses import dataclass, replace
 
 import xshard as xs
 from xshard.errors import XshardError
-from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Window, ends_of
-from xshard.notation.parser import INTERVALS, ORDERS, SEGMENTS, SIZES, Dim, Shard
+from xshard.notation.maps import NamedMap
+from xshard.notation.overlap import (
+    BOUNDARIES,
+    OUTPUT_RULES,
+    Boundary,
+    Fold,
+    Halo,
+    Overlap,
+    Reads,
+    Window,
+    ends_of,
+)
+from xshard.notation.parser import BY, INTERVALS, ORDERS, SEGMENTS, SIZES, Dim, Shard
 
 NAMES = ("b", "s", "c", "d")
 LENGTHS = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16)
@@ -197,7 +208,9 @@ def random_cut(rng: random.Random, axes: tuple[str, ...], rows: int | None, part
         return Shard(
             axes, order, (rng.choice((1, 2, 3, 5)),) if order == "cyclic" and rng.random() < 0.5 else ()
         )
-    order = rng.choice((SIZES, INTERVALS, "zigzag", SEGMENTS))
+    order = rng.choice((SIZES, INTERVALS, "zigzag", SEGMENTS, BY))
+    if order == BY:
+        return Shard(axes, order, (NamedMap("cells", random_owners(rng, rows, parts)),))
     if order != INTERVALS:
         return Shard(axes, order, _composed(rng, rows, parts if order == SIZES else rng.randint(1, 3)))
     ends = [0, *itertools.accumulate(_composed(rng, rows, parts + rng.randint(0, 3)))]
@@ -208,13 +221,35 @@ def random_cut(rng: random.Random, axes: tuple[str, ...], rows: int | None, part
     return Shard(axes, order, tuple(tuple(part) or (0, 0) for part in mine))
 
 
+def random_owners(rng: random.Random, rows: int, parts: int) -> xs.Owners:
+    """Every row with some part, in ascending or in any order; some parts have none."""
+    used = rng.sample(range(parts), rng.randint(1, parts))
+    owner = [rng.choice(used) for _ in range(rows)]
+    if parts == 1 or rng.random() < 0.5:
+        return xs.Owners(owner, parts)
+    lists = [[row for row in range(rows) if owner[row] == part] for part in range(parts)]
+    return xs.Owners.of_rows([rng.sample(rows, len(rows)) for rows in lists])
+
+
+def random_needs(rng: random.Random, dim: Dim, length: int, mesh: xs.Mesh) -> xs.Needs:
+    """For every part none, some or all of the rows that it does not own, in any order."""
+    bare, lists = xs.Layout((replace(dim, overlap=None),)), []
+    for device in mesh.group(0, dim.axes):
+        others = sorted({*range(length)} - {*bare.positions(mesh, (length,), 0, device).tolist()})
+        lists.append(rng.sample(others, rng.choice((0, len(others), rng.randint(0, len(others))))))
+    return xs.Needs.of_rows(lists)
+
+
 def random_overlap(rng: random.Random, dim: Dim, lengths: dict[str, int], mesh: xs.Mesh) -> Overlap:
-    """A halo or a window, or the fold of one, with any boundaries."""
+    """A halo, a window or what a map lists, or the fold of one, with any boundaries."""
     ends = random_boundary(rng, dim, lengths), random_boundary(rng, dim, lengths)
     if rng.random() < 0.5:
         ends = ends[0], ends[0]
-    overlap: Halo | Window
-    if rng.random() < 0.65:
+    overlap: Halo | Window | Reads
+    by_map = any(shard.order == BY for shard in dim.shards)
+    if rng.random() < (0.8 if by_map else 0.15):
+        overlap = Reads(NamedMap("near", random_needs(rng, dim, lengths[dim.name], mesh)))
+    elif rng.random() < 0.65:
         n = mesh.size(*dim.axes)
         contiguous = all(shard.order in ("block", "balanced", SIZES) for shard in dim.shards)
 

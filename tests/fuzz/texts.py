@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import xshard as xs
-from tests.cases import CASES
+from tests.cases import CASES, CELLS, NEAR
 from xshard import dtypes
 from xshard.arguments import parse_bytes
 from xshard.cli.options import parse_shape, parse_sizes
@@ -76,6 +76,7 @@ def readers() -> dict[str, Reader]:
         "o/block(tp,512,128,128) i/intervals(a,[0,4,12,16],[4,12])",
         "h/sp:window(k=3,s=2,d=2,p=[1,2],out=aligned,constant(1.5e-3),pole(w,-1)) w | mean(dp) copy(x)",
         "h:fold(window(k=3,out=balanced,constant(-inf)))",
+        f"n/by(a,b,{CELLS}):reads({NEAR}) d/by(c,{CELLS})",
     )
     two = xs.plan(GEMM, xs.Mesh(tp=4), sizes=SIZES)
     return {

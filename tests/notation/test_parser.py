@@ -105,7 +105,7 @@ b n/a «n»   dim 'n' is named twice   an einsum takes diagonals: i i -> i
 ...«/»a   '...' stands for unsharded dims   name the dim to shard or widen it
 ...«:»halo(1,1)   '...' stands for unsharded dims   name the dim to shard or widen it
 n/ «|» sum(a)   expected a name, found '|'   a mesh axis follows '/', as in s/cp or s/zigzag(cp)
-s/«zagzig»(a)   unknown order 'zagzig'   orders are: block, balanced, zigzag, cyclic, sizes, intervals
+s/«zagzig»(a)   unknown order 'zagzig'   orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
 s/(a «b»)   expected ')', found 'b'
 s/(a,«)»   expected a name, found ')'
 n |«»   expected a name, found the end   tags are: sum, mean, max, min, copy
@@ -115,8 +115,8 @@ n | sum(«2»)   expected a name, found '2'
 n/a d/b/«a»   mesh axis 'a' is used twice   an axis shards one dim or carries one tag
 n/a | copy(b,«a»)   mesh axis 'a' is used twice   an axis shards one dim or carries one tag
 n | sum(a) max(b)   max and sum in one layout   the result depends on their order: reduce one of them first
-h/a:«hola»(1,1)   unknown overlap 'hola'   overlaps are: halo, window, fold
-h/a:«»   expected a name, found the end   overlaps are: halo, window, fold
+h/a:«hola»(1,1)   unknown overlap 'hola'   overlaps are: halo, window, reads, fold
+h/a:«»   expected a name, found the end   overlaps are: halo, window, reads, fold
 h:halo(1«)»   expected ',', found ')'   as in halo(1,1)
 h:halo(«x»,1)   expected a whole number, found 'x'
 h:halo(1,1,«mirror»)   unknown boundary 'mirror'
@@ -165,9 +165,13 @@ n/a «→» n   unexpected character '→'   did you mean '->'? an expression re
 n/a «-»-> n   unexpected character '-'   did you mean '->'? an expression reads: layout -> layout
 n/a«*»b -> n   unexpected character '*'   axes taken as one are listed, as in s/(dp,cp)
 n/«striped»(a) -> n   unknown order 'striped'
-    did you mean 'cyclic'? orders are: block, balanced, zigzag, cyclic, sizes, intervals
+    did you mean 'cyclic'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
 n/«zig_zag»(a) -> n   unknown order 'zig_zag'
-    did you mean 'zigzag'? orders are: block, balanced, zigzag, cyclic, sizes, intervals
+    did you mean 'zigzag'? orders are: block, balanced, zigzag, cyclic, sizes, intervals, by
+n/by(a,«cells») d -> n   no map 'cells'   pass maps={'cells': xs.Owners(...)}
+n:reads(«near») -> n   no map 'near'   pass maps={'near': xs.Needs(...)}
+n/by(a«)» -> n   expected ',', found ')'   by takes its axes and a map, as in by(gp,cells)
+n/by(a,«[»1]) -> n   expected a name, found '['   the name of Owners in maps=
 n/a:halo(1,1,«circular») -> n   unknown boundary 'circular'
     did you mean 'periodic'? boundaries are: zero, constant, periodic, reflect, edge, none, pole
 """

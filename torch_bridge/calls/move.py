@@ -38,6 +38,7 @@ from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
 from xshard.layout import Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
+from xshard.notation.parser import with_maps
 from xshard.planner import plan as find_plan
 from xshard.plans.expression import Expression, as_expression, check_block, check_given, sides
 from xshard.plans.plan import Plan
@@ -165,6 +166,9 @@ def between_graphs(function: F) -> F:
         return compiled.eagerly(function, *arguments, **options)
 
     return cast(F, call)
+
+
+named = between_graphs(with_maps)
 
 
 def check_no_transform() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor, watched
+from torch_bridge.calls.move import named
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
@@ -22,6 +23,7 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of, written
 from xshard.errors import MeshError, PlanError, ShapeError
+from xshard.notation.maps import Maps
 from xshard.notation.parser import text_spans
 
 
@@ -37,6 +39,7 @@ def einsum(
     overlap: str = NEVER,
     comm_dtype: CommDtypeLike = None,
     async_op: bool = False,
+    maps: Maps | None = None,
 ) -> Tensor | PendingTensor:
     """This process's blocks of the operands -> its block of their contraction, differentiable.
 
@@ -56,7 +59,7 @@ def einsum(
     moved once more, as in ZeRO-3.
     overlap: whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while the
     next travels: "never", "auto" where the profile predicts a gain, "always" where it can.
-    comm_dtype: as in `redistribute`; products are computed in the operands' dtype, as by `torch.einsum`.
+    comm_dtype, maps: as in `redistribute`; products are in the operands' dtype, as by `torch.einsum`.
     async_op: return at once, with a `PendingTensor`; the move of the result is under way.
     DTensors must be placed as their layouts say, and the result is a DTensor.
 
@@ -70,6 +73,7 @@ def einsum(
     >>> xt.testing.run_ranks(2, layer)
     [[[0], [0]], [[4], [4]]]
     """
+    expression = expression if maps is None else named(expression, maps)
     if save not in ("used", "given"):
         raise PlanError(f"save is {save!r}", hint='"used": operands where they are contracted, or "given"')
     if overlap not in OVERLAPS:

@@ -21,6 +21,7 @@ from xshard import Layout, Mesh
 from xshard.arguments import shown
 from xshard.errors import MeshError
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
+from xshard.notation.maps import Maps
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,12 +267,14 @@ def positions(
     shape: Sequence[int],
     dim: int | str,
     device: torch.device | str | None = None,
+    maps: Maps | None = None,
 ) -> Tensor:
     """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
 
     -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent. Raises as
     `xshard.Layout.positions` and `redistribute` (MeshError) do.
     shape: global. dim: its name or index. device: the result's; default: the `DeviceMesh`'s, else the CPU.
+    maps: the `Owners` and `Needs` that the layout names.
 
     >>> import torch_bridge as xt, xshard as xs
     >>> layout, mesh = "b s/zigzag(cp)", xs.Mesh(cp=2)
@@ -281,5 +284,5 @@ def positions(
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     processes = process_mesh(mesh)
-    rows = Layout.parse(layout).positions(processes.mesh, shape, dim, processes.device)
+    rows = Layout.parse(layout, maps).positions(processes.mesh, shape, dim, processes.device)
     return torch.from_numpy(rows).to(device)

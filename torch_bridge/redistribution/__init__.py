@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
 from torch_bridge.autodiff.pending import PendingTensor, watched
-from torch_bridge.calls.move import PLAIN, MoveCall
+from torch_bridge.calls.move import PLAIN, MoveCall, named
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
@@ -19,6 +19,7 @@ from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import Profile
 from xshard.errors import MeshError, PlanError
+from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
 
 __all__ = ["redistribute"]
@@ -56,6 +57,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     async_op: bool = False,
     debug: bool = False,
     check_replicated: bool | None = None,
+    maps: Maps | None = None,
 ) -> Any:
     """Move this process's block from the left layout to the right one, differentiably.
 
@@ -86,6 +88,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
     backward pass, which all processes must then run. Default: XSHARD_CHECK_REPLICATED.
+    maps: the `Owners` and `Needs` that layouts name; in compiled code they end a graph, and text with
+    digests, `str(layout)`, does not.
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
     block. device: the result's there. requires_grad: the blocks get a gradient: processes outside the
     destination get an empty tensor, and all of them call `backward` (`y.sum().backward()` will do there).
@@ -111,6 +115,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     >>> xt.testing.run_ranks(2, gather)[0]
     {'w': (2, 6), 'b': (2,)}
     """
+    if maps is not None:
+        layouts = named(layouts, maps)
     if torch.compiler.is_compiling():
         from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 

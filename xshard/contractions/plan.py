@@ -19,6 +19,7 @@ from xshard.dtypes import itemsize, name_of
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding
+from xshard.notation.maps import maps_in, with_values
 from xshard.plans.plan import Plan
 from xshard.plans.serialize import from_plain, plan_to_plain, reading_plan, to_plain
 from xshard.search.request import BOTH
@@ -233,7 +234,7 @@ class ContractionPlan(Pictured):
             moves, ring = list(map(plan_to_plain, part.moves)), part.ring and list(part.ring.key)
             plain = {"takes": list(part.takes), "moves": moves, "result": plan_to_plain(part.result)}
             parts.append(plain | {"ring": ring})
-        return json.dumps(values | {"objective": self.objective, "parts": parts}, indent=1)
+        return json.dumps(with_values(values | {"objective": self.objective, "parts": parts}), indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
@@ -244,6 +245,7 @@ class ContractionPlan(Pictured):
         with reading_plan():
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
+            _maps = maps_in(data)  # which the texts below name
             call, shapes = contraction(data["contraction"]), from_plain(Shapes, data["shapes"])
             call = call.resolved(map(len, shapes), call.operands)
             array = Mesh(data["mesh"]), shapes, name_of(data["dtype"])

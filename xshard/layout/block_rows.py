@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from xshard.errors import ShapeError
 from xshard.layout.partition import Ints, Sizes, all_owned_rows, cut_nested, everywhere, misfit, owned_rows
-from xshard.layout.runs import FILL, Run, Runs, n_rows, unrolled
-from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
+from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, unrolled
+from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
 
@@ -35,6 +35,9 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
     if dim.overlap is None:
         return tuple(RowSpan(run, "own") for run in mine)
     overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        near = as_runs(overlap.rows.map.part(_part(sizes, coords)))
+        return tuple(RowSpan(run, origin) for runs, origin in ((mine, "own"), (near, "near")) for run in runs)
     if isinstance(overlap, Halo):
         intervals = _halo_intervals(dim, overlap, length, sizes, coords)
     else:
@@ -110,8 +113,9 @@ def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple
     return held_rows(dim, length, sizes, coords), beyond
 
 
-def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:
+def boundary_at(overlap: Halo | Window | Reads, origin: str) -> Boundary:
     """The boundary at the end of the array that rows with this origin come from."""
+    assert not isinstance(overlap, Reads)
     return overlap.before if origin == "before" else overlap.after
 
 
@@ -122,10 +126,16 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
     return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
 
 
-def _halo_intervals(dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints) -> list[tuple[int, int]]:
+def _part(sizes: Ints, coords: Ints) -> int:
+    """The number of the part at some coordinates, row-major."""
     part = 0
     for n, coord in zip(sizes, coords, strict=True):
         part = part * n + coord
+    return part
+
+
+def _halo_intervals(dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints) -> list[tuple[int, int]]:
+    part = _part(sizes, coords)
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
         owned = unrolled(owned_rows(dim, length, sizes, coords))

@@ -18,7 +18,8 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
-from xshard.notation.overlap import Fold
+from xshard.notation.maps import Maps, RowMap, named_maps
+from xshard.notation.overlap import Fold, Reads, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 
 NONLINEAR = ("max", "min")
@@ -51,12 +52,15 @@ class Layout(Pictured):
         object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
 
     @classmethod
-    def parse(cls, text: str | Layout) -> Layout:
-        """Text in any spelling -> layout; a layout is returned as is. Raises NotationError with a caret."""
+    def parse(cls, text: str | Layout, maps: Maps | None = None) -> Layout:
+        """Text in any spelling -> layout; a layout is returned as is. Raises NotationError with a caret.
+
+        maps: the `Owners` and `Needs` that the text names.
+        """
         if isinstance(text, Layout):
             return text
         parser.check_text("a layout", text)
-        return _parse(text)
+        return _parse(text, named_maps(maps))
 
     def __str__(self) -> str:
         return parser.write(self.dims, self.tags)
@@ -257,8 +261,8 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> Layout:
-    dims, tags = parser.parse_layout(text)
+def _parse(text: str, maps: tuple[tuple[str, RowMap], ...]) -> Layout:
+    dims, tags = parser.parse_layout(text, dict(maps))
     check_form(dims, tags, text)
     return Layout(dims, tags)
 
@@ -275,8 +279,9 @@ def _linear(dims: tuple[Dim, ...], *, turned: bool) -> tuple[Dim, ...]:
     linear = []
     for dim in dims:
         if dim.overlap is not None:
-            of = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
-            overlap = replace(of, before=of.before.linear, after=of.after.linear)
+            overlap = unfolded(dim.overlap)
+            if not isinstance(overlap, Reads):
+                overlap = replace(overlap, before=overlap.before.linear, after=overlap.after.linear)
             dim = replace(dim, overlap=Fold(overlap) if isinstance(dim.overlap, Fold) != turned else overlap)
         linear.append(dim)
     return tuple(linear)

@@ -10,7 +10,7 @@ from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import Ints, rows_in_numbers
 from xshard.layout.sharding import Sharding
-from xshard.notation.overlap import Halo, unfolded
+from xshard.notation.overlap import Halo, Reads, unfolded
 from xshard.notation.parser import Dim, mark_errors
 
 HINT = "pass shape= (the global shape)"
@@ -61,6 +61,8 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     if dim.overlap is None:
         return rows * outer
     overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        return None
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
     uniform = [w for w in widths if isinstance(w, int)]
     contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)

@@ -8,8 +8,21 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from xshard.layout.runs import Run, Runs, interval, interval_pairs, n_rows, select
-from xshard.notation.parser import INTERVALS, SEGMENTS, SIZES, Dim, Shard
+import numpy as np
+
+from xshard.layout.runs import (
+    Numbers,
+    Run,
+    Runs,
+    as_runs,
+    interval,
+    interval_pairs,
+    n_rows,
+    row_numbers,
+    select,
+)
+from xshard.notation.maps import NamedMap, Owners
+from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
 Sizes = tuple[int, ...]
 Ints = Sequence[int]  # a size, or a coordinate, per axis
@@ -26,6 +39,8 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
         return interval(stops[index], stops[index + 1])
     if order == INTERVALS:
         return tuple(itertools.chain(*(interval(a, b) for a, b in interval_pairs(numbers[index]))))
+    if order == BY:
+        return as_runs(map_of(shard).part(index))
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
@@ -61,7 +76,16 @@ def rows_in_numbers(shard: Shard) -> int | None:
     """The number of rows that sizes, intervals or documents add up to; None without such numbers."""
     if not shard.numbers or shard.order == "cyclic":
         return None
+    if shard.order == BY:
+        return len(map_of(shard).rows)
     return sum(n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers)
+
+
+def map_of(shard: Shard) -> Owners:
+    """The map of a `by`."""
+    assert isinstance(shard.numbers[0], NamedMap)
+    owners: Owners = shard.numbers[0].map
+    return owners
 
 
 def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
@@ -74,6 +98,8 @@ def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
             continue
         if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
+        if shard.order == BY and map_of(shard).parts != n:
+            return shard, f"'{shard.numbers[0]}' has {map_of(shard).parts} parts, the mesh has {n}"
         for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
             if shard.order == INTERVALS:
                 pairs = [p for part in shard.numbers for p in interval_pairs(part)]
@@ -84,6 +110,8 @@ def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
                     return shard, f"'{shard}' does not hold each of the {rows} rows once"
                 if n == 1 and pairs != covered:
                     return shard, f"'{shard}' has one part, which must hold its rows in order"
+            elif shard.order == BY and n == 1 and (np.diff(map_of(shard).rows) != 1).any():
+                return shard, f"'{shard}' has one part, which must hold its rows in order"
             elif (total := rows_in_numbers(shard)) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
     return None
@@ -111,6 +139,15 @@ def everywhere(rows: Callable[[Dim, int, Sizes, Sizes], R]) -> Callable[[Dim, in
 
 
 all_owned_rows = everywhere(owned_rows)
+
+
+@lru_cache(maxsize=4096)
+def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
+    """The number of the block that owns each row of a dim."""
+    owners = np.zeros(length, np.int64)
+    for block, runs in enumerate(all_owned_rows(dim, length, sizes)):
+        owners[row_numbers(runs)] = block
+    return owners
 
 
 @lru_cache(maxsize=65536)

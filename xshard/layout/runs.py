@@ -186,6 +186,13 @@ def interval_pairs(part: Width) -> list[tuple[int, int]]:
     return list(zip(bounds[::2], bounds[1::2], strict=False))
 
 
+def as_runs(rows: Numbers) -> Runs:
+    """Row numbers in any order -> runs, merged where one follows another."""
+    heads = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1] + 1])) if len(rows) else rows
+    lengths = np.diff(np.append(heads, len(rows)))
+    return tuple(map(Run, rows[heads].tolist(), lengths.tolist()))
+
+
 def merge_adjacent(runs: Iterable[Run]) -> Runs:
     """Merge plain runs that follow one another; repeated runs and fill stay as they are."""
     return tuple(_merged(runs))

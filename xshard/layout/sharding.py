@@ -18,7 +18,7 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_nested
 from xshard.layout.runs import Runs, are_equal, n_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
-from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
+from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
 EvenCuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, its axes (name, size), outermost first
@@ -205,7 +205,7 @@ def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ..
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim)
     # The outputs of a window are sharded like the dim, but need not be divisible when its rows are.
-    regroups = overlap is None or isinstance(unfolded(overlap), Halo)
+    regroups = overlap is None or isinstance(unfolded(overlap), Halo | Reads)
     shards: list[Shard] = []
     left: int | None = length  # rows of every block so far; None if blocks differ
     for shard in dim.shards:
@@ -247,5 +247,6 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
         aligned = replace(rows, out="aligned")  # also where all that is left of the shard is its axes
         return Fold(aligned) if isinstance(overlap, Fold) else aligned
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
+    widths = (rows.rows.map.sizes,) if isinstance(rows, Reads) else widths
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
     return None if nothing else overlap

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import block_length, misfit, owned_rows
-from xshard.notation.overlap import Boundary, Fold, Halo, Window, ends_of, unfolded
-from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
+from xshard.layout.partition import block_length, misfit, owned_rows, owner_of_rows
+from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, ends_of, unfolded
+from xshard.notation.parser import ARROW, BY, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
 
 MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
 # Pieces of a block with an overlap each, and rows from beyond an end that are copied one by one: each takes
@@ -28,6 +30,9 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
             raise ShapeError(reason[1], text=str(dim), hint=hint)
         if dim.overlap is not None:
             overlap = unfolded(dim.overlap)
+            if isinstance(overlap, Reads):
+                _check_reads(dim, overlap, length, mesh)
+                continue
             if isinstance(overlap, Halo):
                 _check_widths(dim, overlap, mesh)
             else:
@@ -74,6 +79,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     if dim.overlap is None:
         return most
     overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        return most + max(overlap.rows.map.sizes)
     first = (0,) * len(sizes)
     pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
     if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own
@@ -94,6 +101,20 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     return most + lo + hi + max(pieces, 1) * sum(min(rows, length + lo + hi) for rows in read)
 
 
+def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
+    needs, hint = reads.rows.map, "each part lists rows of other parts"
+    parts = math.prod(sizes := mesh.sizes_of(dim.axes))
+    if needs.parts != parts:
+        raise ShapeError(f"'{reads.rows}' is for {needs.parts} parts, not {parts}", text=str(dim), hint=hint)
+    if len(needs.rows) and (last := int(needs.rows.max())) >= length:
+        raise ShapeError(f"'{reads.rows}' reads row {last} of {length}", text=str(dim), hint=hint)
+    owner = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
+    own = np.flatnonzero(owner[needs.rows] == needs.part_of_row)
+    if len(own):
+        part, row = int(needs.part_of_row[own[0]]), int(needs.rows[own[0]])
+        raise ShapeError(f"part {part} reads row {row}, which it owns", text=str(dim), hint=hint)
+
+
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
     parts = math.prod(mesh.sizes_of(dim.axes))
     for widths in (halo.lo, halo.hi):
@@ -102,7 +123,7 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
         if len(widths) != parts:
             reason = f"{len(widths)} widths for {parts} parts"
             raise ShapeError(reason, text=str(dim), hint="one width, or one per part")
-        if any(shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS) for shard in dim.shards):
+        if any(shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY) for shard in dim.shards):
             reason = "widths per part need contiguous parts"
             raise NotationError(reason, text=str(dim), hint="one width for all parts")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from xshard.notation.maps import NamedMap
 
 BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
 OUTPUT_RULES = ("balanced", "aligned")
@@ -87,26 +90,37 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Each block followed by the rows that a map lists for it: `Needs`."""
+
+    rows: NamedMap
+
+    def __str__(self) -> str:
+        return f"reads({self.rows})"
+
+
+@dataclass(frozen=True)
 class Fold:
     """The dual of an overlap: overlapping rows are contributions, added at their owner."""
 
-    of: Halo | Window
+    of: Halo | Window | Reads
 
     def __str__(self) -> str:
         return f"fold({self.of})"
 
 
-Overlap = Halo | Window | Fold
+Overlap = Halo | Window | Reads | Fold
 
 
-def unfolded(overlap: Overlap) -> Halo | Window:
+def unfolded(overlap: Overlap) -> Halo | Window | Reads:
     """The overlap itself, or the one inside a fold: both hold the same rows."""
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
 def ends_of(overlap: Overlap | None) -> tuple[Boundary, ...]:
     """The boundaries at both ends of the array, if there is an overlap."""
-    return () if overlap is None else (unfolded(overlap).before, unfolded(overlap).after)
+    rows = None if overlap is None else unfolded(overlap)
+    return () if rows is None or isinstance(rows, Reads) else (rows.before, rows.after)
 
 
 def _boundary_text(overlap: Halo | Window) -> str:
@@ -114,6 +128,6 @@ def _boundary_text(overlap: Halo | Window) -> str:
     return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
 
 
-def bracketed(value: str | Width) -> str:
+def bracketed(value: Any) -> str:
     """A number as it is; several numbers in brackets."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

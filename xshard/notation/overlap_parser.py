@@ -8,11 +8,22 @@ from typing import Any, TypeVar
 
 from xshard.arguments import MOST_DIGITS, did_you_mean
 from xshard.errors import NotationError, Span
-from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Width, Window
+from xshard.notation.maps import DIGEST, Maps, Needs, RowMap, find_map
+from xshard.notation.overlap import (
+    BOUNDARIES,
+    OUTPUT_RULES,
+    Boundary,
+    Fold,
+    Halo,
+    Overlap,
+    Reads,
+    Width,
+    Window,
+)
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"
-    r"|(?P<int>-?\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
+    rf"|(?P<int>-?\d+)|(?P<map>[A-Za-z_]\w*{DIGEST}\b)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
     re.ASCII,
 )
 _MEANT = {  # characters of other notations -> a hint
@@ -27,7 +38,9 @@ _T = TypeVar("_T")
 class Scanner:
     """A text as tokens: `kind`, `value` and `span` (start, stop) of the next one; `end` of the last one."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, maps: Maps | None = None) -> None:
+        self.maps = maps  # by name; None: names stay names
+        self.map_spans: list[Span] = []
         if len(text) > MOST_CHARS:
             raise NotationError(f"a text of {len(text)} characters", hint=f"at most {MOST_CHARS}")
         self.text = text
@@ -70,6 +83,20 @@ class Scanner:
         self.advance()
         return value
 
+    def map(self, kind: type[RowMap]) -> Any:
+        """The name of a map, perhaps with its digest -> the map."""
+        span, text = self.span, self.value
+        if self.kind not in ("name", "map"):
+            self.expect("name", hint=f"the name of {kind.__name__} in maps=")
+        self.advance()
+        self.map_spans.append(span)
+        if self.maps is None:
+            return text.partition("@")[0]
+        try:
+            return find_map(text, self.maps, kind)
+        except NotationError as error:
+            raise self.error(error.reason, span, error.hint) from None
+
     def integer(self, hint: str | None = None) -> int:
         span = self.span
         digits = self.expect("int", hint)
@@ -94,13 +121,18 @@ _LIMITS = "k, s, d >= 1 and p >= 0"
 
 
 def parse_overlap(scanner: Scanner) -> Overlap:
-    """`halo(...)`, `window(...)` or `fold(...)`."""
+    """`halo(...)`, `window(...)`, `reads(...)` or `fold(...)`."""
     span = scanner.span
-    kind = scanner.expect("name", hint="overlaps are: halo, window, fold")
+    kind = scanner.expect("name", hint="overlaps are: halo, window, reads, fold")
     if kind == "halo":
         return _halo(scanner)
     if kind == "window":
         return _window(scanner)
+    if kind == "reads":
+        scanner.expect("(")
+        rows = scanner.map(Needs)
+        scanner.expect(")")
+        return Reads(rows)
     if kind == "fold":
         scanner.expect("(")
         if scanner.value == "fold":  # refused before it is read: a text may nest thousands
@@ -109,7 +141,7 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)
-    raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, fold")
+    raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, reads, fold")
 
 
 def _halo(scanner: Scanner) -> Halo:

@@ -7,17 +7,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, Span, XshardError
+from xshard.notation.maps import Maps, NamedMap, Owners, RowMap, find_map, named_maps
 from xshard.notation.overlap import Overlap, Width, bracketed
 from xshard.notation.overlap_parser import Scanner, parse_overlap, parse_width
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
 SIZES, INTERVALS = "sizes", "intervals"  # orders that list their parts in numbers
+BY = "by"  # the order of a map: `Owners`
 SEGMENTS = "segments"  # written block(axes, numbers)
 ELLIPSIS = "..."
 ARROW = "->"
@@ -29,12 +31,12 @@ class Shard:
 
     numbers: for `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded
     alone; for `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every
-    part; for `intervals`, the (start, stop, start, stop, ...) of every part.
+    part; for `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map.
     """
 
     axes: tuple[str, ...]
     order: str = "block"
-    numbers: tuple[Width, ...] = ()
+    numbers: tuple[Width | NamedMap, ...] = ()
 
     def __str__(self) -> str:
         if self.order != "block":
@@ -80,9 +82,9 @@ def check_text(what: str, text: object, hint: str | None = None) -> None:
         raise NotationError(f"{what} is text, not {type(text).__name__}", hint=hint)
 
 
-def parse_layout(text: str) -> Parsed:
+def parse_layout(text: str, maps: Maps) -> Parsed:
     """Text of one layout -> its dims and tags. Raises NotationError."""
-    parser = _Parser(text)
+    parser = _Parser(text, maps)
     parsed = parser.layout()
     parser.expect("end")
     return parsed
@@ -100,7 +102,7 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
 
     In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named `i'1`.
     """
-    parser = _Parser(text, by_name=kind == "contraction")
+    parser = _Parser(text, {}, by_name=kind == "contraction")
     left = (parser.layout(),) if kind == "expression" else parser.operands()
     parser.expect(ARROW, hint=_READS[kind])
     parser.repeats = False
@@ -113,11 +115,37 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
 
 def text_spans(text: str) -> TextSpans:
     """The positions that later errors mark, in a text that parses."""
-    parser = _Parser(text, by_name=True)
+    return _spanned(text, None).spans
+
+
+@lru_cache(maxsize=4096)
+def with_digests(text: str, maps: tuple[tuple[str, RowMap], ...]) -> str:
+    """A text with the digest of every map behind its name. Raises NotationError."""
+    spans = _spanned(text, dict(maps)).map_spans
+    named = {span: find_map(text[slice(*span)], dict(maps), RowMap) for span in spans}
+    for span in reversed(spans):
+        text = f"{text[: span[0]]}{named[span]}{text[span[1] :]}"
+    return text
+
+
+def with_maps(layouts: Any, maps: Any) -> Any:
+    """Layouts and expressions, in dicts and lists too: their texts with the digests of the maps."""
+    if maps is None:
+        return layouts
+    if isinstance(layouts, str):
+        return with_digests(layouts, named_maps(maps))
+    if type(layouts) is dict:
+        return {key: with_maps(value, maps) for key, value in layouts.items()}
+    return type(layouts)(with_maps(v, maps) for v in layouts) if type(layouts) in (list, tuple) else layouts
+
+
+def _spanned(text: str, maps: Maps | None) -> _Parser:
+    """A text that was parsed for its positions alone."""
+    parser = _Parser(text, maps, by_name=True)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
         parser.operands()
-    return parser.spans
+    return parser
 
 
 @contextmanager
@@ -143,6 +171,7 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
 
+_ORDERS = (*ORDERS, SIZES, INTERVALS, BY)
 _CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
@@ -165,11 +194,11 @@ _NUMBERS = {
 class _Parser(Scanner):
     """Recursive descent over the grammar, which records the positions of names."""
 
-    def __init__(self, text: str, *, by_name: bool = False) -> None:
+    def __init__(self, text: str, maps: Maps | None, *, by_name: bool = False) -> None:
         self.composes = self.repeats = by_name  # a dim may be `(h d)`; two dims may have one name
         self.names = Counter[str]()  # the dims of this layout
         self.spans = TextSpans([], [], [], [])
-        super().__init__(text)
+        super().__init__(text, maps)
 
     def operands(self) -> tuple[Parsed, ...]:
         layouts = [self.layout()]
@@ -236,14 +265,16 @@ class _Parser(Scanner):
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        is_order = name in (*ORDERS, SIZES, INTERVALS) or not self.composes or self.span[0] == self.end
+        is_order = name in _ORDERS or not self.composes or self.span[0] == self.end
         if self.kind != "(" or not is_order:  # after a space a composed dim follows
             self.spans.axes.append((name, span))
             return Shard((name,))
-        if name not in (*ORDERS, SIZES, INTERVALS):
-            known = ", ".join((*ORDERS, SIZES, INTERVALS))
-            meant = did_you_mean(name, (*ORDERS, SIZES, INTERVALS), _ORDERS_ELSEWHERE)
+        if name not in _ORDERS:
+            known = ", ".join(_ORDERS)
+            meant = did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)
             raise self.error(f"unknown order {name!r}", span, f"{meant}orders are: {known}")
+        if name == BY:
+            return self.owned()
         return self.ordered(name, span)
 
     def ordered(self, order: str, span: Span) -> Shard:
@@ -267,6 +298,17 @@ class _Parser(Scanner):
             count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"
             raise self.error(f"{count} in {order}", span, _NUMBERS[order])
         return Shard(tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers))
+
+    def owned(self) -> Shard:
+        """`( axis , ... , map )`."""
+        self.expect("(")
+        axes, hint = list[str](), "by takes its axes and a map, as in by(gp,cells)"
+        while not axes or self.text[self.at :].lstrip().startswith(","):  # what follows the next token
+            axes.append(self.axis())
+            self.expect(",", hint)
+        owners = self.map(Owners)
+        self.expect(")", hint)
+        return Shard(tuple(axes), BY, (owners,))
 
     def axis(self) -> str:
         span = self.span

@@ -13,7 +13,7 @@ from xshard.errors import ShapeError
 from xshard.layout import Sharding
 from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
 from xshard.layout.runs import FILL, Pieces, Run, Runs, merge_adjacent, n_rows, pieces, unrolled
-from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
+from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, Dim
 
 # Most blocks drawn along a dim, as a cyclic cut of a long dim has as many blocks as rows; most lanes.
@@ -27,10 +27,12 @@ _ORDER_TEXT = {
     "cyclic": "cyclic: part i of n holds every n-th row, or chunk of rows, from i",
     "sizes": "in contiguous chunks of given sizes",
     "intervals": "in given intervals",
+    "by": "each row to the part that a map gives",
 }
 _OVERLAP_TEXT = {
     Halo: "each block holds rows of its neighbours",
     Window: "each block holds the rows that its outputs read",
+    Reads: "each block holds the rows that a map lists for it",
     Fold: "rows of neighbours are contributions, added at their owner",
 }
 _TAG_TEXT = {

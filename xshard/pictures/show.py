@@ -11,6 +11,7 @@ from typing import Any
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.maps import Maps
 from xshard.pictures.grid import picture
 from xshard.plans.plan import Plan
 
@@ -23,11 +24,13 @@ def show(
     shape: Sequence[int] | None = None,
     *,
     dims: Sequence[str] = (),
+    maps: Maps | None = None,
 ) -> None:
     """Show which device holds which block of an array, or the steps of a plan with what travels in each.
 
     what: a layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan, alone.
     dims: the one or two dims of a sharding to draw; by default the first two that are cut.
+    maps: the `Owners` and `Needs` that a layout names.
     A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
     Raises PlanError for a layout without a mesh or a shape, XshardError if a terminal needs rich, which
     `pip install 'xshard[cli]'` brings.
@@ -42,7 +45,7 @@ def show(
         if mesh is None or shape is None:
             raise PlanError("a layout alone cannot be drawn", hint="show(layout, mesh, shape)")
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-        value = Sharding(Layout.parse(what), mesh, tuple(shape))
+        value = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
     elif mesh is not None or shape is not None:
         raise PlanError(f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone")
     if isinstance(value, Sharding):

@@ -19,6 +19,7 @@ from xshard.dtypes import name_of
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.notation.maps import maps_in, with_values
 from xshard.notation.parser import Shard
 from xshard.steps import Step
 
@@ -125,7 +126,7 @@ def reading_plan() -> Iterator[None]:
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
     """A plan -> its JSON as a dict."""
-    return {
+    data = {
         "src": str(plan.src),
         "dst": str(plan.dst),
         **mesh_to_plain(plan.steps_mesh),
@@ -139,11 +140,13 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
         "steps": [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps],
         "after": [str(stage.after.layout) for stage in plan.stages],
     }
+    return with_values(data)
 
 
 def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> tuple[dict[str, Any], list[str]]:
     """The inverse: the arguments of `Plan`, and the layouts to which its steps should lead."""
     machine = load_profile(data["profile"] if profile is None else profile)
+    _maps = maps_in(data)  # which the texts below name
     values = {
         "src": Layout.parse(data["src"]),
         "dst": Layout.parse(data["dst"]),

@@ -13,7 +13,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import missing_rows, offered_rows, wanted_rows
 from xshard.layout.runs import Runs, met, pieces
 from xshard.layout.validation import rolled_dim
-from xshard.notation.overlap import Fold, Halo, Window, ends_of
+from xshard.notation.overlap import Fold, Halo, Reads, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.moves import Space
@@ -80,7 +80,7 @@ def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, p
     bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
     # Local steps run while blocks are small: overlaps are trimmed first, folds begin last.
     dropped = _layouts(bare, start, one_by_one=Fold)
-    rebuilt = _layouts(aim, goal, one_by_one=(Halo, Window))
+    rebuilt = _layouts(aim, goal, one_by_one=(Halo, Window, Reads))
     steps: list[Step] = [Exchange(layout) for layout in dropped[-2::-1]]
     steps += _between(bare, aim, dtype, profile)
     return (*steps, *(Exchange(layout) for layout in rebuilt[1:]))
@@ -148,8 +148,13 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
         # Node-local senders are not for blocks that overlap.
         return Exchange(to) if isinstance(step, Exchange) else replace(step, to=to)  # type: ignore[type-var]
 
-    space = Space(plain(bare), plain(aim), dtype, machine)
-    return tuple(map(restored, Search(space, None).best_path()))
+    space = Space(here := plain(bare), plain(aim), dtype, machine)
+    steps = Search(space, None).best_path()
+    for step in steps:
+        here = step.after(here)
+        if any(here.layout.dims[d].shards for d in fixed):  # a way through a dim that overlaps
+            return (Exchange(aim.layout),)
+    return tuple(map(restored, steps))
 
 
 def _check_lost(source: Sharding, target: Sharding, d: int) -> None:

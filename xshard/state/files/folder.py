@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from xshard import arguments, dtypes
 from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
+from xshard.notation.maps import maps_in
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import Entry, FileError, check_folder, check_regular, read_header
 from xshard.state.names import names_from_json
@@ -216,6 +217,7 @@ def _noted(notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> 
     layouts: dict[str, Layout] = {}
     fields: dict[str, Any] = {"layouts": layouts, "sums": {}, "constants": {}}
     for note in notes:
+        _maps = maps_in(note)  # which the layouts name
         layouts |= {name: Layout.parse(text) for name, text in note.get("layouts", {}).items()}
         if note.get("mesh") is not None:
             fields["mesh"] = Mesh.parse(note["mesh"])

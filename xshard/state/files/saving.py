@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
+from xshard.notation.maps import with_values
 from xshard.state.files.checkpoint import Box, BoxPair, box_pairs, check_whole
 from xshard.state.files.folder import INDEX, KEY, OURS, checksum, read_index
 from xshard.state.files.header import FileError, write_header
@@ -114,7 +115,7 @@ def plan_save(
         group = [list(sizes)[n] for n in numbers]
         group.sort(key=lambda name: -dtypes.itemsize(arrays[name].dtype))  # so that every array is aligned
         layouts = {name: text for name in group if mesh and (text := _layout(arrays[name], sources))}
-        noted = {key: note for key, note in {**common, "layouts": layouts}.items() if note}
+        noted = with_values({key: note for key, note in {**common, "layouts": layouts}.items() if note})
         entries = {name: arrays[name][:2] for name in group}
         header = write_header(entries, {"format": "pt", KEY: json.dumps(noted)})
         *starts, size = accumulate((sizes[name] for name in group), initial=len(header))

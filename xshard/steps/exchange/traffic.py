@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
-from xshard.layout.partition import all_owned_rows
+from xshard.layout.partition import all_owned_rows, owner_of_rows
 from xshard.layout.pieces import shared_rows
-from xshard.layout.runs import Runs, row_numbers
+from xshard.layout.runs import Runs
 from xshard.layout.sub_axes import SubAxisMesh
-from xshard.notation.parser import Dim
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, Received, coords_of, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
@@ -199,20 +198,11 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
     """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
     if src.length * max(math.prod(end.sizes) for end in (src, dst)) > MOST_COMPARED:
         return shared_rows(*(all_owned_rows(*end[:3]) for end in (src, dst)))
-    givers, takers = (_owner_of_rows(*end[:3]) for end in (src, dst))
+    givers, takers = (owner_of_rows(*end[:3]) for end in (src, dst))
     parts = math.prod(src.sizes)
     rows = np.bincount(takers * parts + givers)
     pairs = np.flatnonzero(rows)
     return pairs // parts, pairs % parts, rows[pairs]
-
-
-@lru_cache(maxsize=4096)
-def _owner_of_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> NDArray[np.int64]:
-    """The number of the block that owns each row of a dim."""
-    owners = np.zeros(length, np.int64)
-    for block, runs in enumerate(all_owned_rows(dim, length, sizes)):
-        owners[row_numbers(runs)] = block
-    return owners
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:

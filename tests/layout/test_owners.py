@@ -1,0 +1,146 @@
+"""Owner maps and needs: values, their names in the notation, and every verb that takes `maps`."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from tests import oracle
+from tests.fuzz.chains import random_needs, random_owners
+from xshard.errors import NotationError, ShapeError
+from xshard.notation.parser import Dim
+
+MESH = xs.Mesh(gp=2)
+MAPS = {"cells": xs.Owners([1, 0, 1, 1]), "near": xs.Needs.of_rows([[3], []])}
+WIDE = "n/by(gp,cells):reads(near) d"
+
+
+def test_a_map_is_a_value():
+    owners, other = xs.Owners([1, 0, 1, 1]), xs.Owners.of_rows([[1], [0, 2, 3]])
+    assert owners == other and hash(owners) == hash(other) and owners.digest == other.digest
+    assert owners != xs.Owners.of_rows([[1], [3, 2, 0]]) != xs.Needs.of_rows([[1], [3, 2, 0]])
+    assert xs.Owners([0, 0], parts=3).sizes == (2, 0, 0) != xs.Owners([0, 0]).sizes
+    assert pickle.loads(pickle.dumps(owners)) == owners
+    with pytest.raises(ValueError, match="read-only"):
+        owners.rows[0] = 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: xs.Owners([0, -1]), "row 1 has part -1"),
+        (lambda: xs.Owners([0, 3], parts=3), "a row has part 3, there are 3 parts"),
+        (lambda: xs.Owners([0.5]), "is not a list of rows"),
+        (lambda: xs.Owners.of_rows([[0, 1], [1]]), "3 rows in all parts, and row 1 is 2"),
+        (lambda: xs.Owners.of_rows([[0], [2]]), "2 rows in all parts, and row 2 is out of range"),
+        (lambda: xs.Needs.of_rows([[1], [2, 3, 2]]), "part 1 reads row 2 twice"),
+        (lambda: xs.Needs.of_rows([[-1]]), "row -1 in a need"),
+        (lambda: MAPS["cells"].moved([4], 0), "no row 4"),
+        (lambda: MAPS["cells"].moved([3], 2), "no part 2"),
+        (lambda: MAPS["cells"].moved([3, 3], 0), "a row moves twice"),
+    ],
+)
+def test_maps_that_make_no_sense(wrong, message):
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        wrong()
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "message"),
+    [
+        ("n/by(gp,cells)", 5, "adds up to 4 rows, not 5"),
+        ("n/by(dp,gp,cells)", 4, "has 2 parts, the mesh has 4"),
+        ("n/dp/by(gp,cells)", 4, "adds up to 4 rows, not 2"),
+        ("n/gp:reads(own)", 4, "part 0 reads row 1, which it owns"),
+        ("n/gp:reads(near)", 3, "reads row 3 of 3"),
+        ("n:reads(near)", 4, "is for 2 parts, not 1"),
+        ("n/by(one,turned)", 2, "has one part, which must hold its rows in order"),
+    ],
+)
+def test_maps_that_do_not_fit(text, length, message):
+    maps = MAPS | {"turned": xs.Owners.of_rows([[1, 0]]), "own": xs.Needs.of_rows([[1], []])}
+    layout = xs.Layout.parse(text, maps)
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        xs.Sharding(layout, xs.Mesh(dp=2, gp=2, one=1), (length,))
+
+
+def test_texts_with_digests_need_no_maps_while_the_map_lives():
+    layout = xs.Layout.parse(WIDE, MAPS)
+    assert re.fullmatch(r"n/by\(gp,cells@\w{16}\):reads\(near@\w{16}\) d", str(layout))
+    assert xs.Layout.parse(str(layout)) == layout == pickle.loads(pickle.dumps(layout))
+    assert layout == xs.Layout(f"n/by(gp,{layout.dims[0].shards[0].numbers[0]}):{layout.dims[0].overlap} d")
+    assert str(layout.dual) == f"{str(layout).replace(':', ':fold(').replace(' d', ') d')}"
+    assert layout.dual.dual == layout == layout.tangent
+    digest = xs.Owners([5]).digest
+    gc.collect()
+    with pytest.raises(NotationError, match=f"the map 'gone@{digest}' is not in this process in\n    'n/by"):
+        xs.Layout.parse(f"n/by(gp,gone@{digest})")
+
+
+def test_every_verb_takes_maps():
+    x = np.arange(8).reshape(4, 2)
+    plan = xs.plan(f"n/by(gp,cells) d -> {WIDE}", MESH, x.shape, "int64", maps=MAPS)
+    assert plan == xs.plan(("n/by(gp,cells) d", WIDE), MESH, x.shape, "int64", maps=MAPS)
+    blocks = xs.reference.run(plan, xs.reference.scatter(x, "n/by(gp,cells) d", MESH, MAPS))
+    assert [b.tolist() for b in blocks] == [x[[1, 3]].tolist(), x[[0, 2, 3]].tolist()]
+    assert np.array_equal(xs.reference.gather(blocks, WIDE, MESH, x.shape, MAPS), x)
+    pulled = xs.reference.run(plan.backward, [np.ones((2, 2), int), np.ones((3, 2), int)])
+    assert [b[:, 0].tolist() for b in pulled] == [[1], [1, 1, 2]]
+    assert plan.bytes_received == plan.bytes_lower_bound == 16 and plan.backward.bytes_received == 16
+    rules = xs.Rules({"x": WIDE}, MAPS)
+    assert xs.Layout.parse(rules.find("x")) == plan.dst
+    product = xs.plan(
+        "n/by(gp,cells) d, d f -> n/by(gp,cells) f", MESH, sizes={"n": 4, "d": 2, "f": 3}, maps=MAPS
+    )
+    assert product.bytes_received == 0
+    for text, cls in ((plan.to_json(), xs.Plan), (product.to_json(), xs.ContractionPlan)):
+        assert cls.from_json(text).to_json() == text and '"maps"' in text
+        with pytest.raises(xs.errors.PlanError, match="differs from its digest"):
+            cls.from_json(text.replace('"starts": [\n', '"starts": [\n0,\n', 1))
+
+
+def test_a_plan_as_text_brings_its_maps_along():
+    text = xs.plan("n/by(gp,m) -> n", MESH, (5,), maps={"m": xs.Owners([0, 1, 1, 0, 1])}).to_json()
+    gc.collect()
+    plan = xs.Plan.from_json(text)
+    assert plan.source.owned(0, 0) == ((0, 1, 1, 0), (3, 1, 1, 0)) and plan.to_json() == text
+
+
+def test_moved_rows_and_their_new_owners():
+    """A thousand random steps against lists: rows that stay keep their order, the others follow."""
+    rng = random.Random(0)
+    owners = random_owners(rng, 30, 4)
+    lists = [owners.part(i).tolist() for i in range(4)]
+    for _ in range(1000):
+        rows = rng.sample(range(30), rng.randint(0, 6))
+        to = [rng.randrange(4) for _ in rows]
+        for row, part in zip(rows, to, strict=True):
+            if row not in lists[part]:
+                next(each for each in lists if row in each).remove(row)
+                lists[part].append(row)
+        owners = owners.moved(rows, to)
+        assert [owners.part(i).tolist() for i in range(4)] == lists
+        assert xs.Owners(owners.owner, 4).sizes == owners.sizes
+
+
+def test_the_bytes_of_a_need_are_the_rows_that_parts_lack():
+    """And of a migration, those whose owner changes; both ways, and never more."""
+    rng = random.Random(1)
+    for _ in range(60):
+        rows, mesh = rng.randint(1, 24), xs.Mesh(gp=rng.choice((2, 3, 4)))
+        before, after = (random_owners(rng, rows, mesh.n_devices) for _ in range(2))
+        dim = Dim("n", xs.Layout.parse("n/by(gp,m)", {"m": before}).dims[0].shards)
+        maps = {"a": before, "b": after, "near": random_needs(rng, dim, rows, mesh)}
+        read = xs.plan("n/by(gp,a) -> n/by(gp,a):reads(near)", mesh, (rows,), "int8", maps=maps)
+        moved = xs.plan("n/by(gp,a) -> n/by(gp,b)", mesh, (rows,), "int8", maps=maps)
+        lacks = [{*after.part(i).tolist()} - {*before.part(i).tolist()} for i in range(mesh.n_devices)]
+        assert read.bytes_received == read.bytes_lower_bound == max(maps["near"].sizes)
+        assert moved.bytes_received == moved.bytes_lower_bound == max(map(len, lacks))
+        for plan in (read, moved):
+            oracle.assert_right(plan, np.random.default_rng(rows))
