@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
+from tests.cases import CELLS, NEAR
 from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 
 MESH = xs.Mesh(dp=2, cp=2)
@@ -71,3 +72,37 @@ def test_what_is_refused() -> None:
     local = jax.vmap(lambda _: xj.positions("b/dp s/cp", MESH, shape=(2, 12), dim="s"), axis_name="cp")
     with pytest.raises(xs.errors.MeshError, match="'dp' is not manual here"):
         local(np.zeros(2))
+
+
+@in_jax
+def test_rows_of_a_map_in_blocks_and_in_global_arrays() -> None:
+    """A halo of a graph and its adjoint on blocks, in types; a migration of arrays at rest, and its order."""
+    mesh, shape = device_mesh(CP), (9, 2)
+    maps = {"cells": CELLS, "near": NEAR, "even": xs.Owners([3, 0, 1, 2] * 2)}
+    here, wide = "n/by(cp,cells) d", "n/by(cp,cells):reads(near) d"
+    layouts = [xs.Layout.parse(text, maps) for text in (here, wide)]
+    x = np.arange(18.0, dtype=np.float32).reshape(shape)
+    own, read = (xs.reference.scatter(x, layout, CP) for layout in layouts)
+
+    def total(v):
+        y = xj.redistribute(v, f"{here} -> {wide}", shape=shape, maps=maps)
+        return jax.lax.psum((y**2).sum(), "cp"), y
+
+    def run(v):
+        (_, y), pulled = jax.value_and_grad(total, has_aux=True)(v)
+        return y, pulled
+
+    blocks = np.concatenate([np.pad(b, [(0, 4 - len(b)), (0, 0)]) for b in own])
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+    found, pulled = mapped(jax.device_put(blocks, jax.NamedSharding(mesh, P("cp"))))
+    many = np.bincount(NEAR.rows, minlength=9) + 1
+    for device, (mine, wider) in enumerate(zip(own, read, strict=True)):
+        most = len(found) // 4
+        assert np.array_equal(found[most * device :][: len(wider)], wider)
+        expected = 2 * mine * many[CELLS.part(device), None]
+        assert np.array_equal(pulled[4 * device :][: len(mine)], expected)
+    rows = xj.positions("n/by(cp,even)", mesh, shape=(8,), dim="n", maps=maps)
+    y = xj.reshard(placed(x[:8], mesh, "cp"), "n/cp d -> n/by(cp,even) d", maps=maps)
+    assert rows.tolist() == maps["even"].rows.tolist() and np.array_equal(y, x[rows])
+    back = xj.reshard(y, "n/by(cp,even) d -> n/cp d", mesh, maps=maps)
+    assert np.array_equal(back, x[:8])

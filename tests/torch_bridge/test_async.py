@@ -23,6 +23,7 @@ from tests.torch_bridge.helpers import (
 )
 from torch_bridge.lower.collectives import Collective
 
+NEAR = xs.Needs.of_rows([[3, 7], [], [0], [5]])
 MESH, TURN = xs.Mesh(a=4), "n/a d -> n d/a"
 EXPRESSIONS = [
     "n/a d -> n d | copy(a)",
@@ -35,6 +36,7 @@ EXPRESSIONS = [
     "n d -> n/a d",
     "n d | max(a) -> n d",
     "n/a d -> d/a n",
+    f"n/a d -> n/a:reads({NEAR}) d",
 ]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_bridge as xt
 import xshard as xs
+from tests.cases import ALL
 from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbers, on_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.layout.layout import parse_expression
@@ -33,6 +34,7 @@ EVERY_STEP = [  # with a leading dim that is whole
     "s n d | mean(a) -> s n d | copy(a)",
     "s n d | max(a) -> s n d",
     "s n/a d -> d/a n s",
+    f"s n/a d -> s n/a:reads({ALL}) d",
 ]
 TWO_AXES = [
     "s n d | sum(a,b) -> s n d",

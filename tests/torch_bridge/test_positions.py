@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_bridge as xt
 import xshard as xs
+from tests.cases import CELLS, NEAR, TURNED
 from tests.torch_bridge.helpers import check_error, in_turn, on_ranks
+from xshard.state.files.folder import open_checkpoint
 
 MESH = xs.Mesh(dp=2, cp=2)
 
@@ -50,5 +52,49 @@ def _reshard() -> None:
         assert torch.equal(x.grad, 7 * whole[:, before] + 1)
 
 
+def _owners() -> None:
+    """Every verb with `maps`: a halo of a graph, its adjoint, trees, compiled code, a compared call."""
+    mesh, maps, rank = xs.Mesh(a=4), {"cells": CELLS, "near": NEAR}, dist.get_rank()
+    here, wide = "n/by(a,cells) d", "n/by(a,cells):reads(near) d"
+    whole = torch.arange(18.0, dtype=torch.float64).reshape(9, 2)
+    own, read = (xt.positions(text, mesh, shape=(9, 2), dim="n", maps=maps) for text in (here, wide))
+    assert own.tolist() == CELLS.part(rank).tolist() and read.tolist() == [*own.tolist(), *NEAR.part(rank)]
+    x = whole[own].clone().requires_grad_()
+    y = xt.redistribute(x, f"{here} -> {wide}", mesh, maps=maps)
+    assert torch.equal(y, whole[read])
+    y.sum().backward()
+    readers = torch.bincount(torch.from_numpy(NEAR.rows.copy()), minlength=9) + 1.0
+    assert torch.equal(x.grad, readers[own, None].expand(-1, 2).double())
+    tree = xt.redistribute(
+        {"v": x, "w": {"u": x}}, {"v": f"{here} -> n d", "w": f"{here} -> {wide}"}, mesh, maps=maps
+    )
+    assert torch.equal(tree["v"], whole) and torch.equal(tree["w"]["u"], y)
+    moved = xt.redistribute(x, f"{here} -> {wide}", mesh, maps=maps, async_op=True, debug=True)
+    assert torch.equal(moved.wait(), y)
+    halo = torch.compile(
+        lambda v: xt.redistribute(v * 2, f"{here} -> {wide}", mesh, maps=maps), backend="eager"
+    )
+    assert torch.equal(halo(x), 2 * y)
+    product = xt.einsum(f"{here}, d f -> n/by(a,cells) f", x, whole[:2], mesh=mesh, maps=maps)
+    assert torch.equal(product, x @ whole[:2])
+
+
+def _files(folder: str) -> None:
+    """A checkpoint has its maps, and its rows are there for other owners."""
+    mesh, shape = xs.Mesh(a=4), (9, 2)
+    x = torch.arange(18.0).reshape(shape)[torch.from_numpy(CELLS.part(dist.get_rank()).copy())]
+    xt.save({"x": x}, folder, xs.Rules({"x": "n/by(a,cells) d"}, {"cells": CELLS}), mesh)
+    dist.barrier()
+    y = xt.load(folder, xs.Rules({"x": "n/by(a,to) d"}, {"to": TURNED}), mesh)["x"]
+    rows = xt.positions("n/by(a,to) d", mesh, shape=shape, dim="n", maps={"to": TURNED})
+    assert torch.equal(y, torch.arange(18.0).reshape(shape)[rows])
+
+
 def test_positions_and_live_activations_between_contiguous_and_zigzag() -> None:
-    on_ranks(4, in_turn, _positions, _reshard)
+    on_ranks(4, in_turn, _positions, _reshard, _owners)
+
+
+def test_files_have_their_maps(tmp_path) -> None:
+    on_ranks(4, _files, str(tmp_path / "saved"))
+    saved = xs.Layout.parse("n/by(a,cells) d", {"cells": CELLS})
+    assert open_checkpoint(tmp_path / "saved").layouts["x"] == saved
