@@ -30,7 +30,7 @@ from xshard.steps.local import Scale
 Arrays = Sequence[ArrayLike]  # a block per device
 
 
-def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, maps: Maps | None = None) -> list[Block]:
+def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None = None) -> list[Block]:
     """A global array -> the block of every device.
 
     Under `sum` the first device along the axis holds the value and the others zeros, in a `fold` the device
@@ -56,7 +56,7 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, maps: Maps | None = 
 
 
 def gather(
-    blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int], maps: Maps | None = None
+    blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int], *, maps: Maps | None = None
 ) -> NDArray[np.generic]:
     """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
 

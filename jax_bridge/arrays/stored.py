@@ -33,7 +33,7 @@ _RECORD = "_xshard_order"
 
 
 def stored_as(
-    array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, maps: Maps | None = None
+    array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, *, maps: Maps | None = None
 ) -> jax.Array:
     """Record in which order the rows of an array are stored -> the same array.
 

@@ -87,9 +87,9 @@ def test_every_verb_takes_maps():
     x = np.arange(8).reshape(4, 2)
     plan = xs.plan(f"n/by(gp,cells) d -> {WIDE}", MESH, x.shape, "int64", maps=MAPS)
     assert plan == xs.plan(("n/by(gp,cells) d", WIDE), MESH, x.shape, "int64", maps=MAPS)
-    blocks = xs.reference.run(plan, xs.reference.scatter(x, "n/by(gp,cells) d", MESH, MAPS))
+    blocks = xs.reference.run(plan, xs.reference.scatter(x, "n/by(gp,cells) d", MESH, maps=MAPS))
     assert [b.tolist() for b in blocks] == [x[[1, 3]].tolist(), x[[0, 2, 3]].tolist()]
-    assert np.array_equal(xs.reference.gather(blocks, WIDE, MESH, x.shape, MAPS), x)
+    assert np.array_equal(xs.reference.gather(blocks, WIDE, MESH, x.shape, maps=MAPS), x)
     pulled = xs.reference.run(plan.backward, [np.ones((2, 2), int), np.ones((3, 2), int)])
     assert [b[:, 0].tolist() for b in pulled] == [[1], [1, 1, 2]]
     assert plan.bytes_received == plan.bytes_lower_bound == 16 and plan.backward.bytes_received == 16

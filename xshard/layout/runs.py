@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.notation.overlap import Width
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
@@ -180,7 +179,7 @@ def interval(start: int, stop: int) -> Runs:
     return (Run(start, stop - start),) if stop > start else ()
 
 
-def interval_pairs(part: Width) -> list[tuple[int, int]]:
+def interval_pairs(part: object) -> list[tuple[int, int]]:
     """(start, stop, start, stop, ...) -> pairs (start, stop)."""
     bounds = part if isinstance(part, tuple) else ()
     return list(zip(bounds[::2], bounds[1::2], strict=False))

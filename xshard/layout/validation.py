@@ -80,7 +80,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         return most
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
-        return most + max(overlap.rows.map.sizes)
+        read: int = max(overlap.rows.map.sizes)
+        return most + read
     first = (0,) * len(sizes)
     pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
     if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own

@@ -249,7 +249,8 @@ def with_values(data: dict[str, Any]) -> dict[str, Any]:
 
 def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     """The maps of `with_values`, which texts may name while the list lives. Raises NotationError."""
-    kinds, plain = {"Owners": Owners, "Needs": Needs}, data.get("maps", {})
+    kinds: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
+    plain = data.get("maps", {})
     maps = [kinds[m["kind"]]._checked(*map(_whole_rows, (m["rows"], m["starts"]))) for m in plain.values()]
     if [m.digest for m in maps] != list(plain):
         raise NotationError("a map differs from its digest", hint="the text was changed")
