@@ -1,11 +1,12 @@
 """Suggested steps beside plans by hand and AutoParallel's, all priced alike; and the time it takes.
 
     python -m benchmarks.suggest             # every case in a process of its own
-    python -m benchmarks.suggest --quick     # the cases of a small batch
+    python -m benchmarks.suggest --quick     # two of them
     python -m benchmarks.suggest 8B 16 8192  # one case, with the whole answer
 
-Prints a table and writes a JSON file. AutoParallel's plan is what meta-pytorch/autoparallel documents for
-Llama-3 8B and 70B on 8 x 8: tensor and sequence parallel with ZeRO-3, for 8B with o_proj sharded by sequence.
+Prints a line for each, and the claims, and writes a JSON file. AutoParallel's plan is what
+meta-pytorch/autoparallel documents for Llama-3 8B and 70B on 8 x 8: tensor and sequence parallel with ZeRO-3,
+for 8B with o_proj sharded by sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import record
+from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.models import deepseek, llama, mixtral
 from xshard import Mesh, Suggestion, load_profile, suggest
 from xshard.step.hand import HAND, allowed
@@ -37,6 +39,7 @@ CASES = [
     ("mixtral", 1024, 4096, 0.8),
     ("deepseek", 1024, 4096, 0.8),
 ]  # fmt: skip
+QUICK = [("8B", 16, 8192, 0.8), ("8B/4", 16, 8192, 0.8)]
 
 
 def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
@@ -65,40 +68,66 @@ def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggesti
 
     step, mesh = step_of(model, batch, sequence)
     start, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = suggest(step, mesh, memory=GB72, overlap=overlap)
+    suggested = suggest(step, mesh, memory=GB72, overlap=overlap)
     took = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
-    fitting = {name: plan.seconds() for name, plan in found.by_hand.items() if plan.fits}
-    n_rules = len(found.parameters) + len(found.inputs) + len(found.outputs)
+    fitting = {name: plan.seconds() for name, plan in suggested.by_hand.items() if plan.fits}
+    n_rules = len(suggested.parameters) + len(suggested.inputs) + len(suggested.outputs)
     row = {
-        "model": model, "batch": batch, "sequence": sequence, "overlap": overlap, "seconds": found.seconds,
-        "gap": found.gap, "micro_batches": found.micro_batches, "recompute": found.recompute,
-        "bytes": sum(found.memory.values()), "by_hand": fitting, "rules": n_rules,
-        "planning_s": took, "planning_bytes": held * 1024,
+        "model": model, "batch": batch, "sequence": sequence, "overlap": overlap,
+        "seconds": suggested.seconds, "gap": suggested.gap, "micro_batches": suggested.micro_batches,
+        "recompute": suggested.recompute, "bytes": sum(suggested.memory.values()), "by_hand": fitting,
+        "rules": n_rules, "planning_s": took, "planning_bytes": held * 1024,
     }  # fmt: skip
     if "B" in model:
         row["autoparallel"] = autoparallel(model, step, mesh, overlap)
-    return found, row
+    return suggested, row
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """The claims that rows are enough for."""
+    named = [(f"{r['model']} {r['batch']} x {r['sequence']} overlap {r['overlap']}", r) for r in rows]
+    hand = [(name, r["seconds"] / min(r["by_hand"].values())) for name, r in named if r["by_hand"]]
+    peer = {
+        overlap: [
+            (name, r["seconds"] / r["autoparallel"])
+            for name, r in named
+            if (r["model"], r["batch"], r["overlap"]) == ("8B", 16, overlap)
+        ]
+        for overlap in (0.8, 0.0)
+    }
+    llamas = [(name, r) for name, r in named if "B" in r["model"]]
+    others = [(name, r["planning_s"]) for name, r in named if "B" not in r["model"]]
+    claims = [
+        ("seconds / the best plan by hand's", hand, 1.0),
+        ("the gap to the bound", [(name, r["gap"]) for name, r in named], 0.01),
+        ("seconds / AutoParallel's, 8B at 16 x 8192, overlap 0.8", peer[0.8], 0.8),
+        ("seconds / AutoParallel's, 8B at 16 x 8192, no overlap", peer[0.0], 0.9),
+        ("rules for a Llama", [(name, r["rules"]) for name, r in llamas], 12),
+        ("processor seconds of planning, a Llama", [(name, r["planning_s"]) for name, r in llamas], 8.0),
+        ("processor seconds of planning, experts on three axes", others, 60.0),
+        ("GiB beyond imports", [(name, r["planning_bytes"] / 2**30) for name, r in named], 1.0),
+    ]
+    return [worst(statement, values, limit) for statement, values, limit in claims if values]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = record.options("suggest", __doc__, quick="the cases of 16 sequences")
+    parser = record.options("suggest", __doc__, quick="8B at 16 x 8192, and four layers of it")
     parser.add_argument("case", nargs="*", help="model, batch, sequence and, optionally, the overlap")
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
         model, batch, sequence, *overlap = options.case
-        found, row = run(model, int(batch), int(sequence), float(overlap[0]) if overlap else 0.8)
-        print(json.dumps(row) if options.row else found)
+        suggested, row = run(model, int(batch), int(sequence), float(overlap[0]) if overlap else 0.8)
+        print(json.dumps(row) if options.row else suggested)
         return 0
     rows = []
-    for case in record.shown([c for c in CASES if not options.quick or c[1] == 16], "cases"):
+    for case in record.shown(QUICK if options.quick else CASES, "cases"):
         command = [sys.executable, "-m", "benchmarks.suggest", *map(str, case), "--row"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(line(rows[-1]), flush=True)
-    print(record.write(options, record.about(options, "scipy"), rows=rows))
-    return int(any(row["by_hand"] and row["seconds"] > min(row["by_hand"].values()) for row in rows))
+    return finish(options, "Suggested training steps", judge(rows), "scipy", rows={"cases": rows})
 
 
 def line(row: dict[str, Any]) -> str:
