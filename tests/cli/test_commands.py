@@ -432,8 +432,15 @@ def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
     plan = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=2, tp=2), memory="80GiB", fixed=fixed)
     told = xshard("suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--why", "lm_head.weight").stdout
     assert told == f"{plan}\n{plan.why('lm_head.weight')}\n"
-    rules = json.loads(xshard("suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--json").stdout)
+    page = tmp_path / "page.html"
+    how = ("--fixed", "input_ids=b/dp s", "--json", "--html", str(page))
+    rules = json.loads(xshard("suggest", path, *SUGGEST, *how).stdout)
     assert rules["parameters"] == dict(plan.parameters.items()) and "b/dp" in rules["inputs"][""]
+    bar = r">([\w ]+)</td><td[^>]*>[^<]*</td><td[^>]*><div style=\"width:([\d.]+)%"
+    bars = re.findall(bar, page.read_text())
+    of_each = [value / max(kind.values()) for kind in (plan.parts, plan.memory) for value in kind.values()]
+    assert [name for name, _ in bars] == [*plan.parts, *plan.memory]
+    assert [float(width) for _, width in bars] == pytest.approx([100 * share for share in of_each], abs=0.06)
 
 
 def test_suggest_takes_images_too(tmp_path):

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +21,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 import xshard as xs
+from tests.documents.forking import printed
 from xshard.cli.app import app
 from xshard.cli.explore import server, views
 
@@ -35,31 +37,63 @@ def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, st
     assert "error" not in found, found
     shown = ElementTree.fromstring(f"<div>{found['html']}</div>")
     heads = [head.text for head in shown.iter("h2")]
-    assert heads == (["Forward"] if "," in re.sub(r"\(.*?\)", "", expression) else ["Forward", "Backward"])
+    assert heads == (["Forward", "Backward", "Code"] if "->" in expression else ["Layout"])
     assert f'"{expression}"' in found["torch"] and f'"{expression}"' in found["jax"]
+    assert found["html"].count("<svg") >= len(heads[:2])
 
 
-@pytest.mark.parametrize(("fields", "reason"), [
-    ({"expression": "b s/cq -> b s", "lengths": "2,64"},
+@pytest.mark.parametrize(("fields", "field", "reason"), [
+    ({"expression": "b s/cq -> b s", "lengths": "2,64"}, "expression",
         "unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^"),
-    ({"lengths": "b=2,s=64"}, "no length for c in 'b=2,s=64'"),
-    ({"lengths": "2,sixty,32"}, "a length is a whole number >= 0"),
-    ({"mesh": "dp=2000"}, "2000 devices, the page shows up to 1024 in 'dp=2000'"),
-    ({"lengths": "b=2,s=99999999,c=32"}, "the page shows 12 dims up to 1048576"),
-    ({"expression": "b" * 401}, "is unknown, or longer than 400 letters"),
-    ({"path": "/"}, "field 'path' is unknown"),
-    ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is not shipped"),
-    ({"memory_limit": "1"}, "PlanError"),
-    ({"dtype": "float31"}, "DtypeError"),
+    ({"expression": "b s/cq", "lengths": "2,64"}, "expression", "unknown mesh axis 'cq'"),
+    ({"lengths": "n=64"}, "lengths", "no length for d in 'n=64'"),
+    ({"lengths": "sixty,32"}, "lengths", "a length is a whole number >= 0"),
+    ({"lengths": "2,64,32"}, "lengths", "dims"),
+    ({"mesh": "dp=2000"}, "mesh", "2000 devices, the page shows up to 1024 in 'dp=2000'"),
+    ({"mesh": "dp:2"}, "mesh", "dp:2"),
+    ({"lengths": "n=99999999,d=32"}, "lengths", "the page shows 12 dims up to 1048576"),
+    ({"expression": "b" * 401}, "expression", "is unknown, or longer than 400 letters"),
+    ({"path": "/"}, "expression", "field 'path' is unknown"),
+    ({"profile": "/etc/passwd"}, "profile", "profile '/etc/passwd' is not shipped"),
+    ({"memory_limit": "1"}, "memory_limit", "PlanError"),
+    ({"memory_limit": "much"}, "memory_limit", "much"),
+    ({"dtype": "float31"}, "dtype", "DtypeError"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said(fields: dict[str, str], reason: str) -> None:
+def test_errors_stand_beside_their_field(fields: dict[str, str], field: str, reason: str) -> None:
     found = views.view(fields)
-    assert list(found) == ["error"] and reason in found["error"]
+    assert list(found) == ["error", "field"] and reason in found["error"]
+    assert found["field"] == field and f'id="error-{field}"' in views.live_page()
+
+
+def test_the_page_has_choices_and_notation_and_begins_with_several_steps() -> None:
+    page = views.live_page()
+    assert page.count("<select") == 2 and "<option selected>h100</option>" in page
+    assert all(escape(text) in page for text, _ in views.NOTATION)
+    for _, expression, mesh, lengths in views.EXAMPLES[:2]:
+        plan = xs.plan(expression, xs.Mesh.parse(mesh), **views.lengths_for(expression, lengths))
+        assert len(plan.steps) > 1
+    assert "disabled =" not in page  # a button that is disabled loses the focus
+
+
+def test_programs_run_as_they_are_copied(tmp_path: Path) -> None:
+    """All in one launch of the ranks, and in one process with as many devices."""
+    from tests.documents.test_documents import printed_there
+    from tests.torch_bridge.helpers import on_ranks
+
+    asked = [
+        dict(zip(("expression", "mesh", "lengths"), fields, strict=True)) for _, *fields in views.EXAMPLES
+    ]
+    found = [views.view(fields) for fields in asked if "->" in fields["expression"]]
+    for name in ("torch", "jax"):
+        (tmp_path / f"{name}.py").write_text("\n".join(answer[name] for answer in found))
+    on_ranks(4, printed, str(tmp_path / "torch.py"))
+    assert printed_there(4, str(tmp_path / "jax.py")).count("NamedSharding(") == len(found)
 
 
 def test_uneven_blocks_bring_their_shape_along() -> None:
     lines = views.view({"expression": "n/a -> n", "mesh": "a=3", "lengths": "8"})["torch"]
-    assert lines.endswith('xt.redistribute(x, "n/a -> n", mesh, shape=(8,))')
+    assert 'xt.redistribute(x, "n/a -> n", mesh=mesh, shape=(8,))' in lines
+    assert 'xs.Sharding("n/a", xs.Mesh(a=3), (8,)).local_shape(rank)' in lines
 
 
 def test_a_plan_is_written_as_a_page_that_needs_nothing(tmp_path: Path) -> None:
@@ -143,11 +177,13 @@ def shows(text: str) -> Callable[[Any], bool]:
 @needs_browser
 def test_the_page_follows_what_one_types(url: str, browser: Any) -> None:
     browser.get(url)
+    wait(browser, shows("all_gather n/tp"))
+    browser.get(url + "#expression=b+s/cp+c+-%3E+b+s+c/cp&mesh=cp%3D4&lengths=2,64,32")
     wait(browser, shows("all_to_all s/cp -> c/cp"))
     field = browser.find_element("name", "expression")
     field.clear()
     field.send_keys("b s/cq c -> b s c")
-    error = browser.find_element("id", "error")
+    error = browser.find_element("id", "error-expression")
     wait(browser, lambda _: "unknown mesh axis 'cq'" in error.text)
     assert "^^" in error.text
     field.clear()
@@ -174,7 +210,11 @@ def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> 
         if browser.switch_to.active_element.text == "Step back":
             break
         browser.switch_to.active_element.send_keys(Keys.TAB)
-    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    for _ in range(n_steps + 1):
+        browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert browser.switch_to.active_element.text == "Step back"  # at the first step too
+    browser.find_element("xpath", "//button[.='All steps']").click()
+    browser.find_element("xpath", "//button[.='Step back']").click()
     later = "section:first-of-type g.later"
     assert len(browser.find_elements("css selector", later)) == 1
     select = browser.find_element("css selector", "section select")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from xshard.cli.explore.views import suggestion_page
 from xshard.cli.options import Dtype, MeshText, counting
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
@@ -31,6 +32,7 @@ def suggest_command(
     ] = None,
     why: Annotated[list[str] | None, Option(metavar="NAME", help="Also print the next best layout.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print only the rules, as JSON.")] = False,
+    page: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page with bars.")] = None,
 ) -> None:
     """Print the layouts that make a training step fastest, its seconds and bytes, and plans by hand.
 
@@ -48,6 +50,8 @@ def suggest_command(
         plan = import_module("torch_bridge").suggest(model, arrays, on, **options)
     rules = {name: dict(getattr(plan, name).items()) for name in ("parameters", "inputs", "outputs")}
     lines = [json.dumps(rules, indent=1)] if as_json else [str(plan), *map(plan.why, why or ())]
+    if page is not None:
+        page.write_text(suggestion_page(plan), encoding="utf-8")
     typer.echo("\n".join(lines))
 
 

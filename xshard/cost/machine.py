@@ -32,21 +32,22 @@ def load_profile(profile: str | Path | Profile) -> Profile:
         return profile
     name: Any = profile
     if not isinstance(name, str | Path):
-        raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(_shipped())}, or a file")
-    is_file = str(name).partition(":")[0] not in _shipped() and os.path.isfile(name)
+        raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(shipped())}, or a file")
+    is_file = str(name).partition(":")[0] not in shipped() and os.path.isfile(name)
     written_ns = os.stat(name).st_mtime_ns if is_file else 0
     return _load(str(name), written_ns)
 
 
 @lru_cache(maxsize=1)
-def _shipped() -> tuple[str, ...]:
+def shipped() -> tuple[str, ...]:
+    """The names of profiles that come with the package."""
     files = (resources.files("xshard.cost") / "profiles").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 @lru_cache(maxsize=64)
 def _load(name: str, _: int) -> Profile:
-    known = _shipped()
+    known = shipped()
     base, colon, nodes = name.rpartition(":")
     if colon and base in known:
         machine = _load(base, 0)
@@ -134,7 +135,7 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
 def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
     """The profile itself, a file's read; for "auto" the one of `use_profile` or XSHARD_PROFILE, if any."""
     asked = profile if profile != AUTO else _USED.get() or os.environ.get(VARIABLE) or AUTO
-    return asked if isinstance(asked, Profile) or asked in (AUTO, *_shipped()) else load_profile(asked)
+    return asked if isinstance(asked, Profile) or asked in (AUTO, *shipped()) else load_profile(asked)
 
 
 def node_processes(n: int) -> int | None:

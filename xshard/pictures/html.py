@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import singledispatch
 from html import escape
+from typing import Any
 
 from xshard.contractions import explain as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
+from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.pictures.grid import Picture, picture, title
-from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
+from xshard.pictures.svg import COLOURS, mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
+from xshard.step.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
 _FOCUS = 'tabindex="0" role="group"'  # of what may have to be scrolled, by keyboard too
@@ -58,7 +61,7 @@ def _(mesh: Mesh) -> str:
 
 @html.register
 def _(plan: Plan) -> str:
-    more = _folded("alternatives", _pre(plan.explain())) if plan.stages and not plan.transfer else ""
+    more = _folded("alternatives", preformatted(plan.explain())) if plan.stages and not plan.transfer else ""
     return _block(table.title(plan), plan_svg(plan), steps(table.rows(plan), table.total(plan)), more)
 
 
@@ -73,8 +76,41 @@ def _(plan: ContractionPlan) -> str:
         f'<div style="display:flex;flex-wrap:wrap;gap:16px">{grids}</div>',
         steps(contractions.rows(plan), contractions.total(plan)),
         _folded("moves", moves) if moves else "",
-        _folded("alternatives", _pre(plan.explain())),
+        _folded("alternatives", preformatted(plan.explain())),
     )
+
+
+@html.register
+def _(suggestion: Suggestion) -> str:
+    head, *lines = str(suggestion).splitlines()
+    return _block(
+        head,
+        _bars(f"seconds of a step: {format_seconds(suggestion.seconds)}", suggestion.parts, format_seconds),
+        _bars("bytes of a device", suggestion.memory, format_bytes),
+        preformatted("\n".join(lines)),
+    )
+
+
+def gradients_html(plan: ContractionPlan) -> str:
+    """The moves of all gradients of a contraction, the last part first."""
+    moves = []
+    for number, part in reversed(list(enumerate(plan.parts, start=1))):
+        of = f" of part {number}" if len(plan.parts) > 1 else ""
+        names = [f"the result{of}", *(f"operand {i}{of}" for i in range(1, len(part.moves) + 1))]
+        for name, move in zip(names, part.backward_moves, strict=True):
+            moves.append(f"<h3>The gradient of {escape(name)}</h3>{html(move)}")
+    return "".join(moves)
+
+
+def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) -> str:
+    """Values by name as bars of one scale."""
+    most, rows = max(values.values(), default=0.0) or 1.0, list[str]()
+    for name, value in values.items():
+        width = f"width:{100 * value / most:.1f}%;background:{COLOURS[len(rows) % len(COLOURS)]}"
+        cells = _cells("td", (name, text(value)), ("left", "right"))
+        rows.append(f'<tr>{cells}<td style="width:100%"><div style="{width};height:14px"></div></td></tr>')
+    table_of = f"<caption style='text-align:left'>{escape(head)}</caption><tbody>{''.join(rows)}</tbody>"
+    return f'<table style="border-collapse:collapse;max-width:700px">{table_of}</table>'
 
 
 def steps(rows: Sequence[Row], total: str) -> str:
@@ -84,7 +120,7 @@ def steps(rows: Sequence[Row], total: str) -> str:
     body = "".join(f"<tr>{_cells('td', row, sides)}</tr>" for row in rows)
     table_of = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     whole = f'<table style="border-collapse:collapse">{table_of}</table>'
-    return f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{whole}</div>{_pre(total)}'
+    return f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{whole}</div>{preformatted(total)}'
 
 
 def _cells(tag: str, texts: Iterable[str], sides: Iterable[str]) -> str:
@@ -105,6 +141,7 @@ def _folded(title: str, inside: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
-def _pre(text: str) -> str:
+def preformatted(text: str) -> str:
+    """Text as it is."""
     style = "margin:4px 0;font-size:13px;overflow-x:auto;background:none"
     return f'<pre {_FOCUS} aria-label="text" style="{style}">{escape(text)}</pre>'

@@ -50,10 +50,8 @@ def print_error(error: XshardError) -> None:
 
 
 # Backgrounds under black text that every terminal with 16 colours has, by device number; then underlined.
-_NAMES = (
-    "bright_cyan bright_yellow bright_green bright_magenta bright_blue bright_red cyan yellow green magenta"
-)
-_COLOURS = _NAMES.split()
+_HUES = ("cyan", "yellow", "green", "magenta")
+_COLOURS = (*(f"bright_{hue}" for hue in _HUES), "bright_blue", "bright_red", *_HUES)
 _SHARED = "black on white"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
-from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, listed
 from xshard.step.op import layout_of
@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Suggestion:
+class Suggestion(Pictured):
     """The layouts of everything in a training step, as rules, with its cost and a bound of all costs.
 
     parameters: rules for storage and use. inputs, outputs: rules for activations on the way into and out of

@@ -1,6 +1,5 @@
 // What stands in the fields is asked for at every key, and kept in the address.
 const form = document.getElementById("fields");
-const error = document.getElementById("error");
 const shown = document.getElementById("shown");
 const copied = document.getElementById("copied");
 let lines = {}, asked = 0;
@@ -16,11 +15,15 @@ async function ask() {
   try {
     found = await (await fetch(`/view?${query}`)).json();
   } catch {
-    found = { error: "the server does not answer\n  start it again: xshard explore" };
+    found = { error: "the server does not answer\n  start it again: xshard explore", field: "expression" };
   }
   if (turn !== asked) return;  // a later key has asked since
-  error.hidden = !found.error;
-  error.textContent = found.error || "";
+  for (const control of form.elements) {
+    const error = document.getElementById(`error-${control.name}`), here = control.name === found.field;
+    control.setAttribute("aria-invalid", String(here));
+    error.hidden = !here;
+    error.textContent = here ? found.error : "";
+  }
   if (found.error) return;
   lines = found;
   shown.innerHTML = found.html;

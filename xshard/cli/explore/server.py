@@ -96,4 +96,5 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
         pass
     finally:
         free.put(number)
-    return {"error": f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"}
+    why = f"this takes over {LIMIT_S:.0f} seconds\n  try a smaller mesh or shorter dims"
+    return {"error": why, "field": "expression"}

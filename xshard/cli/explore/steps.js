@@ -21,12 +21,13 @@ function withSteps(root) {
       for (const line of svg.querySelectorAll("line")) {
         line.classList.toggle("aside", select.value !== "" && select.value !== line.dataset.src && select.value !== line.dataset.dst);
       }
-      back.disabled = at === 0;
-      on.disabled = whole.disabled = at === last;
+      // Not disabled: a button that is loses the focus.
+      back.setAttribute("aria-disabled", String(at === 0));
+      for (const button of [on, whole]) button.setAttribute("aria-disabled", String(at === last));
       said.textContent = `${at} of ${last} ${last === 1 ? "step" : "steps"}`;
     };
-    back.onclick = () => { at -= 1; show(); };
-    on.onclick = () => { at += 1; show(); };
+    back.onclick = () => { at = Math.max(at - 1, 0); show(); };
+    on.onclick = () => { at = Math.min(at + 1, last); show(); };
     whole.onclick = () => { at = last; show(); };
     select.onchange = show;
     show();
