@@ -1,11 +1,13 @@
 """Adds to the site's documents the outputs of cells, notebooks, and a page for every public name.
 
-It also names the files of the repository that are pages too, and mends their links.
+It also names the files of the repository that are pages too, mends their links, describes each page in its
+first sentences, and keeps source code out of the search.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 API = (
     "xshard",
+    "xshard.errors",
+    "xshard.reference",
     "xshard.state",
     "xshard.state.files",
     "xshard.testing",
@@ -40,6 +44,10 @@ API = (
 CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 TABLE_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+# A paragraph of prose: it begins with a letter, and nothing but text follows up to a blank line.
+PARAGRAPH = re.compile(r"^(?:[A-Za-z*`\[](?!\w*:::).*\n?)+", re.MULTILINE)
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+DESCRIPTION = 160  # characters, about what a search engine shows
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -51,22 +59,24 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_cells_of(notebook)))
     for package in API:
         names = public_names(package)
-        lines = [f"- [`{name}`]({package}.{name}.md): {_first_line(package, name)}" for name in names]
+        lines = [f"- [`{name}`]({_page(package, name)}): {_first_line(package, name)}" for name in names]
         text = f"# {package}\n\n" + "\n".join(lines) + "\n"
         files.append(File.generated(config, f"api/{package}.md", content=text))
         for name in names:
-            content = f"---\ntitle: {package}.{name}\n---\n{_described(package, name)}\n"
-            files.append(File.generated(config, f"api/{package}.{name}.md", content=content))
+            head = f"title: {package}.{name}\ndescription: {description(_first_line(package, name))!r}"
+            content = f"---\n{head}\n---\n{_described(package, name)}\n"
+            files.append(File.generated(config, f"api/{_page(package, name)}", content=content))
     return files
 
 
 def on_config(config: Any) -> Any:
-    """The packages stand at the end of the navigation, each with its names."""
+    """The packages stand at the end of the navigation, each with its names; pages can be edited where they are kept."""
+    config.edit_uri = "edit/main/docs/" if config.repo_url else None
     packages = [
         {
             package: [
                 f"api/{package}.md",
-                *({name: f"api/{package}.{name}.md"} for name in public_names(package)),
+                *({name: f"api/{_page(package, name)}"} for name in public_names(package)),
             ]
         }
         for package in API
@@ -75,8 +85,9 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show what cells show, and lead links out of docs/ to pages."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Show what cells show, lead links out of docs/ to pages, and describe the page."""
+    page.meta.setdefault("description", description(markdown))
     if CELL.search(markdown):
         forget()
     return CELL.sub(lambda found: f"```python\n{found[1]}```\n{shown_by(found[1])}", _relinked(markdown))
@@ -85,6 +96,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """In tables: bars, which this markdown leaves as `\\|` inside code, and arrows that stay on a line."""
     arrow = '<span class="arrow">-&gt;</span>'
+    source = '<details class="mkdocstrings-source"'
+    html = html.replace(source, f"{source} data-search-exclude")
     return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|").replace("-&gt;", arrow), html)
 
 
@@ -99,14 +112,34 @@ def on_build_error(**_: Any) -> None:
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package exports, modules apart."""
+    """The names that a package exports, modules apart; else its own that the package around it does not export."""
     module = importlib.import_module(package)
-    return [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    around = importlib.import_module(package.partition(".")[0]).__all__
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == package]
+    own = [name for name in own if name not in around]
+    names = getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")]
+    return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+
+
+def description(markdown: str) -> str:
+    """The first sentences of a page as plain text, cut at a word."""
+    paragraph = PARAGRAPH.search(re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL))
+    text = re.sub(r"[*`'\"\s]+", " ", LINK.sub(r"\1", paragraph[0] if paragraph else "")).strip()
+    return text if len(text) <= DESCRIPTION else text[:DESCRIPTION].rpartition(" ")[0] + " ..."
+
+
+def _page(package: str, name: str) -> str:
+    """The file of a name; a class has another one than a function that differs from it in case alone."""
+    names = [each.lower() for each in public_names(package)]
+    apart = "-class" if names.count(name.lower()) > 1 and name != name.lower() else ""
+    return f"{package}.{name}{apart}.md"
 
 
 def _first_line(package: str, name: str) -> str:
-    text = getattr(importlib.import_module(package), name).__doc__ or ""
-    return text.strip().partition("\n")[0]
+    value = getattr(importlib.import_module(package), name)
+    if not (inspect.isroutine(value) or inspect.isclass(value)):
+        return f"A {type(value).__name__}."
+    return (value.__doc__ or "").strip().partition("\n")[0]
 
 
 def _described(package: str, name: str) -> str:
