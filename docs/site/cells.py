@@ -21,18 +21,24 @@ class CellError(Exception):
     """A cell that raised: its code and its traceback."""
 
 
-def shown_by(code: str) -> str:
-    """Run a cell -> what it prints and shows, as markdown. Raises CellError where the cell raises."""
-    outputs: list[dict[str, Any]] = []
+def outputs_of(code: str) -> list[tuple[str, str]]:
+    """Run a cell -> what it prints and shows, each as ("html" or "text", content). Raises CellError where it raises."""
+    messages: list[dict[str, Any]] = []
     _, client = _kernel()
-    client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=outputs.append, store_history=False)
-    return "".join(_as_markdown(message, code) for message in outputs)
+    client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=messages.append, store_history=False)
+    return [output for message in messages if (output := _output(message, code))]
+
+
+def as_markdown(outputs: list[tuple[str, str]]) -> str:
+    """Outputs of a cell as a page shows them."""
+    forms = {"html": "\n{}\n", "text": "\n``` {{.text .shown}}\n{}\n```\n"}
+    return "".join(forms[kind].format(text) for kind, text in outputs)
 
 
 def forget() -> None:
     """Leave no name of the cells before."""
     if _kernel.cache_info().currsize:
-        shown_by("%reset_selective -f .")
+        outputs_of("%reset_selective -f .")
 
 
 def stop() -> None:
@@ -56,17 +62,13 @@ def _kernel() -> tuple[Any, Any]:
     return manager, client
 
 
-def _as_markdown(message: dict[str, Any], code: str) -> str:
+def _output(message: dict[str, Any], code: str) -> tuple[str, str] | None:
     content = message["content"]
     if message["msg_type"] == "error":
         raise CellError("\n".join([code, *content["traceback"]]))
     if message["msg_type"] == "stream" and content["name"] == "stdout":
-        return _as_block(content["text"])
+        return "text", content["text"].rstrip()
     if message["msg_type"] in ("display_data", "execute_result"):
         data = content["data"]
-        return f"\n{data['text/html']}\n" if "text/html" in data else _as_block(data["text/plain"])
-    return ""
-
-
-def _as_block(text: str) -> str:
-    return f"\n``` {{.text .shown}}\n{text.rstrip()}\n```\n"
+        return ("html", data["text/html"]) if "text/html" in data else ("text", data["text/plain"].rstrip())
+    return None

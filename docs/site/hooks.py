@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jupytext
-from cells import forget, shown_by, stop
+from cells import as_markdown, forget, outputs_of, stop
 from mkdocs.structure.files import File, Files
+from pictures import CELL, picture
 
+log = logging.getLogger("mkdocs.hooks")
 ROOT = Path(__file__).parents[2]
 # Files outside docs/ that are pages.
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
@@ -40,9 +43,6 @@ API = (
     "jax_bridge.specs",
     "jax_bridge.torch_interop",
 )
-# A block of code that is a cell; its outputs stand below it.
-CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
 TABLE_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 # A paragraph of prose: it begins with a letter, and nothing but text follows up to a blank line.
 PARAGRAPH = re.compile(r"^(?:[A-Za-z*`\[](?!\w*:::).*\n?)+", re.MULTILINE)
@@ -90,7 +90,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     page.meta.setdefault("description", description(markdown))
     if CELL.search(markdown):
         forget()
-    return CELL.sub(lambda found: f"```python\n{found[1]}```\n{shown_by(found[1])}", _relinked(markdown))
+    return CELL.sub(lambda found: _shown(found, page.file), _relinked(markdown))
+
+
+def _shown(found: re.Match[str], file: Any) -> str:
+    """A cell with its outputs, in place of the picture of them, which has to be up to date."""
+    outputs = outputs_of(found[1])
+    kept = (ROOT / "docs" / file.src_uri).parent / found[2]
+    if file.generated_by is None and (not kept.exists() or kept.read_text() != picture(outputs)):
+        log.warning("%s: %s is not what its code draws: python docs/site/pictures.py", file.src_uri, found[2])
+    return f"```python\n{found[1]}```\n{as_markdown(outputs)}"
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -155,7 +164,7 @@ def _cells_of(notebook: Path) -> str:
     cells = [
         re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", cell.source)
         if cell.cell_type == "markdown"
-        else f"```python\n# picture\n{cell.source}\n```"
+        else f"```python\n{cell.source}\n```\n\n![](images/shown/cell.svg)"
         for cell in jupytext.read(notebook).cells
     ]
     name = notebook.name

@@ -14,18 +14,31 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 TIMEOUT_S = 1800.0  # an example takes up to a minute: this ends what hangs
 FORK = multiprocessing.get_context("fork")
 
 
 def printed(path: str, _timeout_s: float = 0.0) -> str:
-    """The output of a script of the documents, run in this process as `python path` would."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    """The output of a script of the documents, run in this process as `python path` would in its folder."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.chdir(os.path.dirname(path)), in_this_world():
         runpy.run_path(path, run_name="__main__")
     return out.getvalue()
+
+
+@contextlib.contextmanager
+def in_this_world() -> Iterator[None]:
+    """A rank of a test is in a process group already: `init_process_group` does nothing inside."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        yield
+        return
+    with mock.patch.object(dist, "init_process_group", lambda *_, **__: None):
+        yield
 
 
 class Forked:

@@ -1,9 +1,9 @@
 """The documents' code runs, and what they show is what it prints.
 
-The python blocks of a document run in order, as one script. A block that begins with
-`# torchrun: N` runs alone, on N forked gloo ranks; one that begins with `# devices: N`, in a
-process in which JAX has N host devices. Processes start once and run many blocks; the first
-block of README for torch is started as torchrun starts it.
+The python blocks of a document run in order, as one script. A block that begins with the command that runs it
+runs alone: `# torchrun --nproc-per-node N FILE` on N forked gloo ranks, `# JAX_NUM_CPU_DEVICES=N python FILE` in
+a process in which JAX has N host devices. Processes start once and run many blocks; the first block of README
+for torch is started as torchrun starts it. A block without a language that follows code is what it prints.
 """
 
 import ast
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import typer
 
+import xshard as xs
 from tests.documents.forking import printed
 from xshard.cli.app import app
 from xshard.runtimes.processes import Process
@@ -28,7 +29,8 @@ DOCUMENTS = [
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ", ", h100, ")  # in blocks of plans, of errors, of suggestions
-SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")
+SPECIAL = re.compile(r"# (torchrun|JAX_NUM_CPU_DEVICES)(?: --nproc-per-node |=)(\d+) (?:python )?FILE\n")
+TIMES = re.compile(r"\d+(\.\d+)? m?s\b")  # no two runs take the same
 TIMEOUT_S = 600.0  # without progress, where a block takes seconds: this ends what hangs
 
 
@@ -42,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def special(self):
-        """('torchrun' or 'devices', N) where the block asks for it."""
+        """('torchrun' or 'JAX_NUM_CPU_DEVICES', N) where the block asks for it."""
         asked = SPECIAL.match(self.code)
         return asked and (asked[1], int(asked[2]))
 
@@ -53,6 +55,24 @@ def blocks(document):
         Block(document, text[: found.start(2)].count("\n"), *found.groups())
         for found in FENCED.finditer(text)
     ]
+
+
+def printed_by(block):
+    """The blocks that follow this one at once: what it prints."""
+    lines, following = (ROOT / block.document).read_text().splitlines(), blocks(block.document)
+    for each in following[following.index(block) + 1 :]:
+        between = lines[block.line + block.code.count("\n") + 1 : each.line - 1]
+        if each.language or any(between):
+            return
+        yield each
+        block = each
+
+
+def assert_shown(shown, text):
+    plain = TIMES.sub("TIME", text)
+    for block in shown:
+        what = f"{block.document}:{block.line} shows something else than\n{text}"
+        assert TIMES.sub("TIME", block.code.strip()) in plain, what
 
 
 def python_blocks(document):
@@ -92,9 +112,8 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     uses_the_kit = any("xshard.testing" in block.code for block in plain)
     run = printed if uses_the_kit else functools.partial(printed_there, 4)
     text = run(script_of(plain, tmp_path)) if plain else ""
-    for block in blocks(document):
-        if any(words in block.code for words in SHOWN):
-            assert block.code.strip() in text, f"{document}:{block.line} shows something else than\n{text}"
+    asked = [block for block in blocks(document) if any(words in block.code for words in SHOWN)]
+    assert_shown([*asked, *(shown for block in plain for shown in printed_by(block))], text)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +126,10 @@ def test_the_code_runs_on_several_devices(block, tmp_path):
     if runtime == "torchrun":
         from tests.torch_bridge.helpers import on_ranks  # imports torch, which the rest of this file does not
 
-        on_ranks(n, printed, path)
+        text = on_ranks(n, printed, path)[0]
     else:
-        printed_there(n, path)
+        text = printed_there(n, path)
+    assert_shown(printed_by(block), text)
 
 
 def test_torchrun_runs_the_readme(tmp_path):
@@ -120,7 +140,9 @@ def test_torchrun_runs_the_readme(tmp_path):
 
 
 def test_the_readme_shows_both_frameworks():
-    assert {block.special for block in python_blocks("README.md")} == {None, ("torchrun", 4), ("devices", 4)}
+    assert {block.special for block in python_blocks("README.md")} == {
+        None, ("torchrun", 4), ("JAX_NUM_CPU_DEVICES", 4)
+    }  # fmt: skip
 
 
 def command_lines():
@@ -179,3 +201,16 @@ def test_examples_in_docstrings(example):
 def test_the_plan_and_ownership_have_examples():
     names = {example.name for example in examples()}
     assert {"xshard.planner.plan", "xshard.layout.layout.Layout.positions"} <= names
+
+
+def test_the_schemes_that_have_names_are_planned_as_the_page_says():
+    lengths = {"b": 8, "s": 2048, "d": 1024, "f": 4096, "t": 2048, "e": 8, "c": 1024, "h": 16, "k": 64}
+    row = re.compile(r"^\| [^|`]+ \| `(.+? -> .+?)` \| `(.+? -> .+?)` \| (.+?) \|$", re.MULTILINE)
+    rows = row.findall((ROOT / "docs/einsum.md").read_text())
+    assert len(rows) == 8
+    for expression, local, moves in rows:
+        names = set(re.findall(r"(?<![/\w])[a-z]\b", expression))
+        sizes = {name: lengths[name] for name in names}
+        plan = xs.plan(expression, xs.Mesh(tp=8), sizes=sizes, dtype="bfloat16")
+        steps = [step.kind for move in (*plan.moves, plan.result) for step in move.steps if step.kind != "retag"]
+        assert (plan.local, ", ".join(steps) or "none") == (local.replace("\\|", "|"), moves), expression

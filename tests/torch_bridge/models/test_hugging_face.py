@@ -12,6 +12,7 @@ import torch
 
 import torch_bridge as xt
 from benchmarks.plans.published import same_as_on_one_device
+from tests.documents.forking import in_this_world
 from tests.torch_bridge.helpers import block_of_each, in_turn, on_ranks
 from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.testing.byte_counter import Meter
@@ -55,7 +56,7 @@ def _page(path: Path) -> None:
     for found in FENCED.finditer(text):
         language, code = found.groups()
         if language:
-            with contextlib.redirect_stdout(printed):
+            with contextlib.redirect_stdout(printed), in_this_world():
                 exec(compile("\n" * text[: found.start(2)].count("\n") + code, str(path), "exec"), names)
             if want is None:
                 with alone():
