@@ -22,7 +22,7 @@ class CellError(Exception):
 
 
 def outputs_of(code: str) -> list[tuple[str, str]]:
-    """Run a cell -> what it prints and shows, each as ("html" or "text", content). Raises CellError where it raises."""
+    """Run a cell -> its outputs, each as ("html" or "text", content). Raises CellError if the cell raises."""
     messages: list[dict[str, Any]] = []
     _, client = _kernel()
     client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=messages.append, store_history=False)

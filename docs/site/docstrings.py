@@ -1,7 +1,7 @@
 """Docstrings as pages show them: their examples are code, their parameters a table.
 
-Finds the beginning and the end of each example, and the paragraphs that explain parameters or fields. The prose
-of docstrings is markdown already.
+Finds the beginning and the end of each example, and the paragraphs that explain parameters or fields. The
+prose of docstrings is markdown already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAD = "| parameter | type | default | meaning |\n|---|---|---|---|\n"
 
 
 class Examples(griffe.Extension):
-    """Fences the examples of every docstring, so that brackets in them are no links; parameters make a table."""
+    """Fences the examples of docstrings, so that brackets in them are no links; parameters make a table."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for obj in _objects(pkg):
@@ -29,7 +29,9 @@ class Examples(griffe.Extension):
             if explained := _parameters(obj):
                 parts = [_shown(part, explained) for part in ERRORS.sub("\n\n", prose).split("\n\n")]
                 prose = "\n\n".join(parts).replace(f"\n\n\n{HEAD}", "\n")  # tables that touch are one
-            obj.docstring.value = EXAMPLE.sub(lambda found: f"\n```pycon\n{found[0]}\n```\n", prose + mark + rest)
+            obj.docstring.value = EXAMPLE.sub(
+                lambda found: f"\n```pycon\n{found[0]}\n```\n", prose + mark + rest
+            )
 
 
 def _objects(obj: griffe.Object) -> Iterator[griffe.Object]:
@@ -51,8 +53,13 @@ def _parameters(obj: griffe.Object) -> dict[str, tuple[str, str]]:
             found[parameter.name] = " | ".join(types), default
         return found
     if isinstance(obj, griffe.Class):
-        fields = {name: member for name, member in obj.members.items() if isinstance(member, griffe.Attribute)}
-        values = {name: "" if "field(" in str(field.value) else str(field.value or "") for name, field in fields.items()}
+        fields = {
+            name: member for name, member in obj.members.items() if isinstance(member, griffe.Attribute)
+        }
+        values = {
+            name: "" if "field(" in str(field.value) else str(field.value or "")
+            for name, field in fields.items()
+        }
         own = {name: (str(field.annotation or ""), values[name]) for name, field in fields.items()}
         init = obj.members.get("__init__")
         return own | (_parameters(init) if isinstance(init, griffe.Function) else {})

@@ -70,7 +70,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_config(config: Any) -> Any:
-    """The packages stand at the end of the navigation, each with its names; pages can be edited where they are kept."""
+    """The packages stand at the end of the navigation, each with its names; edit links need a repository."""
     config.edit_uri = "edit/main/docs/" if config.repo_url else None
     packages = [
         {
@@ -121,7 +121,7 @@ def on_build_error(**_: Any) -> None:
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package exports, modules apart; else its own that the package around it does not export."""
+    """The names that a package exports, modules apart; else its own, if its parent does not export them."""
     module = importlib.import_module(package)
     around = importlib.import_module(package.partition(".")[0]).__all__
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == package]

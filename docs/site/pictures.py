@@ -1,9 +1,11 @@
 """Pictures of the documents as files, for readers who see them without the site.
 
-A block of code followed by an image of `docs/images/shown/` is a cell: the site runs it and shows its outputs in place
-of the image. The image is made from the same outputs.
+A block of code followed by an image of `docs/images/shown/` is a cell: the site runs it and shows its outputs
+in place of the image. The image is made from the same outputs.
 
-    python docs/site/pictures.py       draws every image again, and gives one to each block that begins with `# picture`
+    python docs/site/pictures.py
+
+draws every image again, and makes a cell of each block that begins with `# picture`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def picture(outputs: list[tuple[str, str]]) -> str:
 
 def title(outputs: list[tuple[str, str]]) -> str:
     """A few words in place of the picture, for readers who do not see it."""
-    titles = [unescape(title) for kind, content in outputs if kind == "html" for title in TITLE.findall(content)[:1]]
+    titles = [
+        unescape(title) for kind, content in outputs if kind == "html" for title in TITLE.findall(content)[:1]
+    ]
     return re.sub(r"[\[\]]|  +", " ", "; ".join(titles)).strip()
 
 

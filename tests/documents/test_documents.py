@@ -1,9 +1,10 @@
 """The documents' code runs, and what they show is what it prints.
 
-The python blocks of a document run in order, as one script. A block that begins with the command that runs it
-runs alone: `# torchrun --nproc-per-node N FILE` on N forked gloo ranks, `# JAX_NUM_CPU_DEVICES=N python FILE` in
-a process in which JAX has N host devices. Processes start once and run many blocks; the first block of README
-for torch is started as torchrun starts it. A block without a language that follows code is what it prints.
+The python blocks of a document run in order, as one script. A block that begins with the command that runs
+it runs alone: `# torchrun --nproc-per-node N FILE` on N forked gloo ranks,
+`# JAX_NUM_CPU_DEVICES=N python FILE` in a process in which JAX has N host devices. Processes start once and run
+many blocks; the first block of README for torch is started as torchrun starts it. A block without a language
+that follows code is what it prints.
 """
 
 import ast
@@ -212,5 +213,7 @@ def test_the_schemes_that_have_names_are_planned_as_the_page_says():
         names = set(re.findall(r"(?<![/\w])[a-z]\b", expression))
         sizes = {name: lengths[name] for name in names}
         plan = xs.plan(expression, xs.Mesh(tp=8), sizes=sizes, dtype="bfloat16")
-        steps = [step.kind for move in (*plan.moves, plan.result) for step in move.steps if step.kind != "retag"]
+        steps = [
+            step.kind for move in (*plan.moves, plan.result) for step in move.steps if step.kind != "retag"
+        ]
         assert (plan.local, ", ".join(steps) or "none") == (local.replace("\\|", "|"), moves), expression
