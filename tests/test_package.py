@@ -144,7 +144,7 @@ def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
         str(path.relative_to(ROOT))
         for package in ("xshard", "torch_bridge", "jax_bridge")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".json", ".typed", ".css", ".js")
+        if path.suffix in (".py", ".json", ".typed", ".css", ".js", ".md")
     }
     assert names == expected
     assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names

@@ -44,10 +44,10 @@ def _objects(obj: griffe.Object) -> Iterator[griffe.Object]:
 def _parameters(obj: griffe.Object) -> dict[str, tuple[str, str]]:
     """The type and the default of what a docstring may explain: a function's parameters, a class's fields."""
     if isinstance(obj, griffe.Function):
-        signatures = obj.overloads or [obj]
         found = {}
         for parameter in obj.parameters:
-            all_of = [s.parameters[parameter.name] for s in signatures if parameter.name in s.parameters]
+            overloads = [each.parameters for each in obj.overloads or () if parameter.name in each.parameters]
+            all_of = [parameters[parameter.name] for parameters in overloads] or [parameter]
             types = dict.fromkeys(str(each.annotation) for each in all_of if each.annotation is not None)
             default = "" if parameter.default is None else str(parameter.default)
             found[parameter.name] = " | ".join(types), default

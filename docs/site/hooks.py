@@ -110,6 +110,23 @@ def on_page_content(html: str, **_: Any) -> str:
     return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|").replace("-&gt;", arrow), html)
 
 
+def on_nav(nav: Any, config: Any, **_: Any) -> Any:
+    """The pages in their order, for `llms.txt`."""
+    config.extra["pages"] = nav.pages
+    return nav
+
+
+def on_env(env: Any, config: Any, **_: Any) -> Any:
+    """Write `llms.txt`, the pages with their descriptions for assistants, when all pages have one."""
+    base = config.site_url or ""
+    packages = [f"api/{package}.html" for package in API]
+    pages = [p for p in config.extra["pages"] if not p.url.startswith("api/") or p.url in packages]
+    lines = [f"- [{page.title}]({base}{page.url}): {page.meta['description']}" for page in pages]
+    text = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n" + "\n".join(lines) + "\n"
+    Path(config.site_dir, "llms.txt").write_text(text)
+    return env
+
+
 def on_post_build(**_: Any) -> None:
     """The kernel ends with the build."""
     stop()
@@ -133,7 +150,8 @@ def public_names(package: str) -> list[str]:
 def description(markdown: str) -> str:
     """The first sentences of a page as plain text, cut at a word."""
     paragraph = PARAGRAPH.search(re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL))
-    text = re.sub(r"[*`'\"\s]+", " ", LINK.sub(r"\1", paragraph[0] if paragraph else "")).strip()
+    text = re.sub(r"[*`'\"]", "", LINK.sub(r"\1", paragraph[0] if paragraph else ""))
+    text = " ".join(text.split())
     return text if len(text) <= DESCRIPTION else text[:DESCRIPTION].rpartition(" ")[0] + " ..."
 
 
@@ -167,8 +185,7 @@ def _cells_of(notebook: Path) -> str:
         else f"```python\n{cell.source}\n```\n\n![](images/shown/cell.svg)"
         for cell in jupytext.read(notebook).cells
     ]
-    name = notebook.name
-    source = f"This page is [{name}]({name}): `jupytext --to ipynb {name}` makes a notebook of it."
+    source = f"This page is the notebook [{notebook.stem}.ipynb]({notebook.stem}.ipynb)."
     return "\n\n".join((*cells, source))
 
 
@@ -180,4 +197,4 @@ def _moved(text: str) -> str:
 def _relinked(text: str) -> str:
     for source, page in (("CONTRIBUTING", "contributing"), ("README", "index")):
         text = re.sub(rf"\]\(((?:\.\./)*)\.\./{source}\.md", rf"](\1{page}.md", text)
-    return re.sub(r"\]\(([\w/.]*notebooks/\w+)\.py\)", r"](\1.md)", text)
+    return re.sub(r"\]\(([\w/.]*notebooks/\w+)\.ipynb\)", r"](\1.md)", text)

@@ -2,9 +2,9 @@
 
 The python blocks of a document run in order, as one script. A block that begins with the command that runs
 it runs alone: `# torchrun --nproc-per-node N FILE` on N forked gloo ranks,
-`# JAX_NUM_CPU_DEVICES=N python FILE` in a process in which JAX has N host devices. Processes start once and run
-many blocks; the first block of README for torch is started as torchrun starts it. A block without a language
-that follows code is what it prints.
+`# JAX_NUM_CPU_DEVICES=N python FILE` in a process in which JAX has N host devices. Processes start once and
+run many blocks; the first block of README for torch is started as torchrun starts it. A block without a
+language that follows code is what it prints.
 """
 
 import ast
@@ -25,9 +25,9 @@ from xshard.cli.app import app
 from xshard.runtimes.processes import Process
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
-]
+SKILLS = sorted((ROOT / "xshard/skills").glob("**/*.md"))
+PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *SKILLS]
+DOCUMENTS = [str(path.relative_to(ROOT)) for path in PATHS]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ", ", h100, ")  # in blocks of plans, of errors, of suggestions
 SPECIAL = re.compile(r"# (torchrun|JAX_NUM_CPU_DEVICES)(?: --nproc-per-node |=)(\d+) (?:python )?FILE\n")
