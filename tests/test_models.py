@@ -43,6 +43,8 @@ def test_activations_vary_along_the_axes_of_the_right_side(
         ("o/tp/dp i -> o/tp i", "dp tp", "dp", "", "o/tp/dp i -> o/tp i | copy(dp)"),
         ("o -> o | sum(tp)", "dp tp", "dp", "dp", "o -> o | sum(tp)"),
         ("o i -> o/tp i", "dp tp", "dp", "dp", "o i -> o/tp i"),
+        ("o i -> o i | mean(tp)", "dp tp", "dp", "dp", None),  # equal along tp in spite of the rules around
+        ("o/tp i -> o i | mean(tp)", "dp tp", "dp", "dp", "o/tp i -> o i"),
     ],
 )
 def test_parameters_are_used_as_copies_where_activations_vary(

@@ -154,9 +154,12 @@ class ParameterUse(NamedTuple):
 
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
-    """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError."""
+    """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError.
+
+    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`.
+    """
     rule = rule_of(text, mesh)
-    for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy"})):
+    for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy", "mean"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
             what = f"a parameter is stored and used as values, not as '{layout}'"
             hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
@@ -169,7 +172,8 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         hint = "'...' is any number of dims"
         raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
-    used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] != "copy"))
+    used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] == "sum"))
+    varying -= {*rule.dst.tagged("mean")}
     return ParameterUse(rule.src.resolved(ndim), used.resolved(ndim), varying, whole)
 
 

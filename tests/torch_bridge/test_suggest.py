@@ -106,7 +106,7 @@ def _train(plans):
 
 def test_suggested_rules_train_as_on_one_device():
     plans = []
-    for name in ("Llama", "GPT2", "ViT", "Mixtral"):
+    for name in MODELS:
         model, batch = build(name)
         options = {"micro_batches": 1, "recompute": False, "gap": 0.05}
         fixed = {next(iter(batch)): "b/dp ..."}

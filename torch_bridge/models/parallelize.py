@@ -60,7 +60,7 @@ def parallelize(
     dict by name or a tuple by position; some of them may be absent. One layout says how it arrives.
     Axes that a rule does not name are as in the enclosing module. outputs: rules for results.
     The axes over which gradients are summed are derived: the axes along which activations differ in a module,
-    by the right side of its rule or of the nearest one around it.
+    by the right side of its rule or of the nearest one around it; `"o -> o | mean(tp)"` leaves tp out.
     counts: rules for integer attributes of modules, by name, that are lengths of sharded dims: with
     `"**.attn.num_heads": "h/tp"` each process counts its own heads. Each has to divide.
     gathers: pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the model

@@ -11,9 +11,9 @@ import numpy as np
 
 from xshard.errors import NotationError, located
 from xshard.layout import Layout
-from xshard.models import rule_of
+from xshard.models import rule_of, use_of
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules, spellings, text_of
+from xshard.rules import Rules, match_stars, spellings, text_of
 from xshard.step.moves import Edge
 from xshard.step.op import layout_of, ways_of
 from xshard.step.options import Flags, Indices, without_copies
@@ -39,36 +39,57 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
     step, nodes = problem.step, problem.nodes
     arriving = dict[str, Layout]()
-    varying = {"": set[str]()}  # axes along which activations differ, by module
+    varying = {"": frozenset[str]()}  # axes along which activations differ, by module
     known: dict[str, dict[str, set[str]]] = {"": {}}  # axes of dims by name, by module
-    parameters, inputs, outputs, once, roots = Texts(), Texts(), Texts(), Texts(), Texts()
+    entered, needed, outputs, once, roots = Texts(), set[str](), Texts(), Texts(), Texts()
+    parameters = dict[str, tuple[Layout, Layout]]()
     for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
         source, (src, dst) = nodes[edge.nodes[0]], ends_of(problem, edge, assignment)
         if source.kept is not None:
-            used = Layout(dst.dims)
-            parameters.setdefault(source.name, _text(src, used))
-            if used != src and source.kept[assignment[edge.nodes[0]]] == KEPT:
+            parameters.setdefault(source.name, (src, dst))
+            if dst.dims != src.dims and source.kept[assignment[edge.nodes[0]]] == KEPT:
                 once[source.name] = ""
             continue
         if source.name in step.inputs:
             src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
             roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
-            varying[""].update(src.axes)
+            varying[""] |= {*src.axes}
             known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
-        around = [name for name in varying if f"{edge.place}.".startswith(name and f"{name}.")]
-        src, dst = (_apart(each, {*src.axes, *dst.axes}, known[around[-1]]) for each in (src, dst))
-        if edge.enters and edge.place not in inputs:
-            if src != dst or set(dst.axes) != varying[around[-1]]:
-                inputs[edge.place], varying[edge.place] = _text(src, dst), set(dst.axes)
+        around, named = _around(edge.place, varying), {*src.axes, *dst.axes}
+        src, dst = (_apart(each, named, known[around]) for each in (src, dst))
+        if edge.enters and edge.place not in entered:
+            entered[edge.place], inside = _text(src, dst), varying[around] - named | {*dst.axes}
+            if src != dst or inside != varying[around]:
+                needed.add(edge.place)
+                varying[edge.place] = inside
                 known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)
-    # The first of repeated blocks needs no rule where the rule of all is the same.
-    of_all = {name.replace("*", "0"): text for name, text in inputs.items() if "*" in name}
-    inputs = {name: text for name, text in inputs.items() if text != of_all.get(name)}
+    inputs = {name: text for name, text in entered.items() if name in needed}
+    inputs = {name: text for name, text in entered.items() if name in needed or _covering(name, inputs)}
+    used = {name: _used(name, *ends, varying) for name, ends in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(inputs)})
-    return StepRules(Rules(_merged(parameters)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
+    return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
+
+
+def _around(path: str, varying: Mapping[str, frozenset[str]]) -> str:
+    """The nearest module around a module or a parameter, or itself, that has a rule."""
+    return [name for name in varying if f"{path}.".startswith(name and f"{name}.")][-1]
+
+
+def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[str]]) -> str:
+    """The rule of a parameter; axes of `mean` are those of its modules along which its operation is idle."""
+    inside = frozenset[str]().union(*(varying[_around(each, varying)] for each in name.split("|")))
+    idle = tuple(sorted(inside - {*dst.axes}))
+    tags = ("sum", dst.tagged("sum")), ("mean", idle)
+    return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
+
+
+def _covering(name: str, texts: Texts) -> str:
+    """The rule of repeated blocks that fits the name of one of them; "" if there is none."""
+    fitting = (text for wide, text in texts.items() if "*" in wide and match_stars(wide, name) is not None)
+    return "" if "*" in name else next(fitting, "")
 
 
 def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> Layout:
@@ -121,7 +142,10 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
     for edge in problem.edges:
         (a, b), (src, dst), source = edge.nodes, edge.layouts, problem.nodes[edge.nodes[0]]
         if source.kept is not None:
-            stored, used, _ = _sides(parameters[source.name], problem, source.name)
+            with located(f"rule of {source.name}"):
+                ndim, axes = len(problem.names(source.name)), problem.mesh.axes
+                use = use_of(parameters[source.name], ndim, problem.mesh, frozenset(axes))
+                stored, used = ways_of(use.stored, axes), ways_of(use.used, axes)
             mode = EACH if stored != used and once.find(source.name) is None else KEPT
             allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
             allowed[b] &= (without_copies(dst) == used).all(-1)[edge.indices[1]]
@@ -170,7 +194,14 @@ def _text(src: Layout, dst: Layout) -> str:
 
 
 def _merged(texts: Texts) -> dict[Any, Any]:
-    """One rule for all names with the same text; names that differ in one part become one pattern."""
+    """One rule for all names with the same text; names that differ in one part become one pattern.
+
+    One of repeated blocks needs no rule if it is the rule of all; otherwise it stands before that.
+    """
+    narrow = {name: text for name, text in texts.items() if _covering(name, texts) not in ("", text)}
+    if narrow:
+        return _merged(narrow) | _merged({name: text for name, text in texts.items() if name not in narrow})
+    texts = {name: text for name, text in texts.items() if not _covering(name, texts)}
     merged = dict[Any, Any]()
     for text in dict.fromkeys(texts.values()):
         patterns = list[list[list[str]]]()  # of parts, each with its alternatives
