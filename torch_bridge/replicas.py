@@ -16,7 +16,7 @@ from torch_bridge.autodiff.function import apply
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_mesh
-from xshard import Mesh, Plan, replicas
+from xshard import Mesh, Plan, replicas, trees
 from xshard.replicas import ReplicaCheck, checks_of
 
 
@@ -61,30 +61,41 @@ class Comparison:
                 self.processes.group((axis,))
 
     def __call__(self, block: Tensor) -> None:
-        shape = len(self.ranks), len(self.check.axes), 2
-        differences = torch.zeros(shape, dtype=torch.float64, device=block.device)
-        if self.processes is not None:
-            differences[self.processes.device] = self._own(block, self.processes)
-        everywhere = _largest(differences, self.callers, self.callers.mesh.axes)
-        fault = self.check.fault(everywhere.cpu().numpy(), self.ranks)
-        if fault is not None:
+        compare_all([(self, block)])
+
+
+def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None) -> None:
+    """Compare blocks, all of the same callers, with few collectives; raises the first ReplicaError.
+
+    bucket_bytes: how much of the blocks is compared together; None for all.
+    """
+    keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
+    shape = len(pairs), len(pairs[0][0].ranks), max(len(axes) for axes, *_ in keys), 2
+    differences = torch.zeros(shape, dtype=torch.float64, device=pairs[0][1].device)
+    for group in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
+        axes, processes, *_ = keys[group[0]]
+        values = [_comparable(pairs[k][1].detach()) for k in group]
+        for i, axis in enumerate(axes if processes is not None else ()):
+            differences[group, processes.device, i] = _differing(values, processes, axis).to(differences)
+    callers = pairs[0][0].callers
+    everywhere = _largest(differences, callers, callers.mesh.axes).cpu().numpy()
+    for (one, _), found in zip(pairs, everywhere, strict=True):
+        if fault := one.check.fault(found[:, : len(one.check.axes)], one.ranks):
             raise fault
 
-    def _own(self, block: Tensor, processes: ProcessMesh) -> Tensor:
-        """`[axes, 2]`: by how much this process's block differs from others', and how large it is."""
-        values = _comparable(block.detach())
-        flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
-        differences = values.new_zeros((len(self.check.axes), 2), dtype=torch.float64)
-        for i, axis in enumerate(self.check.axes):
-            both = _largest(torch.stack([values, flipped]), processes, (axis,))
-            most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
-            # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
-            apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
-            size = torch.maximum(most.double().abs(), least.double().abs())
-            size = torch.where(size.isfinite(), size, torch.zeros_like(size))
-            if values.numel():
-                differences[i] = torch.stack([apart.max(), size.max()])
-        return differences
+
+def _differing(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
+    """`[values, 2]`: by how much this process's blocks differ from others', and how large they are."""
+    flat = torch.cat([x.reshape(-1) for x in values])
+    flipped = flat.neg() if flat.is_floating_point() else flat.bitwise_not()
+    both = _largest(torch.stack([flat, flipped]), processes, (axis,))
+    most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
+    # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
+    apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
+    size = torch.maximum(most.double().abs(), least.double().abs())
+    size = torch.where(size.isfinite(), size, torch.zeros_like(size))
+    parts = torch.stack([apart, size]).split([x.numel() for x in values], 1)
+    return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in parts])
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:

@@ -103,13 +103,12 @@ class ParallelModel:
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""
-        for each in self.parameters:
-            x = each.tensor
-            if not isinstance(x, nn.Parameter):
-                continue  # running statistics may differ
-            for what, block in (("", x), ("the gradient of ", x.grad)):
-                if block is not None and not block.is_meta:
-                    self.context.compare(block, each.sharding, what + each.name)
+        trained = [each for each in self.parameters if isinstance(each.tensor, nn.Parameter)]
+        pairs = [
+            (each, what) for each in trained for what in ("", "the gradient of ")
+        ]  # statistics may differ
+        blocks = ((what + x.name, x.tensor.grad if what else x.tensor, x.sharding) for x, what in pairs)
+        self.context.compare(each for each in blocks if each[1] is not None and not each[1].is_meta)
 
 
 def parallel_of(model: nn.Module) -> ParallelModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
-from torch_bridge.replicas import Comparison
+from torch_bridge.replicas import Comparison, compare_all
 from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.models import written
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
+COMPARED = 2**24  # bytes of blocks that are compared together
 Init = Callable[[nn.Module], Any] | Mapping[str, Tensor] | None
 
 
@@ -46,12 +47,15 @@ class ParallelContext:
         """A block without its history under another layout."""
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
-    def compare(self, block: Tensor, sharding: Sharding, name: str) -> None:
-        """Raise ReplicaError, on all processes, if blocks that should be equal are not."""
-        text, dtype = written(sharding.layout), name_of(block.dtype)
-        check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
-        if check.axes:
-            Comparison(check, self.processes.ranks, self.processes, self.processes)(block.detach())
+    def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
+        """Raise ReplicaError, on all processes, if blocks that should be equal are not; names for errors."""
+        pairs, here = list[tuple[Comparison, Tensor]](), self.processes
+        for name, block, sharding in blocks:
+            text, dtype = written(sharding.layout), name_of(block.dtype)
+            check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
+            pairs += [(Comparison(check, here.ranks, here, here), block.detach())] if check.axes else []
+        if pairs:
+            compare_all(pairs, COMPARED)
 
 
 @dataclass(eq=False)

@@ -99,13 +99,15 @@ def verify(
 def _whole(call: Call, parallel: ParallelModel) -> Call:
     """The arguments of the call on one device."""
     whole, context, arrivals = dict(call), parallel.context, parallel.arrivals(call)
+    blocks = list[tuple[str, Tensor, Sharding]]()
     for key, x in call.items():
         if isinstance(x, Tensor):
             layout, shape = arrivals.get(key, (Layout("..."), None))
             layout, name = layout.resolved(x.ndim), f"argument {key!r} of the batch"
             with located(name):
                 whole[key] = x = context.moved(x, layout, unsharded(layout), shape)
-            context.compare(x, Sharding(unsharded(layout), context.axes, tuple(x.shape)), name)
+            blocks.append((name, x, Sharding(unsharded(layout), context.axes, tuple(x.shape))))
+    context.compare(blocks)
     return whole
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import ARROW, parts_of
+from xshard.rules import spellings
 from xshard.step.cost import Cost
 from xshard.step.moves import Edge, MovePrices, Term
 from xshard.step.op import Op
@@ -180,11 +181,11 @@ class StepProblem:
         src, dst = (self.nodes[i] for i in numbers)
         rows, (used, columns) = distinct(src.ways[:, -1]), distinct(dst.ways[:, k])
         place = name if name in step.parameters or step.moves_anywhere else ""
-        if name in step.by_name and len(step.consumers(name)) == 1:
+        if name in step.by_name and len(step.consumers(name)) == op.operands.count(name) == 1:
             place = step.module(step.by_name[name], left=True) or place
         entered = step.module(op, left=False) if k == 0 and name not in step.parameters else ""
         if op.again and name != op.again:  # the first of repeated blocks
-            entered = entered.replace("*", "0")
+            entered = spellings(entered)[0].replace("*", "0")
         once: Term = often
         again: Term = often * self._recomputed(op)
         terms = dict[int, tuple[Term, Term, Term]]()

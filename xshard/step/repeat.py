@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from xshard.notation.parser import ARROW
@@ -17,6 +18,8 @@ ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "saved"
 
 def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     """A step with equal blocks, each with results of the one before, as one block; `*` is their number.
+
+    `{1,2}` is, if there are others: layers before the block or after it that differ from it.
 
     Returns the new names of operations and parameters, too.
 
@@ -75,13 +78,19 @@ def _block(
     if {a[0] for a in carried.values()} != {"apart"} or beside & {op.name for op in run[:-size]}:
         return []
     new = dict[str, str]()
+    modules = {name for op in step.ops for name in (op.name, op.enters or "", op.leaves or "")}
+    others = {
+        start
+        for name in (*modules, *step.parameters)
+        for start in accumulate(name.split("."), "{}.{}".format)
+    }
     for column in (run[i::size] for i in range(size)):
-        star = _starred([op.name for op in column])
+        star = _starred([op.name for op in column], others)
         is_new = star and star not in new.values()
         new |= dict.fromkeys((op.name for op in column), star if is_new else column[0].name)
         for each in zip(*(op.operands for op in column), strict=True):
             if each[0] in step.parameters:
-                new |= dict.fromkeys(each, _starred(each))
+                new |= dict.fromkeys(each, _starred(each, others))
     if "" in new.values():
         return []
     carries = dict[tuple[str, int | str], Op]()
@@ -96,7 +105,7 @@ def _block(
         operands = [carries[p].name if p in carries else new.get(name, name) for p, name in places]
         fields: Any = {"name": new[op.name], "operands": operands, "times": times * op.times}
         for side in ("enters", "leaves"):
-            fields[side] = getattr(op, side) and _starred([getattr(each, side) for each in run[i::size]])
+            fields[side] = getattr(op, side) and _starred([getattr(x, side) for x in run[i::size]], others)
         block.append(replace(op, **fields))
     for carry in carries.values():  # the operation with which a module begins is the carry itself
         users = [op for op in block if carry.name in op.operands]
@@ -108,8 +117,15 @@ def _block(
     return block
 
 
-def _starred(names: Sequence[str]) -> str:
-    """The name of all: names that differ in one number have `*` in its place; "" if there is none."""
+def _starred(names: Sequence[str], others: Iterable[str]) -> str:
+    """A pattern for names that differ in one number: `*`, or the numbers if that fits others, too; or ""."""
     parts = list(zip(*map(NUMBER.split, names), strict=True))
     differ = [i for i, each in enumerate(parts) if len(set(each)) > 1]
-    return "".join("*" if i in differ else each[0] for i, each in enumerate(parts)) if len(differ) < 2 else ""
+    if len(differ) != 1:
+        return "" if differ else names[0]
+    before, after = (
+        "".join(each[0] for each in side) for side in (parts[: differ[0]], parts[differ[0] + 1 :])
+    )
+    fits = re.compile(f"{re.escape(before)}[^.]+{re.escape(after)}").fullmatch
+    is_alone = all(name in names for name in others if fits(name))
+    return f"{before}{'*' if is_alone else '{' + ','.join(parts[differ[0]]) + '}'}{after}"

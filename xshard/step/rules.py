@@ -13,7 +13,7 @@ from xshard.errors import NotationError, located
 from xshard.layout import Layout
 from xshard.models import rule_of, use_of
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules, match_stars, spellings, text_of
+from xshard.rules import Rules, spellings, text_of
 from xshard.step.moves import Edge
 from xshard.step.op import layout_of, ways_of
 from xshard.step.options import Flags, Indices, without_copies
@@ -65,11 +65,16 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)
-    inputs = {name: text for name, text in entered.items() if name in needed}
-    inputs = {name: text for name, text in entered.items() if name in needed or _covering(name, inputs)}
+    first = {spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)}
+    inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
+    # The first of repeated blocks needs no rule where the rule of all is the same, or one before that.
+    own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
+    inputs = {
+        name: text for name, text in inputs.items() if name not in own and first.get(name) not in inputs
+    }
     used = {name: _used(name, *ends, varying) for name, ends in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
-    entering = Rules({**root, **_merged(inputs)})
+    entering = Rules({**root, **_merged(own), **_merged(inputs)})
     return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
@@ -84,12 +89,6 @@ def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[s
     idle = tuple(sorted(inside - {*dst.axes}))
     tags = ("sum", dst.tagged("sum")), ("mean", idle)
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
-
-
-def _covering(name: str, texts: Texts) -> str:
-    """The rule of repeated blocks that fits the name of one of them; "" if there is none."""
-    fitting = (text for wide, text in texts.items() if "*" in wide and match_stars(wide, name) is not None)
-    return "" if "*" in name else next(fitting, "")
 
 
 def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> Layout:
@@ -194,14 +193,7 @@ def _text(src: Layout, dst: Layout) -> str:
 
 
 def _merged(texts: Texts) -> dict[Any, Any]:
-    """One rule for all names with the same text; names that differ in one part become one pattern.
-
-    One of repeated blocks needs no rule if it is the rule of all; otherwise it stands before that.
-    """
-    narrow = {name: text for name, text in texts.items() if _covering(name, texts) not in ("", text)}
-    if narrow:
-        return _merged(narrow) | _merged({name: text for name, text in texts.items() if name not in narrow})
-    texts = {name: text for name, text in texts.items() if not _covering(name, texts)}
+    """One rule for all names with the same text; names that differ in one part become one pattern."""
     merged = dict[Any, Any]()
     for text in dict.fromkeys(texts.values()):
         patterns = list[list[list[str]]]()  # of parts, each with its alternatives
