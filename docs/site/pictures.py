@@ -11,6 +11,7 @@ draws every image again, and makes a cell of each block that begins with `# pict
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from html import escape, unescape
 from pathlib import Path
 
@@ -31,17 +32,33 @@ def picture(outputs: list[tuple[str, str]]) -> str:
     """The outputs of a cell, one below the other, as one SVG in the colours of the reader's scheme."""
     parts, top, width = [], 0.0, 0.0
     for kind, content in outputs:
-        titles = [] if "data-step" in content else [unescape(title) for title in TITLE.findall(content)]
-        for line in titles[:1] if kind == "html" else content.splitlines():
-            weight = ' font-weight="bold"' if kind == "html" else ""
-            top, width = top + LINE, max(width, LETTER * len(line))
-            parts.append(f'<text x="0" y="{top - 4:.0f}" fill="currentColor"{weight}>{escape(line)}</text>')
-        for drawn in DRAWN.finditer(content) if kind == "html" else ():
-            parts.append(drawn[0].replace("<svg ", f'<svg y="{top + GAP / 2:.0f}" ', 1))
-            top, width = top + float(drawn[2]) + GAP, max(width, float(drawn[1]))
+        for line, drawing, size in _parts(content) if kind == "html" else _lines(content):
+            if drawing:
+                drawing = re.sub(r' style="max-width[^"]*"', "", drawing, count=1)  # is for a page
+                parts.append(drawing.replace("<svg ", f'<svg y="{top + GAP / 2:.0f}" height="{size[1]}" ', 1))
+                top, width = top + size[1] + GAP, max(width, size[0])
+            else:
+                top, width = top + LINE, max(width, LETTER * len(line))
+                weight = "bold" if kind == "html" else "normal"
+                place = f'x="0" y="{top - 4:.0f}" fill="currentColor" font-weight="{weight}"'
+                parts.append(f'<text {place} xml:space="preserve">{escape(line)}</text>')
     size = f'viewBox="0 0 {width:.0f} {top:.0f}" width="{width:.0f}" height="{top:.0f}"'
     font = 'font-size="12" font-family="ui-monospace, monospace" role="img"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{STYLE}{"".join(parts)}</svg>\n'
+
+
+def _lines(text: str) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    yield from ((line, "", (0, 0)) for line in text.splitlines())
+
+
+def _parts(content: str) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """Titles and drawings of a page in their order; steps of a plan have their titles in the drawing."""
+    found = sorted([*TITLE.finditer(content), *DRAWN.finditer(content)], key=lambda match: match.start())
+    for match, following in zip(found, [*found[1:], None], strict=True):
+        if match.re is DRAWN:
+            yield "", match[0], (float(match[1]), float(match[2]))
+        elif not following or "data-step" not in following[0]:
+            yield unescape(match[1]), "", (0, 0)
 
 
 def title(outputs: list[tuple[str, str]]) -> str:
