@@ -1,0 +1,187 @@
+"""Joined rules of chains against all assignments of their operations; names of repeated blocks."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from xshard import Mesh, Op, TrainingStep, load_profile
+from xshard.notation.parser import parts_of
+from xshard.step.fuse import fused
+from xshard.step.moves import MovePrices
+from xshard.step.op import COPY, REPLICAS, SUM
+from xshard.step.problem import StepProblem, Training
+from xshard.step.repeat import repeated
+
+LENGTHS = {"b": 2, "c": 3, "d": 2, "e": 5}
+
+
+def random_chain(seed, *, coarse, anywhere):
+    """Views, permutations, functions of elements, sums and products, without places where something moves.
+
+    coarse: dims that stay one dim throughout an operation have one name there.
+    """
+    pick, ops, lengths = random.Random(seed), [], dict(LENGTHS)
+    arrays, parameters = {"x": [["b"], ["c"], ["d"]]}, {}
+
+    def text_of(groups):
+        return " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in groups) or "()"
+
+    def add(operands, result, kind, **how):
+        name, all_groups = f"op{len(ops)}", [*(arrays[o] for o in operands), result]
+        together = {tuple(g) for groups in all_groups for g in groups if len(g) > 1} if coarse else set()
+        for group in list(together):
+            own = [g for groups in all_groups for g in groups if set(g) & set(group)]
+            if any(tuple(g) != group for g in own):
+                together.discard(group)
+        lengths.update({"".join(g): math.prod(LENGTHS[n] for n in g) for g in together})
+        texts = [
+            text_of([["".join(g)] if tuple(g) in together else g for g in groups]) for groups in all_groups
+        ]
+        text = f"{', '.join(texts[:-1])} -> {texts[-1] if result else ''}"
+        ops.append(Op(name, text, tuple(operands), kind, enters="", leaves="", **how))
+        arrays[name] = result
+        return name
+
+    here = "x"
+    for _ in range(pick.choice((3, 4, 5))):
+        groups = arrays[here]
+        flat = [n for g in groups for n in g]
+        what = pick.choice(("view", "permute", "pointwise", "add", "source", "product", "sum"))
+        if what == "view":
+            cuts = [i for i in range(1, len(flat)) if pick.random() < 0.5]
+            ends = list(zip([0, *cuts], [*cuts, len(flat)], strict=True))
+            here = add([here], [flat[i:j] for i, j in ends if i < j], "linear", accesses=0.0)
+        elif what == "permute":
+            here = add([here], pick.sample(groups, len(groups)), "linear", accesses=0.0)
+        elif what == "pointwise":
+            here = add([here], groups, "pointwise")
+        elif what == "add":
+            there = pick.choice([n for n in arrays if arrays[n] == groups])
+            here = add(list(dict.fromkeys([here, there])), groups, "linear")
+        elif what == "source":
+            here = add([here, add([], groups[-1:], "source")], groups, "pointwise")
+        elif what == "sum" and len(groups) > 2:
+            here = add([here], groups[:-1], "linear")
+        elif len(groups[-1]) == 1 and "e" not in flat:
+            name = f"w{len(parameters)}"
+            arrays[name], parameters[name] = [["e"], groups[-1]], f"e {groups[-1][0]}"
+            here = add([here, name], [*groups[:-1], ["e"]], "contraction")
+    add([here], [], "loss")
+    step = TrainingStep(ops, lengths, {"x": "b c d"}, parameters, moves_anywhere=anywhere)
+    used = {o for op in ops for o in op.operands} | {ops[-1].name}
+    return None if {op.name for op in ops} - used else step
+
+
+def first_factor(op, rule, lengths):
+    """A rule with the place of what an axis shards: the dim, and how many times it is in there."""
+    found = []
+    for array, way in zip(op.arrays, rule, strict=True):
+        flat = [(i, parts_of(dim)[:j]) for i, dim in enumerate(array.dims) for j in range(len(parts_of(dim)))]
+        found.append(way if way < 0 else (flat[way][0], math.prod(lengths[n] for n in flat[way][1])))
+    return tuple(found)
+
+
+def said(one, rules, lengths):
+    """The rules that the names of an operation can say: it may have one name for several dims."""
+    idle, n = [REPLICAS] * len(one.arrays), range(len(one.arrays))
+    names = [{REPLICAS, SUM, COPY} for _ in n]
+    for i in n:
+        for d in range(len(one.dims[i])):
+            names[i].add(first_factor(one, [*idle[:i], d, *idle[i + 1 :]], lengths)[i])
+    return {rule for rule in rules if all(rule[i] in names[i] for i in n)}
+
+
+def members(step, name, left):
+    """The operations that one of the fused step has taken in."""
+    own = [name]
+    for operand in step.by_name[name].operands:
+        if operand in step.by_name and operand not in left:
+            own += [each for each in members(step, operand, left) if each not in own]
+    return own
+
+
+def brute_force(step, one, left):
+    """All joined rules of an operation of the fused step, by trying every assignment of its members."""
+    own = sorted(members(step, one.name, left), key=list(step.by_name).index)
+    rules = []
+    for name in own:
+        op = step.by_name[name]
+        copies = [(COPY,) * len(op.arrays)] if name != one.name else []
+        rules.append([first_factor(op, rule, step.lengths) for rule in (*op.axis_rules, *copies)])
+    found = set()
+    for chosen in product(*rules):
+        at = dict(zip(own, chosen, strict=True))
+        layouts = {}
+        uses = [(o, w) for n in own for o, w in zip(step.by_name[n].operands, at[n], strict=False)]
+        if all(layouts.setdefault(o, w) == w for o, w in [*((n, at[n][-1]) for n in own), *uses]):
+            found.add((*(layouts[o] for o in one.operands), at[one.name][-1]))
+    return found
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_joined_rules_are_those_of_all_assignments(anywhere):
+    joined = 0
+    for seed in range(30):
+        if (fine := random_chain(seed, coarse=False, anywhere=anywhere)) is None:
+            continue
+        rough = random_chain(seed, coarse=True, anywhere=anywhere)
+        for step in (fine, rough):
+            new = fused(step)
+            for one in new.ops:
+                if len(set(one.operands)) < len(one.operands):
+                    continue
+                got = {first_factor(one, rule, new.lengths) for rule in one.axis_rules}
+                idle = {(REPLICAS,) * len(one.arrays)}
+                want = brute_force(fine, one, new.by_name) | idle
+                assert got == said(one, want, new.lengths), (seed, one.name, step, got, want)
+                joined += len(members(step, one.name, new.by_name)) > 1
+        assert abs(_flops(fused(fine)) - _flops(fine)) < 1e-9 * _flops(fine)
+    assert joined > 25
+
+
+def _flops(step):
+    def space(op):
+        return math.prod(step.lengths[n] for n in {n for dims in op.dims for n in dims})
+
+    return 1 + sum(op.work.flops * space(op) for op in step.ops)
+
+
+def layers(names):
+    ops, parameters, here = [], {}, "x"
+    for name in names:
+        weight = f"{name}.up.weight"
+        parameters[weight] = "d c"
+        ops.append(
+            Op(f"{name}.act", "b d -> b d", (here,), "pointwise", accesses=0.0, enters=name, leaves="")
+        )
+        ops.append(Op(f"{name}.up", "b c, d c -> b d", (f"{name}.act", weight)))
+        here = f"{name}.up"
+    return TrainingStep(
+        [*ops, Op("loss", "b d ->", (here,), "loss")], {"b": 8, "c": 4, "d": 4}, {"x": "b c"}, parameters
+    )
+
+
+def test_blocks_are_named_by_their_numbers():
+    """A star is for all layers; beside others of the same names, the numbers are there."""
+    step, names = repeated(layers(["0", "1", "2"]))
+    assert names["2.up"] == "*.up" and list(step.parameters) == ["*.up.weight"]
+    assert [op.times for op in step.ops] == [3] * (len(step.ops) - 1) + [1]
+    other = layers(["0", "1", "2"])
+    ops = [op if op.name != "0.up" else replace(op, flops=3.0) for op in other.ops]
+    step, names = repeated(replace(other, ops=ops))
+    assert names["2.up"] == "{1,2}.up" and set(step.parameters) == {"0.up.weight", "{1,2}.up.weight"}
+    carry = next(op for op in step.ops if op.again)
+    assert (carry.name, carry.operands, carry.again) == ("{1,2}.act", ("0.up",), "{1,2}.up")
+    problem = StepProblem(step, Training(MovePrices(Mesh(x=2), "float32", load_profile("h100"))))
+    assert {edge.place for edge in problem.edges if edge.enters} >= {"0", "1", "{1,2}"}
+
+
+def test_a_block_that_takes_more_than_the_one_before_it_is_not_repeated():
+    step = layers(["0", "1", "2"])
+    ops = [op if op.name != "2.act" else replace(op, operands=("0.up",)) for op in step.ops]
+    both = Op("sum", "b d, b d -> b d", ("1.up", "2.up"), "linear")
+    apart, names = repeated(replace(step, ops=[*ops[:-1], both, Op("loss", "b d ->", ("sum",), "loss")]))
+    assert not names and all(op.times == 1 for op in apart.ops)
