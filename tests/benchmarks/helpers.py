@@ -8,22 +8,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.documents.forking import script
+
 ROOT = Path(__file__).parents[2]
 HANG_S = 3600  # a quick run takes seconds
 
 
-def quick_run(name: str, folder: Path) -> tuple[int, dict[str, Any], str]:
-    """`python -m benchmarks.NAME --quick` -> its exit status (1: a claim fails), its JSON, and its output."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+def quick_run(name: str, folder: Path, forked: bool = False) -> tuple[int, dict[str, Any], str]:
+    """`python -m benchmarks.NAME --quick` -> its exit status (1: a claim fails), its JSON, and its output.
+
+    forked: the process is a fork of the one that has imported torch, which takes as long as the run.
+    """
+    module, options = f"benchmarks.{name}", ["--quick", "--output", str(folder)]
+    if forked:
+        from tests.torch_bridge.helpers import apart  # imports torch
+
+        status, printed, errors = apart(script, module, options, {})
+    else:
+        command: Any = [sys.executable, "-m", module, *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+        status, printed, errors = done.returncode, done.stdout, done.stderr
     path = folder / f"{name}.json"
-    assert path.exists(), done.stdout + done.stderr
+    assert path.exists(), printed + errors
     text = path.read_text()
     data = json.loads(text)
     assert {"date", "command", "versions", "machine"} <= set(data) and str(folder) not in text
     broken = [claim for claim in data.get("claims", ()) if claim.get("must", True) and not claim["holds"]]
-    assert done.returncode == bool(broken), done.stdout + done.stderr
-    return done.returncode, data, done.stdout
+    assert status == bool(broken), printed + errors
+    return status, data, printed
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def test_reshards_are_compared_with_xla(tmp_path: Path) -> None:
 
 
 def test_shared_arrays_are_not_copied(tmp_path: Path) -> None:
-    _, data, _ = quick_run("interop", tmp_path)
+    _, data, _ = quick_run("interop", tmp_path, forked=True)
     for row in data["handed"]:
         copied = row["bytes_copied"]
         assert copied["to_jax"] == copied["to_torch"] == 0

@@ -14,7 +14,7 @@ from tests.torch_bridge.gpus import needs_gpu
 
 
 def test_redistributions_are_compared_with_both_ways(tmp_path: Path) -> None:
-    _, data, _ = quick_run("torch_redistribute", tmp_path)
+    _, data, _ = quick_run("torch_redistribute", tmp_path, forked=True)
     assert {"claims", "host", "memory", "packs", "ends"} < set(data)
     ways = {way for row in data["ends"] for way in row["faster_than"]}
     assert ways == {"DTensor", "by hand"} and all(row["seconds"]["xshard"] > 0 for row in data["ends"])
@@ -24,7 +24,7 @@ def test_redistributions_are_compared_with_both_ways(tmp_path: Path) -> None:
 
 
 def test_drop_ins_are_compared_with_all_ways(tmp_path: Path) -> None:
-    status, data, _ = quick_run("drop_ins", tmp_path)
+    status, data, _ = quick_run("drop_ins", tmp_path, forked=True)
     assert status == 0 and {"ranks", "rounds", "verbs"} <= set(data)
     verbs = {verb["verb"]: {way["way"]: way for way in verb["ways"]} for verb in data["verbs"]}
     # Ranks on gloo first tell each other their rows, which may differ.
@@ -41,7 +41,7 @@ def test_drop_ins_are_compared_with_all_ways(tmp_path: Path) -> None:
 
 
 def test_halos_are_compared_in_three_ways(tmp_path: Path) -> None:
-    status, data, _ = quick_run("halo", tmp_path)
+    status, data, _ = quick_run("halo", tmp_path, forked=True)
     assert status == 0 and {"ranks", "host_s", "cases"} <= set(data)
     (case,) = data["cases"]
     ways = case["ways"]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import itertools
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver, util
 from typing import Any
 from unittest import mock
 
@@ -77,11 +79,15 @@ def _module(arguments: list[str], into: int) -> None:
     os.dup2(into, 1)
     os.close(into)
     sys.argv = arguments
+    _serve_forks()
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
-def script(path: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """`python path *options` in this process, which does nothing else: its exit status, output and errors."""
+def script(program: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """`python program *options` in this process, which does nothing else: its exit status, output and errors.
+
+    program: the path of a script, or the name of a module, as after `-m`.
+    """
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     start: Any = subprocess.Popen
 
@@ -90,16 +96,41 @@ def script(path: str, options: list[str], environment: Mapping[str, str]) -> tup
 
     subprocess.Popen = popen  # type: ignore[assignment, misc]
     os.environ.update(environment)
-    sys.path.insert(0, os.path.dirname(path))
-    sys.argv, status = [path, *options], 0
+    sys.argv, status = [program, *options], 0
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         os.dup2(printed.fileno(), 1)
         os.dup2(errors.fileno(), 2)
+        _serve_forks()
         try:
-            runpy.run_path(path, run_name="__main__")
+            if program.endswith(".py"):
+                sys.path.insert(0, os.path.dirname(program))
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             status = int(end.code or 0)
         sys.stdout.flush()
         printed.seek(0)
         errors.seek(0)
         return status, printed.read(), errors.read()
+
+
+def _serve_forks() -> None:
+    """Start the server that forks ranks as a fork of this process: an interpreter imports torch again."""
+    interpreter = util.spawnv_passfds
+
+    def fork(_: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        util.spawnv_passfds = interpreter
+        kept = sorted({0, 1, 2, *passed, os.sysconf("SC_OPEN_MAX")})
+        for last, after in itertools.pairwise(kept):  # the server ends when a pipe's other end is closed
+            os.closerange(last + 1, after)
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+
+    forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]  a parent's is none of this one's
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()

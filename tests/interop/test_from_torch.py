@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import faulthandler
+import os
 import time
 
 import jax
@@ -18,6 +18,7 @@ import xshard as xs
 from jax_bridge.torch_interop import from_jax, from_torch, to_jax
 from tests.interop.helpers import jax_mesh
 from tests.jax_bridge.helpers import in_jax
+from tests.torch_bridge.helpers import apart
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -226,23 +227,20 @@ def test_what_is_refused_when_it_is_traced() -> None:
         from_torch(torch.sin, "n", "n", mesh)(jnp.ones(4, "int4"))
 
 
-MANY_DEVICES = """
-import jax, jax.numpy as jnp, torch
-from jax_bridge.torch_interop import from_torch
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-f = from_torch(lambda x: x * 2, "n/a d", "n/a d", mesh)
-x = jnp.ones((1024, 1024))
-run = jax.jit(jax.grad(lambda x: f(x).sum()))
-for _ in range(3):
-    assert (jax.block_until_ready(run(x)) == 2).all()
-"""
+def _many_devices() -> None:
+    faulthandler.dump_traceback_later(300, exit=True)
+    os.environ.pop("XLA_FLAGS", None)
+    os.environ["PJRT_NPROC"] = "2"  # JAX has not begun here
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = from_torch(lambda x: x * 2, "n/a d", "n/a d", mesh)
+    x = jnp.ones((1024, 1024))
+    run = jax.jit(jax.grad(lambda x: f(x).sum()))
+    for _ in range(3):
+        assert (jax.block_until_ready(run(x)) == 2).all()
 
 
 def test_more_devices_than_threads_do_not_wait_for_each_other() -> None:
     """With blocks of this size they would, in callbacks whose arguments XLA's own threads copy."""
-    environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "PJRT_NPROC": "2"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-    subprocess.run([sys.executable, "-c", MANY_DEVICES], check=True, timeout=300, env=environment)
+    apart(_many_devices)

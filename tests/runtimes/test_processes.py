@@ -154,6 +154,7 @@ def test_a_slow_machine_is_no_hang(
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(processes, "_CORES", 2)
     watched = Watch(lambda: spent_s[0] if measured else None, 10, grace_s)
+    assert watched.why_over() is None  # the first look
     for seconds, share, expected in phases:
         for _ in range(seconds):
             now_s[0] += 1

@@ -19,6 +19,7 @@ import pytest
 
 import xshard as xs
 from tests.documents.test_documents import python_blocks
+from tests.testing import test_across_nodes
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Link
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
@@ -33,7 +34,7 @@ TIMEOUT_S = 3.0  # of a collective that is to fail
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     try:
-        made = nodes(2, ranks=2, rate=f"{BITS_PER_S}bit")
+        made = nodes(2, ranks=2)
         cluster = made.__enter__()
     except NoNodesError as error:
         pytest.skip(str(error))
@@ -41,9 +42,16 @@ def cluster() -> Iterator[Cluster]:
     made.__exit__(None, None, None)
 
 
+def test_random_redistributions_have_the_right_values_and_bytes(cluster: Cluster) -> None:
+    test_across_nodes.check(cluster, 2, 40)
+    test_across_nodes.check_jax(cluster, 12)
+
+
 @pytest.fixture(scope="module")
-def plan() -> xs.Plan:
-    """Rows to columns, planned for nodes of two devices."""
+def plan(cluster: Cluster) -> xs.Plan:
+    """Rows to columns, planned for nodes of two devices, between which links are slow from now on."""
+    for node in range(2):
+        cluster.slow(node, f"{BITS_PER_S}bit")
     gloo = load_profile("gloo")
     across = replace(gloo, across=Link(0.001, BITS_PER_S / 8), node_devices=2)
     return xs.plan("n/x/y d -> n d/x/y", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across)

@@ -134,8 +134,8 @@ class Watch:
 
     def __init__(self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0) -> None:
         self._spent_s, self._stated_s, self._limit_s = spent_s, limit_s, limit_s + grace_s
-        self._start_s = self._seen_s = spent_s() or 0.0
-        self._since_s = time.monotonic()
+        self._start_s: float | None = None  # from the first look on: most questions are answered before it
+        self._seen_s, self._since_s = 0.0, time.monotonic()
 
     @property
     def pause_s(self) -> float:
@@ -145,6 +145,8 @@ class Watch:
     def why_over(self) -> str | None:
         """None while the processes may go on."""
         now_s, spent_s = time.monotonic(), self._spent_s()
+        if self._start_s is None:
+            self._start_s = self._seen_s = spent_s or 0.0
         is_late = now_s - self._since_s > self._limit_s
         if spent_s is None:
             return f"it took more than {self._stated_s:g} s" if is_late else None
@@ -165,8 +167,8 @@ def processor_time(pids: Iterable[int]) -> float | None:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # it has ended
-            stat = Path("/proc", str(pid), "stat").read_text()
-            fields = stat.rpartition(")")[2].split()  # what stands before is the program's name
+            with open(f"/proc/{pid}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()  # what stands before is the program's name
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))  # its own, and of children that have ended
     tree = [pid for pid in pids if pid in ticks]

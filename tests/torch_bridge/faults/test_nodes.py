@@ -17,6 +17,7 @@ TIMEOUT_S = 3.0
 LONG_S = 120.0
 WIDTH = 10_000  # a block is 0.3 MB, which takes a quarter of a second at this rate, alone: all take long
 RATE = "10mbit"
+STILL = "1mbit"  # and ten times as long: no rank has all that it waits for when its node's link ends for good
 LEFT = (2, 3, 6, 7)  # where the first node is killed: half of the world, and the server
 
 
@@ -32,7 +33,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _interrupted(
-    cluster: Cluster, folder: Path, happens: Callable[[], None], survivors: Sequence[int], timeout_s: float
+    cluster: Cluster,
+    folder: Path,
+    happens: Callable[[], None],
+    survivors: Sequence[int],
+    timeout_s: float,
+    rate: str = STILL,
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
@@ -46,7 +52,7 @@ def _interrupted(
                 time.sleep(0.05)
 
         wait_for_ranks("ready", ALL)
-        cluster.slow(1, RATE)
+        cluster.slow(1, rate)
         say(folder, "go")
         wait_for_ranks("begun", ALL)
         time.sleep(0.3)
@@ -65,7 +71,7 @@ def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:
         cluster.slow(1, None)
         cluster.restore(1)
 
-    _interrupted(cluster, tmp_path, cut_and_restore, ALL, LONG_S)
+    _interrupted(cluster, tmp_path, cut_and_restore, ALL, LONG_S, RATE)
     check_column("a link is cut for 2 s", ends_of(tmp_path, ALL), LONG_S)
 
 
