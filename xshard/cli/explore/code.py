@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,14 +37,15 @@ mesh = jax.make_mesh({sizes}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) *
 f = xj.shard_map(lambda {names}: {call}, {signature}, mesh)
 print(f({names}).sharding)
 """
+COMPOSED = re.compile(r"\(\w+ ")
 
 
 def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
-    """A plan -> what runs it, by framework; a layout alone is drawn, a plan between two meshes is not run."""
+    """A plan -> what runs it, by framework; a layout is drawn. None between two meshes, or with `(h d)`."""
     if isinstance(plan, Sharding):
         drawn = f'import xshard as xs\n\nxs.show("{plan.layout}", xs.{plan.mesh!r}, {plan.shape})\n'
         return {"torch": drawn, "jax": drawn}
-    if isinstance(plan, Plan) and plan.transfer:
+    if plan.transfer if isinstance(plan, Plan) else COMPOSED.search(plan.text):
         return {}
     if isinstance(plan, Plan):
         arrays: tuple[Sharding, ...] = plan.source, plan.target
@@ -73,7 +75,7 @@ def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
         operands[i] = replace(layout, tags=tuple(tags))
     if is_even:
         return f'"{", ".join(map(str, operands))} {ARROW} {result}"'
-    names = [" ".join(array.layout.names) for array in arrays]
+    names = [" ".join(layout.names) or "()" for layout in (*operands, result)]
     moves = tuple(f"{whole} {ARROW} {layout}" for whole, layout in zip(names, operands, strict=False))
     return f'({moves}, "{result} {ARROW} {names[-1]}")'
 

@@ -38,7 +38,7 @@ for (const button of document.querySelectorAll("[data-fields]")) {
 }
 for (const button of document.querySelectorAll("[data-copy]")) {
   button.addEventListener("click", async () => {
-    const text = button.dataset.copy === "link" ? location.href : lines[button.dataset.copy];
+    const text = button.dataset.copy === "link" ? location.href : lines[button.dataset.copy] || "";
     try {
       await navigator.clipboard.writeText(text);
       copied.textContent = "copied";

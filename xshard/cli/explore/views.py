@@ -140,8 +140,8 @@ def sections(shown: Plan | ContractionPlan | Sharding) -> str:
     elif isinstance(shown, Plan) and shown.src.is_linear and shown.dst.is_linear:
         parts.append(("Backward", html(shown.backward)))
     titles = {"torch": "PyTorch", "jax": "JAX"}
-    code = (f"<h3>{titles[key]}</h3>{preformatted(text)}" for key, text in programs(shown).items())
-    parts += [("Code", "".join(code))] if isinstance(shown, Plan | ContractionPlan) else []
+    code = [f"<h3>{titles[key]}</h3>{preformatted(text)}" for key, text in programs(shown).items()]
+    parts += [("Code", "".join(code))] if code and not isinstance(shown, Sharding) else []
     return "".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in parts)
 
 
