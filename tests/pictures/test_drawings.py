@@ -139,7 +139,8 @@ def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_it
         "d0 to d4: 64 B",
         "d0 to d5: 64 B",
     ]
-    for move, shape in (("s/cp c -> s c/cp", (16, 8)), ("n/(dp,cp) d -> n d | copy(dp,cp)", (16, 8))):
+    moves = {"s/cp c -> s c/cp": (16, 8), "b/dp s c -> b s c/dp": (4, 8, 6)}
+    for move, shape in {**moves, "n/(dp,cp) d -> n d | copy(dp,cp)": (16, 8)}.items():
         plan = xs.plan(move, MESH, shape)
         parts = plan_svg(plan).split("<g data-step")
         assert (
@@ -172,8 +173,11 @@ def test_different_meanings_look_different(one: str, other: str) -> None:
         for text, shape in zip((one, other), shapes, strict=True)
     )
     assert a.partition(">")[2] != b.partition(">")[2]
-    drawn = [re.sub(r"<text.*?</text>", "", svg.partition("</defs>")[2]) for svg in (a, b)]
-    assert drawn[0] != drawn[1] or "max" in other
+    drawn = [re.sub(r"<(text|title).*?</\1>", "", svg.partition("</defs>")[2]) for svg in (a, b)]
+    assert drawn[0] != drawn[1] or "max" in other or "constant" in other  # which differ in words
+    if "fold" in other:  # from where rows come, and to where they go
+        found = [{text.text for text in elements(svg, "text")} for svg in (a, b)]
+        assert {"←1", "→1"} & found[0] == {"←1"} and {"←1", "→1"} & found[1] == {"→1"}
 
 
 def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
