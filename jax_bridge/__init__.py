@@ -17,6 +17,7 @@ from jax_bridge.arrays.shard_map import shard_map
 from jax_bridge.arrays.stored import stored_as
 from jax_bridge.calls import redistribute
 from jax_bridge.ops import positions
+from jax_bridge.routing import route
 
 if TYPE_CHECKING:
     from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
@@ -31,6 +32,7 @@ __all__ = [
     "positions",
     "redistribute",
     "reshard",
+    "route",
     "save",
     "shard_map",
     "stored_as",

@@ -18,7 +18,7 @@ from jax_bridge import torch_interop
 OPS = "all_gather all_reduce all_to_all copy_to halo_exchange reduce_scatter shard trim_halo"
 TWINS = {
     name: (getattr(xt, name), getattr(xj, name))
-    for name in ("redistribute", "einsum", "positions", "transfer", "save", "load")
+    for name in ("redistribute", "einsum", "positions", "route", "transfer", "save", "load")
 }
 TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS.split()}
 TWINS |= {
@@ -31,7 +31,7 @@ VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
 VERBS |= {f"torch_interop.{name}": getattr(torch_interop, name) for name in ("to_jax", "to_torch")}
 
 VALUES = {*"xqkvf", "tree", "array", "arrays", "model", "operands", "path", "logits", "labels"}
-VALUES |= {"dim", "split_dim", "concat_dim", "width"}
+VALUES |= {"to", "dim", "split_dim", "concat_dim", "width"}
 LAYOUTS = {"layout", "layouts", "rules", "expression", "parameters", "inputs", "axis"}
 MESHES = {"mesh", "dst_mesh"}
 SHARED = ("profile", "progress", "bucket_bytes", "names", "check_replicated")
@@ -40,6 +40,8 @@ SHARED = ("profile", "progress", "bucket_bytes", "names", "check_replicated")
 ONLY = {
     "processes are separate programs, which compare their calls": {"debug"},
     "XLA schedules, fuses and places": {"async_op", "comm_dtype", "device", "memory_limit", "bucket_bytes"},
+    "a program of JAX has static shapes, and counts nothing": {"sizes"},
+    "a route goes along axes that are manual around it": {"mesh"},
     "a process of torch may be in one of two meshes": {"src_mesh", "dst_mesh", "requires_grad"},
     "a jax.Array has a global shape": {"shapes"},
     "torch converts and relabels as it moves": {"dtype", "relabel"},

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from torch_bridge.contractions.einsum import einsum
     from torch_bridge.mesh.process_mesh import positions
     from torch_bridge.models.explain import explain
+    from torch_bridge.models.own_experts import own_experts
     from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
     from torch_bridge.models.parallelize import parallelize
     from torch_bridge.models.state import load_state_dict, state_dict
     from torch_bridge.models.verify import verify
     from torch_bridge.redistribution import redistribute
+    from torch_bridge.routing import route
     from torch_bridge.state.files import load, save
     from torch_bridge.state.transfer import transfer
     from torch_bridge.step.suggest import suggest
@@ -30,11 +32,13 @@ _MODULES = {
     "contractions.einsum": ("einsum",),
     "mesh.process_mesh": ("positions",),
     "models.explain": ("explain",),
+    "models.own_experts": ("own_experts",),
     "models.parallel": ("check_replicas", "clip_grad_norm_", "grad_norm", "no_sync"),
     "models.parallelize": ("parallelize",),
     "models.state": ("load_state_dict", "state_dict"),
     "models.verify": ("verify",),
     "redistribution": ("redistribute",),
+    "routing": ("route",),
     "state.files": ("load", "save"),
     "state.transfer": ("transfer",),
     "step.suggest": ("suggest",),
@@ -51,9 +55,11 @@ __all__ = [
     "load",
     "load_state_dict",
     "no_sync",
+    "own_experts",
     "parallelize",
     "positions",
     "redistribute",
+    "route",
     "save",
     "state_dict",
     "suggest",

@@ -17,15 +17,18 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes, factored, parse_expression
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ARROW, ELLIPSIS, Dim
+from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
 
 
 class ActivationRule(NamedTuple):
-    """A rule for one array: its layouts before and after a move; other axes are left alone."""
+    """A rule for one array: its layouts before and after a move; other axes are left alone.
+
+    routed: axes along which rows go where values say; they come back before the output."""
 
     src: Layout
     dst: Layout
     text: str
+    routed: tuple[str, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -36,12 +39,18 @@ class ActivationRule(NamedTuple):
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes)))
 
 
-def rule_of(text: Any, mesh: Mesh) -> ActivationRule:
-    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError."""
+def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
+    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError.
+
+    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`."""
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
         raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
-    return _rule_of(text, mesh)
+    rule = _rule_of(text, mesh)
+    if rule.routed and not routes:
+        hint = "a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'"
+        raise NotationError("'to' is for rows that go where values say", text=text, hint=hint)
+    return rule
 
 
 @lru_cache(maxsize=4096)
@@ -49,7 +58,23 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    return ActivationRule(src, dst, text)
+    there = [
+        (i, s.axes)
+        for layout in (src, dst)
+        for i, dim in enumerate(layout.dims)
+        for s in dim.shards
+        if s.order == ROUTED
+    ]
+    placed = replace(dst, dims=tuple(replace(d, shards=tuple(map(_placed, d.shards))) for d in dst.dims))
+    if there and (src != placed or len(there) > 1 or there[0][0]):
+        hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
+        raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
+    routed = there[0][1] if there else ()
+    return ActivationRule(src, placed, text, routed)
+
+
+def _placed(shard: Shard) -> Shard:
+    return Shard(shard.axes) if shard.order == ROUTED else shard
 
 
 def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:

@@ -49,6 +49,9 @@ def explain(model: nn.Module) -> str:
                 if one.last is not None:
                     received = _received(one.rule, axes, profile, *one.last)
                 moves.append((f"{name or 'the model'}, {side}", one.rule.text, *received))
+        if each := hooks.experts:
+            text = next(one.rule.text for one in hooks.inputs if one.rule.routed)
+            moves.append((f"{name or 'the model'}, this process", text, *(each.last or (None, None))))
     moves += sums
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]

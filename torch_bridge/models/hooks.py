@@ -68,7 +68,8 @@ class TensorRule:
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
-    with `keep` keeps them until the backward pass. own: sharded dims of its parameters."""
+    with `keep` keeps them until the backward pass. own: sharded dims of its parameters. experts: the
+    process's own, if rows go to them."""
 
     name: str
     arguments: list[str]
@@ -82,6 +83,7 @@ class ModuleHooks:
     keep: bool = True
     known: tuple[KnownDim, ...] = ()
     own: tuple[KnownDim, ...] = ()
+    experts: Any = None
     _depth: int = 0
     _stored: Sequence[Tensor] = ()
     _saving: Any = None
@@ -98,6 +100,8 @@ class ModuleHooks:
             key = self.argument(rule.key, values)
             if key is not None:
                 values[key], known = self._moved(rule, values[key], known, "input")
+            if key is not None and rule.rule.routed:
+                self.experts.enter(key, values)
         self.known = known
         self._depth += 1
         if self.gathered and self._depth == 1:
@@ -113,6 +117,8 @@ class ModuleHooks:
                 self._saving.__exit__(None, None, None)
                 self._saving = None
         self._depth = max(self._depth - 1, 0)
+        if self.experts is not None:
+            result = self.experts.leave(result)
         if result is None:  # an error is on its way
             return None
         for rule in self.outputs:

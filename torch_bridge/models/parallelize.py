@@ -17,6 +17,7 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.embedding import shard_embedding
+from torch_bridge.models.experts import route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
@@ -57,7 +58,8 @@ def parallelize(
     parameters: rules for names of parameters, and of buffers, which are replicated without one. A layout is
     how one is stored; `"o/dp i -> o i"` gathers it for its module (a buffer is stored as it is used).
     inputs: rules for names of modules, "" is the model: how the first tensor argument moves, or several, as a
-    dict by name or a tuple by position; some of them may be absent. One layout says how it arrives.
+    dict by name or a tuple by position; some of them may be absent. One layout says how it arrives. With
+    `"t/ep c -> t/to(ep) c"` rows go to the experts that they chose, as in `own_experts`, and come back.
     Axes that a rule does not name are as in the enclosing module. outputs: rules for results.
     The axes over which gradients are summed are derived: the axes along which activations differ in a module,
     by the right side of its rule or of the nearest one around it; `"o -> o | mean(tp)"` leaves tp out.
@@ -103,7 +105,8 @@ def parallelize(
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)
         own = _counts(model, context.axes, Rules(counts))
-        prepared.append((hooks, own, *_parameters(model, context, Rules(parameters), hooks)))
+        state = _parameters(model, context, Rules(parameters), hooks)
+        prepared.append((hooks, own + route_experts(hooks, context, *state), *state))
         shapes = [each.sharding.shape for each in prepared[0][2]]
         rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs, "counts": counts}
         flags = {name: str(dict(Rules(each))) for name, each in rules.items()}
@@ -158,7 +161,9 @@ def _hooks(
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
         if any(name in names for names in (*rules, gathering)):
-            incoming, outgoing = (_tensor_rules(each.get(name), name, context) for each in rules[:2])
+            incoming, outgoing = (
+                _tensor_rules(each.get(name), name, context, each is rules[0]) for each in rules[:2]
+            )
             parent = _around(name, hooks)
             axes = models.varying(parent.varying if parent else (), [each.rule for each in incoming])
             signature = list(inspect.signature(module.forward).parameters)
@@ -187,7 +192,7 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[tuple[nn.Module,
     return counts
 
 
-def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[TensorRule]:
+def _tensor_rules(value: Any, name: str, context: ParallelContext, routes: bool) -> list[TensorRule]:
     """The value of a rule for one module -> a rule for each tensor."""
     texts: dict[Any, Any] = {None: value} if value is not None else {}
     if isinstance(value, Mapping):
@@ -195,7 +200,7 @@ def _tensor_rules(value: Any, name: str, context: ParallelContext) -> list[Tenso
     elif isinstance(value, tuple | list):
         texts = {i: text for i, text in enumerate(value) if text is not None}
     with located(name or "the model"):
-        return [TensorRule(key, rule_of(text, context.axes)) for key, text in texts.items()]
+        return [TensorRule(key, rule_of(text, context.axes, routes)) for key, text in texts.items()]
 
 
 def _path(name: str) -> str:

@@ -13,7 +13,7 @@ from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import block_length, misfit, owned_rows, owner_of_rows
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, ends_of, unfolded
-from xshard.notation.parser import ARROW, BY, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
+from xshard.notation.parser import ARROW, BY, INTERVALS, ROUTED, SEGMENTS, SIZES, Dim, text_spans
 
 MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
 # Pieces of a block with an overlap each, and rows from beyond an end that are copied one by one: each takes
@@ -24,6 +24,9 @@ MOST_WIDENED, MOST_COPIED = 2**16, 2**18
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
     """Raise ShapeError or NotationError if a dim of this length cannot have its shards or its overlap."""
     for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        if any(shard.order == ROUTED for shard in dim.shards):
+            hint = "route(x, to, axis) moves them, and parallelize by a rule for the input of experts"
+            raise NotationError("values say where these rows are, no layout does", text=str(dim), hint=hint)
         reason = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
         if reason is not None:
             hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"

@@ -21,6 +21,7 @@ TAGS = ("sum", "mean", "max", "min", "copy")
 SIZES, INTERVALS = "sizes", "intervals"  # orders that list their parts in numbers
 BY = "by"  # the order of a map: `Owners`
 SEGMENTS = "segments"  # written block(axes, numbers)
+ROUTED = "to"  # rows lie where values say: in a rule for the input of experts alone
 ELLIPSIS = "..."
 ARROW = "->"
 
@@ -186,6 +187,7 @@ _NUMBERS = {
     "balanced": "balanced takes no number, as in s/balanced(cp)",
     "zigzag": "zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)",
     "cyclic": "cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)",
+    ROUTED: "to takes no number, as in t/to(ep)",
     SIZES: "sizes takes the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)",
     INTERVALS: "intervals takes [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])",
 }
@@ -265,11 +267,11 @@ class _Parser(Scanner):
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        is_order = name in _ORDERS or not self.composes or self.span[0] == self.end
+        is_order = name in (*_ORDERS, ROUTED) or not self.composes or self.span[0] == self.end
         if self.kind != "(" or not is_order:  # after a space a composed dim follows
             self.spans.axes.append((name, span))
             return Shard((name,))
-        if name not in _ORDERS:
+        if name not in (*_ORDERS, ROUTED):
             known = ", ".join(_ORDERS)
             meant = did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)
             raise self.error(f"unknown order {name!r}", span, f"{meant}orders are: {known}")
@@ -292,7 +294,7 @@ class _Parser(Scanner):
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
                 raise self.error(f"a number below 0: {bracketed(numbers[-1])}", number_span, _NUMBERS[order])
         self.expect(")")
-        most = {"balanced": 0, "cyclic": 1}.get(order, len(numbers))
+        most = {"balanced": 0, "cyclic": 1, ROUTED: 0}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))
         if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
             count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"

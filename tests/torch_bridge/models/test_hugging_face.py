@@ -7,10 +7,12 @@ import io
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import torch_bridge as xt
+import xshard as xs
 from benchmarks.plans.published import same_as_on_one_device
 from tests.documents.forking import in_this_world
 from tests.torch_bridge.helpers import block_of_each, in_turn, on_ranks
@@ -25,7 +27,7 @@ IN_FLOAT32 = ("deepseek_v3", "mamba", "qwen3_moe")  # a part of them
 # Collectives of a pass forward and one backward, as many as a program by hand has: activations that move,
 # parameters gathered once per module, and again, gradients once per group of processes.
 COLLECTIVES = {
-    "bert": [(5, 7)], "deepseek_v3": [(5, 7)], "gpt2": [(5, 6)], "mamba": [(5, 6)], "qwen3_moe": [(4, 8)],
+    "bert": [(5, 7)], "deepseek_v3": [(5, 7)], "gpt2": [(5, 6)], "mamba": [(5, 6)], "qwen3_moe": [(6, 6)],
     "t5": [(12, 14)], "vit": [(4, 5)], "whisper": [(11, 14)],
     "llama": [(10, 12), (5, 6), (3, 5), (3, 4), (0, 1), (2, 7), (6, 12)],
 }  # fmt: skip
@@ -87,6 +89,62 @@ def _pages() -> None:
         _page(path)
 
 
+EXPERTS = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 12,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4, "v_head_dim": 4,
+    },
+}  # fmt: skip
+
+
+def _experts() -> None:
+    """One rule, no code: loss and gradients of one device, also if tokens go to one process, or few."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ids = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
+    cases = [("mixtral", 4, None), ("mixtral", 2, 0), ("qwen3_moe", 4, 5), ("qwen3_moe", 2, None)]
+    for kind, ep, towards in (*cases, ("deepseek_v3", 4, None)):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **sizes, **EXPERTS[kind], experts_implementation="eager")
+        model, mesh = AutoModelForCausalLM.from_config(config).double(), xs.Mesh(dp=4 // ep, ep=ep)
+        if towards is not None:  # the experts of one process, as far as there are enough
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.mlp.gate.weight.zero_()
+                    layer.mlp.gate.weight[towards : towards + 3] = 9 * torch.eye(16, dtype=torch.float64)[:3]
+        xt.parallelize(
+            model,
+            {"**.experts.*": "e/ep ...", "**": "..."},
+            {"": "b s -> b/(dp,ep) s", "**.experts": "t/ep c -> t/to(ep) c"},
+            mesh,
+        )
+
+        def loss(result: Any, mesh: xs.Mesh = mesh) -> torch.Tensor:
+            labels = xt.redistribute(ids.roll(-1, 1), "b s -> b/(dp,ep) s", mesh)
+            return xt.nn.cross_entropy(result.logits, labels, "b/(dp,ep) s v", mesh)
+
+        router = type(model.model.layers[-1].mlp.gate)
+        with mock.patch.object(router, "forward", _in_float64(router.forward)):
+            xt.verify(model, {"input_ids": ids}, loss=loss, tol=1e-12)
+
+
+def _in_float64(forward: Any) -> Any:
+    """A router that computes in float32, which rounds otherwise as soon as numbers of rows differ."""
+
+    def wide(*args: Any) -> Any:
+        casts = {"float": torch.Tensor.double, "type": lambda x, _: x.double()}
+        with mock.patch.object(torch, "float", torch.float64), mock.patch.multiple(torch.Tensor, **casts):
+            return forward(*args)
+
+    return wide
+
+
 def _declared() -> None:
     """Each style is known; these have most of them."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -98,4 +156,4 @@ def _declared() -> None:
 
 
 def test_pages_and_declared_plans_train_as_on_one_device() -> None:
-    on_ranks(4, in_turn, _pages, _declared)
+    on_ranks(4, in_turn, _pages, _experts, _declared)

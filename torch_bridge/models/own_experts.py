@@ -1,0 +1,40 @@
+"""`own_experts`: a module of experts by itself, in a model that something else runs and trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.models.parallelize import parallelize
+from xshard.ops import Axes
+
+
+def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -> nn.Module:
+    """Keep this process's experts of a module, in place, and route rows to the experts that they chose.
+
+    The module is as in transformers: its parameters have experts as their first dim, it is called with rows
+    `[t, c]`, their experts `[t, k]` and weights `[t, k]`, and returns `[t, c]`. Afterwards each process calls
+    it with rows of its own, any number of them. As the rule `"t/ep c -> t/to(ep) c"` of `parallelize`, which
+    is for whole models; here gradients are of all losses along the axis, and sums over
+    other axes are the caller's. options: as for `parallelize`. Raises as `parallelize` and `route` do.
+
+    >>> import torch, torch_bridge as xt, xshard as xs
+    >>> class Scales(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scale = torch.nn.Parameter(torch.arange(4.0))
+    ...
+    ...     def forward(self, x, chosen, weights):
+    ...         return (x[:, None] * (self.scale[chosen] * weights)[:, :, None]).sum(1)
+    >>> def step():
+    ...     module = xt.own_experts(Scales(), "ep", xs.Mesh(ep=2))
+    ...     x, chosen = torch.ones(1, 3), torch.tensor([[1, 3]])
+    ...     return module.scale.tolist(), module(x, chosen, torch.ones(1, 2)).tolist()
+    >>> xt.testing.run_ranks(2, step)
+    [([0.0, 1.0], [[4.0, 4.0, 4.0]]), ([2.0, 3.0], [[4.0, 4.0, 4.0]])]
+    """
+    axes = axis if isinstance(axis, str) else ",".join(axis)
+    text = f"t/({axes}) ... -> t/to({axes}) ..."
+    return parallelize(module, {"*": f"e/({axes}) ..."}, {"": text}, mesh, **options)
