@@ -32,6 +32,11 @@ def printed(path: str, _timeout_s: float = 0.0) -> str:
     return out.getvalue()
 
 
+def all_printed(paths: Sequence[str]) -> list[str]:
+    """The output of each of several scripts."""
+    return [printed(path) for path in paths]
+
+
 @contextlib.contextmanager
 def in_this_world() -> Iterator[None]:
     """A rank of a test is in a process group already: `init_process_group` does nothing inside."""

@@ -11,6 +11,7 @@ import ast
 import doctest
 import functools
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import typer
 
 import xshard as xs
-from tests.documents.forking import printed
+from tests.documents.forking import all_printed, printed
 from xshard.cli.app import app
 from xshard.runtimes.processes import Process
 
@@ -55,6 +56,13 @@ def blocks(document):
     return [
         Block(document, text[: found.start(2)].count("\n"), *found.groups())
         for found in FENCED.finditer(text)
+    ]
+
+
+def in_one_launch(some):
+    """Blocks of a document that ask for the same ranks or devices, one after the other."""
+    return [
+        list(group) for _, group in itertools.groupby(some, lambda block: (block.document, block.special))
     ]
 
 
@@ -117,20 +125,24 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "block",
-    [block for block in ON_DEVICES if block is not UNDER_TORCHRUN],
-    ids=lambda block: f"{block.document}:{block.line}",
+    "some",
+    in_one_launch(block for block in ON_DEVICES if block is not UNDER_TORCHRUN),
+    ids=lambda some: f"{some[0].document}:{some[0].line}",
 )
-def test_the_code_runs_on_several_devices(block, tmp_path):
-    (runtime, n), path = block.special, script_of([block], tmp_path)
+def test_the_code_runs_on_several_devices(some, tmp_path):
+    (runtime, n), paths = some[0].special, []
+    for block in some:
+        (folder := tmp_path / str(block.line)).mkdir()
+        paths.append(script_of([block], folder))
     if runtime == "torchrun":
         from tests.torch_bridge.helpers import on_ranks  # imports torch, which the rest of this file does not
 
-        text = on_ranks(n, printed, path)[0]
+        texts = on_ranks(n, all_printed, paths)[0]
     else:
-        text = printed_there(n, path)
-    shown = [each._replace(code=TIMES.sub("TIME", each.code)) for each in printed_by(block)]
-    assert_shown(shown, TIMES.sub("TIME", text))
+        texts = [printed_there(n, path) for path in paths]
+    for block, text in zip(some, texts, strict=True):
+        shown = [each._replace(code=TIMES.sub("TIME", each.code)) for each in printed_by(block)]
+        assert_shown(shown, TIMES.sub("TIME", text))
 
 
 def test_torchrun_runs_the_readme(tmp_path):
