@@ -21,9 +21,11 @@ from tests.fuzz.chains import random_chain
 from tests.pictures.test_grid import sharding
 from xshard.formatting import format_bytes
 from xshard.notation.overlap import Fold
-from xshard.pictures.grid import MAX_BLOCKS, Picture, picture, title
+from xshard.pictures.elements import COLOURS, SHARED
+from xshard.pictures.grid import Picture, picture, title
 from xshard.pictures.html import html
-from xshard.pictures.svg import COLOURS, MAX_CARDS, MAX_DEVICES, SHARED, plan_svg, sharding_svg
+from xshard.pictures.rows import MAX_BLOCKS
+from xshard.pictures.svg import MAX_CARDS, MAX_DEVICES, plan_svg, sharding_svg
 from xshard.pictures.terminal import renderable
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject

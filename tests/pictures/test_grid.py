@@ -10,7 +10,8 @@ import xshard as xs
 from tests import oracle
 from tests.fuzz.chains import random_chain
 from xshard.layout.runs import FILL, Run
-from xshard.pictures.grid import MAX_BLOCKS, devices_text, picture, rows_text
+from xshard.pictures.grid import picture
+from xshard.pictures.rows import MAX_BLOCKS, devices_text, rows_text
 from xshard.pictures.terminal import console, renderable
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,10 @@ from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
 from xshard.layout import Sharding
-from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
-from xshard.layout.runs import FILL, Pieces, Run, Runs, merge_adjacent, n_rows, pieces, unrolled
-from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
+from xshard.layout.runs import n_rows, pieces
+from xshard.notation.overlap import Fold, Halo, Reads, Window
 from xshard.notation.parser import SEGMENTS, Dim
-
-# Most blocks drawn along a dim, as a cyclic cut of a long dim has as many blocks as rows; most lanes.
-MAX_BLOCKS, MAX_LANES = 64, 16
+from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, first_pieces, lanes_of, rows_in_order
 
 _ORDER_TEXT = {
     "block": "in contiguous chunks",
@@ -52,29 +49,6 @@ class Strip:
     length: int
     blocks: tuple[tuple[int, int], ...]
     hidden: int
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Consecutive rows of a block of an overlapping dim, all with one owner, in local order.
-
-    origin: as in `RowSpan`. owner: the devices that own the rows; none for rows that a boundary fills.
-    text: the value or the rows in the place of rows beyond the array; "" inside it.
-    """
-
-    rows: int
-    origin: str
-    owner: tuple[int, ...]
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Lane:
-    """The block of some devices along an overlapping dim. start: the position of its first row."""
-
-    devices: tuple[int, ...]
-    start: int
-    groups: tuple[RowGroup, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,28 +90,10 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
         strips,
         _cards(sharding, drawn, strips, [axis for _, names in roles for axis in names], numbers),
         roles,
-        tuple(tuple(_lanes(sharding, d, numbers)) for d in drawn),
+        tuple(tuple(lanes_of(sharding, d, numbers)) for d in drawn),
         tuple(numbers[[not all(_owned_shape(sharding, i)) for i in range(mesh.n_devices)]].tolist()),
         _notes(sharding, drawn),
     )
-
-
-def rows_text(runs: Runs, most: int = 6) -> str:
-    """Runs in local order as text, at most `most` pieces, as in `1 fill, 0-2, 4-24 step 8`."""
-    pieces = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
-    if len(pieces) > most:
-        pieces = [*pieces[:most], "..."]
-    return ", ".join(pieces) or "none"
-
-
-def devices_text(devices: Sequence[int]) -> str:
-    """Device numbers as text, with ranges and even steps, as in `0-3`, `0,4` and `0-12 step 4`."""
-    steps = set(np.diff(devices).tolist())
-    if len(devices) > 2 and len(steps) == 1:
-        runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
-    else:
-        runs = tuple(Run(device, 1) for device in devices)
-    return rows_text(runs, most=3).replace(", ", ",")
 
 
 def title(sharding: Sharding) -> str:
@@ -190,8 +146,8 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
 
 def _strip(sharding: Sharding, d: int) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
-    length, found = sharding.shape[d], pieces(map(_first, sharding.owners(d)))
-    edges = np.unique(np.concatenate([found.start, found.start + found.length, [0, length]]))
+    length, rows = sharding.shape[d], pieces(map(first_pieces, sharding.owners(d)))
+    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
     edges = edges[: MAX_BLOCKS + 1].tolist()
     blocks = tuple(itertools.pairwise(edges))
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
@@ -210,69 +166,13 @@ def _cards(
     places, owners = [np.zeros(len(every), np.int64)] * 2, [np.zeros(1, np.int64)] * 2
     for d, strip in zip(drawn, strips, strict=True):
         places.append(np.array([sharding.dim_device(d, device) for device in every]))
-        found = _by_rows(sharding, d)
-        rows = [start for start, _ in strip.blocks]
-        owners.append(found.block[np.searchsorted(found.start, rows, side="right") - 1])
+        rows = rows_in_order(sharding, d)
+        first = [start for start, _ in strip.blocks]
+        owners.append(rows.block[np.searchsorted(rows.start, first, side="right") - 1])
     cards = np.array([mesh.index(device, axes) for device in every])
     table = np.zeros((max(cards) + 1, *(max(place) + 1 for place in places[-2:])), np.int64)
     table[cards, places[-2], places[-1]] = numbers
     return table[:, owners[-2][:, None], owners[-1]]
-
-
-def _by_rows(sharding: Sharding, d: int) -> Pieces:
-    """The rows of a dim in their order, with the index along the dim's axes of their owners."""
-    found = pieces(map(_first, sharding.owners(d)))
-    return found.take(np.argsort(found.start, kind="stable"))
-
-
-def _first(runs: Runs) -> Runs:
-    """The runs, each as far as a strip can reach: more pieces are not drawn."""
-    return tuple(r._replace(repeats=min(r.repeats, MAX_BLOCKS + 1)) if r.stride > 0 else r for r in runs)
-
-
-def _lanes(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:
-    """The block at every index along the axes of an overlapping dim."""
-    dim, length = sharding.layout.dims[d], sharding.shape[d]
-    if dim.overlap is None:
-        return
-    index = np.array([sharding.dim_device(d, i) for i in range(len(numbers))])
-    every, owners = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes)), _by_rows(sharding, d)
-    for number, spans in enumerate(every[:MAX_LANES]):
-        found = list(itertools.islice(_pieces_of(spans, owners), MAX_BLOCKS))
-        groups = []
-        for (origin, owner), same in itertools.groupby(found, key=lambda piece: piece[:2]):
-            runs = tuple(run for _, _, run in same)
-            devices = tuple(numbers[index == owner].tolist())
-            text = _beyond_text(dim.overlap, origin, runs) if origin in ("before", "after") else ""
-            groups.append(RowGroup(n_rows(runs), origin, devices, text))
-        ahead = itertools.takewhile(lambda group: group.origin == "before", groups)
-        before = sum(group.rows for group in ahead)
-        inside = (run.start for origin, _, run in found if origin in ("own", "near"))
-        start = -before if before else next(inside, length)
-        yield Lane(tuple(numbers[index == number].tolist()), start, tuple(groups))
-
-
-def _pieces_of(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[tuple[str, int, Run]]:
-    """The rows of a block as runs with one owner each, -1 for none: (origin, owner, run)."""
-    stops = owners.start + owners.length
-    for whole, origin in spans:
-        for run in (whole,) if whole.start == FILL else unrolled((whole,)):
-            start, stop = run.start, run.start + run.length
-            while start != FILL and start < stop:
-                i = int(np.searchsorted(stops, start, side="right"))
-                end = min(stop, int(stops[i])) if i < len(stops) else stop
-                yield origin, int(owners.block[i]) if i < len(stops) else -1, Run(start, end - start)
-                start = end
-            if run.start == FILL:
-                yield origin, -1, run
-
-
-def _beyond_text(overlap: Overlap, origin: str, runs: Runs) -> str:
-    """Text for rows beyond an end of the array: the value or the rows in their place, or × for none."""
-    boundary = boundary_at(unfolded(overlap), origin)
-    if runs[0].start == FILL:
-        return "×" if isinstance(overlap, Fold) else f"{boundary.value:g}"
-    return "-" * (boundary.sign < 0) + rows_text(runs, most=2).replace(", ", ",")
 
 
 def _roles(sharding: Sharding) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -299,16 +199,3 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]
     return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))
-
-
-def _run_texts(run: Run, most: int) -> list[str]:
-    if run.start == FILL:
-        return [f"{run.length * run.repeats} fill"]
-    if run.length == 1 and run.repeats > 1:
-        stop = run.start + run.stride * (run.repeats - 1)
-        if run.stride == 0:
-            return [f"{run.start} x{run.repeats}"]
-        return [f"{run.start}-{stop}" + (f" step {run.stride}" if run.stride != 1 else "")]
-    starts = (run.start + run.stride * i for i in range(run.repeats))
-    ranges = ((start, start + run.length - 1) for start in itertools.islice(starts, most + 1))
-    return [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]

@@ -12,8 +12,9 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.pictures.elements import COLOURS
 from xshard.pictures.grid import Picture, picture, title
-from xshard.pictures.svg import COLOURS, mesh_svg, plan_svg, sharding_svg
+from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row

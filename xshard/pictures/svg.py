@@ -6,78 +6,35 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from typing import NamedTuple
 
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import TAGS
-from xshard.pictures.grid import Lane, Picture, Strip, devices_text, picture, reading, roles_text, title
+from xshard.pictures.elements import (
+    CHAR,
+    COLOURS,
+    GAP,
+    LINE,
+    SHARED,
+    STROKES,
+    Drawing,
+    Shape,
+    colour,
+    label,
+    label_in,
+    line_of,
+    rectangle,
+    stacked,
+)
+from xshard.pictures.grid import Picture, Strip, picture, reading, roles_text, title
+from xshard.pictures.rows import Lane, devices_text
 from xshard.plans.plan import Plan, Stage
 
-# Light hues that people who do not see some colours can tell apart; with black text on all of them
-# (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
-COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
-SHARED = "#DDDDDD"  # what several devices hold
 MAX_DEVICES, MAX_CARDS = 64, 4  # up to here they are drawn one by one
-CHAR, GAP, LINE = 7.3, 10.0, 16.0  # pixels: width of a letter, space around, height of a line
 LONGEST, SHORTEST, LARGEST = (160.0, 240.0), 40.0, 24.0  # pixels: most down and across, least, of a row
 OFFSET, LANE, NARROWEST = 16.0, 30.0, 3.0  # pixels between cards, of a lane, of rows in a lane
 BAND = 84.0  # height of the messages of a step
-
-# Patterns over blocks: copied rows, contributions, addends, and devices with a colour that is used already.
-_STROKES = {
-    "halo": ("M0 8L8 0", 1.6),
-    "fold": ("M0 0L8 8M0 8L8 0", 1.2),
-    "sum": ("M4 2v4M2 4h4", 1.2),
-    "copy": ("M4 4h.01", 2.4),
-    "1": ("M0 4h8", 1.0),
-    "2": ("M4 0v8", 1.0),
-    "3": ("M0 4h8M4 0v8", 1.0),
-}
-PATTERNS = "".join(
-    f'<pattern id="xs-{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse"><path d="{path}" '
-    f'stroke="#111" stroke-opacity=".4" stroke-width="{width}" stroke-linecap="round"/></pattern>'
-    for name, (path, width) in _STROKES.items()
-    for size in [12 if name == "sum" else 8]
-)
-
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
-class Shape(NamedTuple):
-    """Elements of SVG, and the box that they take."""
-
-    body: str
-    box: Box
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Elements of SVG and the pixels that they take."""
-
-    body: str
-    width: float
-    height: float
-
-    @classmethod
-    def of(cls, shapes: Sequence[Shape]) -> Drawing:
-        """Shapes, moved so that the box of all begins at 0."""
-        left, top, right, bottom = zip(*(shape.box for shape in shapes), strict=True)
-        body = "".join(shape.body for shape in shapes)
-        moved = f'<g transform="translate({1 - min(left):.2f} {1 - min(top):.2f})">{body}</g>'
-        return cls(moved, max(right) - min(left) + 2, max(bottom) - min(top) + 2)
-
-    def svg(self, label: str) -> str:
-        """The element. label: a description for readers who do not see it."""
-        size = f"0 0 {self.width:.0f} {self.height:.0f}"
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{self.width:.0f}" role="img" '
-            f'aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
-            f'font-family="ui-monospace, monospace"><defs>{PATTERNS}</defs>{self.body}</svg>'
-        )
 
 
 def sharding_svg(drawn: Picture) -> str:
@@ -94,10 +51,10 @@ def plan_svg(plan: Plan) -> str:
         what = f"{stage.step}: {format_bytes(cost.received_bytes)}, {format_seconds(cost.seconds)}"
         # The last layout as the user wrote it: the stages are in normal form.
         after = plan.target if number == len(plan.stages) else stage.after
-        step = [_line(f"↓ {what}"), _messages(stage, plan.itemsize, before, numbers)]
-        drawn = _stacked([*step, _captioned(after, dims, numbers)])
+        step = [line_of(f"↓ {what}"), _messages(stage, plan.itemsize, before, numbers)]
+        drawn = stacked([*step, _captioned(after, dims, numbers)])
         parts.append(replace(drawn, body=f'<g data-step="{number}">{drawn.body}</g>'))
-    return _stacked(parts).svg(f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
+    return stacked(parts).svg(f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
 
 
 def mesh_svg(mesh: Mesh) -> str:
@@ -106,13 +63,13 @@ def mesh_svg(mesh: Mesh) -> str:
     rows = [range(mesh.n_devices)[i : i + columns] for i in range(0, mesh.n_devices, columns)][:MAX_DEVICES]
     heads = [f"{mesh.axes[-1]}={j}" for j in range(columns)][:MAX_DEVICES] if mesh.axes else [""]
     width = max(map(len, heads)) * CHAR + GAP
-    shapes = [_text((j + 0.5) * width, -6, head) for j, head in enumerate(heads)]
+    shapes = [label((j + 0.5) * width, -6, head) for j, head in enumerate(heads)]
     for i, row in enumerate(rows):
         start = zip(mesh.axes[:-1], mesh.coords(row[0]), strict=False)
-        shapes.append(_text(-6, i * LARGEST + 16, " ".join(f"{axis}={c}" for axis, c in start), "end"))
+        shapes.append(label(-6, i * LARGEST + 16, " ".join(f"{axis}={c}" for axis, c in start), "end"))
         for j, device in enumerate(row[:MAX_DEVICES]):
             box = j * width, i * LARGEST, (j + 1) * width, (i + 1) * LARGEST
-            shapes += [_rectangle(box, _colour((device,))), *_inside(box, str(device), _colour((device,)))]
+            shapes += [rectangle(box, colour((device,))), *label_in(box, str(device), colour((device,)))]
     return Drawing.of(shapes).svg(f"devices of {mesh}")
 
 
@@ -121,20 +78,20 @@ def grid_drawing(drawn: Picture) -> Drawing:
     down, across = sides = _sides(drawn)
     cards = min(len(drawn.cards), MAX_CARDS)
     shapes = [shape for card in reversed(range(cards)) for shape in _card(drawn, card, down, across)]
-    shapes += [_text(-6, -6, down.name, "end"), _text(-6, down.pixels + 14, across.name, "end")]
-    shapes += [_text(x, y + 4, "≈") for x in (0, across.pixels) for y in down.breaks]
-    shapes += [_text(x, y + 4, "≈") for x in across.breaks for y in (0, down.pixels)]
+    shapes += [label(-6, -6, down.name, "end"), label(-6, down.pixels + 14, across.name, "end")]
+    shapes += [label(x, y + 4, "≈") for x in (0, across.pixels) for y in down.breaks]
+    shapes += [label(x, y + 4, "≈") for x in across.breaks for y in (0, down.pixels)]
     for text, start, stop in down.ticks:
-        shapes += _inside((-6 - len(text) * CHAR, start, -6, stop), text)
+        shapes += label_in((-6 - len(text) * CHAR, start, -6, stop), text)
     for text, start, stop in across.ticks:
-        shapes += _inside((start, down.pixels + 2, stop, down.pixels + 18), text)
+        shapes += label_in((start, down.pixels + 2, stop, down.pixels + 18), text)
     starts = across.pixels + (cards - 1) * OFFSET + GAP, down.pixels + 2 * LINE
     for side, start in zip(sides, starts, strict=True):
         for number, lane in enumerate(side.lanes):
             shapes += _lane(lane, side, start + number * (LANE + 4), is_down=side is down)
     low = max(shape.box[3] for shape in shapes) + LINE
     lines = enumerate(_captions(drawn, sides))
-    return Drawing.of([*shapes, *(_text(0, low + n * LINE, line, "start") for n, line in lines)])
+    return Drawing.of([*shapes, *(label(0, low + n * LINE, line, "start") for n, line in lines)])
 
 
 @dataclass(frozen=True)
@@ -159,8 +116,8 @@ class Side:
     @property
     def breaks(self) -> list[float]:
         """The places of marks: rows are missing at the end, or the dim is drawn shorter."""
-        ends = [self.pixels] if self.strip and self.strip.hidden else []
-        return [self.pixels / 2, *ends] if self.is_shorter else ends
+        end = [self.pixels] if self.strip and self.strip.hidden else []
+        return [self.pixels / 2, *end] if self.is_shorter else end
 
     @property
     def blocks(self) -> list[tuple[float, float]]:
@@ -191,21 +148,19 @@ def _sides(drawn: Picture) -> tuple[Side, Side]:
 def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
     """The array on one card, which cards in front of it cover but for a strip above and one on the right."""
     x, y = card * OFFSET, -card * OFFSET
-    patterns = [role if role in _STROKES else "sum" for role, _ in drawn.roles if role in TAGS]
+    patterns = [role if role in STROKES else "sum" for role, _ in drawn.roles if role in TAGS]
     for i, (top, bottom) in enumerate(down.blocks):
         for j, (left, right) in enumerate(across.blocks):
             device = int(drawn.cards[card, i, j])
             box = x + left, y + top, x + right, y + bottom
-            fill = SHARED if drawn.has_replicas else _colour((device,))
-            yield _rectangle(box, fill, f"d{device}", f'data-device="{device}" data-card="{card}"')
+            fill = SHARED if drawn.has_replicas else colour((device,))
+            yield rectangle(box, fill, f"d{device}", f'data-device="{device}" data-card="{card}"')
             again = "" if drawn.has_replicas else str(device // len(COLOURS) % 4)
-            yield from (
-                _rectangle(box, f"url(#xs-{name})") for name in (*patterns, again) if name in _STROKES
-            )
+            yield from (rectangle(box, f"url(#xs-{name})") for name in (*patterns, again) if name in STROKES)
             above = (*box[:3], min(box[3], box[1] + OFFSET)) if i == 0 else box[:1] * 4
             beside = (max(box[0], box[2] - OFFSET), *box[1:]) if right == across.pixels else box[:1] * 4
             seen = sorted((above, beside), key=lambda part: (part[2] - part[0]) * (part[1] - part[3]))
-            texts = (_inside(part, str(device), fill) for part in (seen if card else [box]))
+            texts = (label_in(part, str(device), fill) for part in (seen if card else [box]))
             yield from next(filter(None, texts), ())
 
 
@@ -220,17 +175,17 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     edges = itertools.pairwise(itertools.accumulate(sizes, initial=start))
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
-        fill = _colour(group.owner) if group.owner else "none"
+        fill = colour(group.owner) if group.owner else "none"
         text = devices_text(lane.devices)
         if group.origin != "own":
             text = group.text or devices_text(group.owner)
             text = f"{'→' if is_fold else '←'}{text}" if group.owner else text
         said = f"d{devices_text(lane.devices)}: {group.rows} rows, {group.origin} {text}"
         dashes = ' stroke-dasharray="3 2"' if group.origin in ("before", "after") else ""
-        yield _rectangle(box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}')
+        yield rectangle(box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}')
         if group.origin != "own" and group.owner:
-            yield _rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
-        yield from _inside(box, text, fill)
+            yield rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
+        yield from label_in(box, text, fill)
 
 
 def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
@@ -250,34 +205,30 @@ def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
     yield from reading(drawn)
 
 
-def _colour(devices: Sequence[int]) -> str:
-    return COLOURS[devices[0] % len(COLOURS)] if len(devices) == 1 else SHARED
-
-
 def _messages(stage: Stage, itemsize: int, senders: Sequence[int], receivers: Sequence[int]) -> Drawing:
     """Senders above, receivers below, and a line for what each sends each; all devices by number."""
     pairs = stage.step.pair_traffic(stage.before)
     most, step = max((pair.elements for pair in pairs), default=0), 34.0
     if not most or max(len(senders), len(receivers)) > MAX_DEVICES:
         said = f"{len(pairs)} messages between {len(senders)} devices" if most else "nothing travels"
-        return _line(said)
+        return line_of(said)
     shapes = []
     for pair in pairs:
         src, dst = senders[pair.src], receivers[pair.dst]
-        ends = (pair.src * step + 14, 22.0, pair.dst * step + 14, BAND - 22)
-        line = "".join(f'{name}="{n:.0f}" ' for name, n in zip(("x1", "y1", "x2", "y2"), ends, strict=True))
+        box = (pair.src * step + 14, 22.0, pair.dst * step + 14, BAND - 22)
+        line = "".join(f'{name}="{n:.0f}" ' for name, n in zip(("x1", "y1", "x2", "y2"), box, strict=True))
         said = f"d{src} to d{dst}: {format_bytes(pair.elements * itemsize)}"
         width = f'stroke-width="{0.5 + 3.5 * pair.elements / most:.1f}"'
         ink = f'stroke="currentColor" stroke-opacity=".55" {width}'
         body = f'<line {line}{ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>'
-        shapes.append(Shape(body, ends))
+        shapes.append(Shape(body, box))
     for devices, y in ((senders, 12.0), (receivers, BAND - 12)):
         for i, device in enumerate(devices):
-            x, fill = i * step + 14, _colour((device,))
+            x, fill = i * step + 14, colour((device,))
             body = f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11" fill="{fill}"/>'
             shapes += [
                 Shape(body, (x - 11, y - 11, x + 11, y + 11)),
-                _text(x, y + 4, str(device), behind=fill),
+                label(x, y + 4, str(device), behind=fill),
             ]
     return Drawing.of(shapes)
 
@@ -285,7 +236,7 @@ def _messages(stage: Stage, itemsize: int, senders: Sequence[int], receivers: Se
 def _plan_dims(plan: Plan) -> list[str]:
     """All pictures of a plan show the same dims: the two that are cut most often."""
     every = (plan.source, *(stage.after for stage in plan.stages))
-    cut = Counter(dim.name for at in every for dim in at.layout.dims if dim.axes or dim.overlap)
+    cut = Counter(dim.name for each in every for dim in each.layout.dims if dim.axes or dim.overlap)
     names = [name for name, _ in cut.most_common()]
     return [*names, *(name for name in reversed(plan.src.names) if name not in names)][:2]
 
@@ -293,56 +244,5 @@ def _plan_dims(plan: Plan) -> list[str]:
 def _captioned(sharding: Sharding, dims: Sequence[str], devices: Sequence[int]) -> Drawing:
     """A picture below its title."""
     names = [name for name in sharding.layout.names if name in dims]
-    heading = _line(title(sharding), bold=True)
-    return _stacked([heading, grid_drawing(picture(sharding, names, devices))])
-
-
-def _stacked(parts: Sequence[Drawing]) -> Drawing:
-    tops = list(itertools.accumulate((part.height + GAP for part in parts), initial=0.0))
-    places = zip(parts, tops, strict=False)
-    body = "".join(f'<g transform="translate(0 {top:.1f})">{part.body}</g>' for part, top in places)
-    return Drawing(body, max(part.width for part in parts), tops[-1])
-
-
-def _line(text: str, *, bold: bool = False) -> Drawing:
-    return Drawing.of([_text(0, 14, text, "start", bold=bold)])
-
-
-def _rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
-    """A rectangle. said: what it shows when it is pointed at; more: attributes."""
-    left, top, right, bottom = box
-    place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
-    stroke = "" if fill.startswith("url") else ' stroke="currentColor" stroke-width=".6"'
-    inside = f"<title>{escape(said)}</title>" if said else ""
-    return Shape(f'<rect {place} fill="{fill}"{stroke} {more}>{inside}</rect>', box)
-
-
-def _inside(box: Box, text: str, behind: str = "none") -> list[Shape]:
-    """Text in the middle of a box, smaller if need be; none if it does not fit."""
-    left, top, right, bottom = box
-    for size in (12, 9):
-        if len(text) * CHAR * size / 12 <= right - left + 1 and size - 1 <= bottom - top:
-            return [_text((left + right) / 2, (top + bottom) / 2 + size / 3, text, behind=behind, size=size)]
-    return []
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "middle",
-    *,
-    bold: bool = False,
-    behind: str = "none",
-    size: int = 12,
-) -> Shape:
-    """Text at a place. behind: the colour of its block, which is drawn around it, over patterns."""
-    style = ' font-weight="bold"' if bold else ""
-    style += f' font-size="{size}"' if size != 12 else ""
-    if behind != "none":
-        style += f' stroke="{behind}" stroke-width="4" paint-order="stroke"'
-    fill = "currentColor" if behind == "none" else "#111"
-    width = len(text) * CHAR * size / 12
-    left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
-    body = f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{style}>{escape(text)}</text>'
-    return Shape(body, (left, y - size, left + width, y + size / 4))
+    heading = line_of(title(sharding), bold=True)
+    return stacked([heading, grid_drawing(picture(sharding, names, devices))])

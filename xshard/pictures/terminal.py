@@ -19,7 +19,8 @@ from xshard.errors import XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import Runs
 from xshard.notation.overlap import Fold
-from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, rows_text, title
+from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, title
+from xshard.pictures.rows import rows_text
 from xshard.plans import table
 from xshard.plans.plan import Plan
 

@@ -1,4 +1,4 @@
-"""A plan as a program: what runs it in torch and in JAX, to be copied as it is."""
+"""A plan as programs for torch and JAX, to be copied as they are."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
         names = [f"x{i}" for i in range(len(arrays) - 1)]
         call = f'einsum("{plan.text.strip()}", {", ".join(names)}'
     uneven = "" if all(array.is_even for array in arrays) else f", shape={lengths}"
-    mesh, made = plan.mesh, list(zip(names, arrays, strict=False))
+    mesh, operands = plan.mesh, list(zip(names, arrays, strict=False))
     fields = {"devices": mesh.n_devices, "sizes": mesh.sizes, "axes": mesh.axes, "n_axes": len(mesh.axes)}
     fields |= {"names": ", ".join(names), "signature": _signature(arrays, is_even=not uneven)}
-    blocks = [f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})" for name, array in made]
-    wholes = [f'{name} = jnp.ones({array.shape}, "{plan.dtype}")' for name, array in made]
+    blocks = [f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})" for name, array in operands]
+    wholes = [f'{name} = jnp.ones({array.shape}, "{plan.dtype}")' for name, array in operands]
     return {
         "torch": TORCH.format(**fields, made="\n".join(blocks), call=f"xt.{call}, mesh=mesh{uneven})"),
         "jax": JAX.format(**fields, made="\n".join(wholes), call=f"xj.{call}{uneven})"),

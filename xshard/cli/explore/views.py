@@ -178,13 +178,13 @@ def live_page() -> str:
 
 def _field(name: str, value: str) -> str:
     """A field with its label and, below it, the place of its errors."""
-    own = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
+    names = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
     if name in CHOICES:
         options = (f"<option{' selected' * (text == value)}>{text}</option>" for text in CHOICES[name])
-        control = f"<select {own}>{''.join(options)}</select>"
+        control = f"<select {names}>{''.join(options)}</select>"
     else:
         quiet = 'maxlength="400" autocomplete="off" spellcheck="false"'
-        control = f'<input {own} value="{escape(value)}" {quiet}>'
+        control = f'<input {names} value="{escape(value)}" {quiet}>'
     label = f'<label for="{name}">{name.replace("_", " ").capitalize()}</label>'
     error = f'<pre class="error" id="error-{name}" role="alert" hidden></pre>'
     return f'<div class="field {name}">{label}{control}{error}</div>'

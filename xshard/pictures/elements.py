@@ -1,0 +1,126 @@
+"""Elements of SVG with their boxes: rectangles, labels that fit, patterns, colours of devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+# Light hues that people who do not see some colours can tell apart; with black text on all of them
+# (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
+COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
+SHARED = "#DDDDDD"  # what several devices hold
+CHAR, GAP, LINE = 7.3, 10.0, 16.0  # pixels: width of a letter, space around, height of a line
+
+# Patterns over blocks: copied rows, contributions, addends, and devices with a colour that is used already.
+STROKES = {
+    "halo": ("M0 8L8 0", 1.6),
+    "fold": ("M0 0L8 8M0 8L8 0", 1.2),
+    "sum": ("M4 2v4M2 4h4", 1.2),
+    "copy": ("M4 4h.01", 2.4),
+    "1": ("M0 4h8", 1.0),
+    "2": ("M4 0v8", 1.0),
+    "3": ("M0 4h8M4 0v8", 1.0),
+}
+PATTERNS = "".join(
+    f'<pattern id="xs-{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse"><path d="{path}" '
+    f'stroke="#111" stroke-opacity=".4" stroke-width="{width}" stroke-linecap="round"/></pattern>'
+    for name, (path, width) in STROKES.items()
+    for size in [12 if name == "sum" else 8]
+)
+
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+class Shape(NamedTuple):
+    """Elements of SVG, and the box that they take."""
+
+    body: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Elements of SVG and the pixels that they take."""
+
+    body: str
+    width: float
+    height: float
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape]) -> Drawing:
+        """Shapes, moved so that the box of all begins at 0."""
+        left, top, right, bottom = zip(*(shape.box for shape in shapes), strict=True)
+        body = "".join(shape.body for shape in shapes)
+        moved = f'<g transform="translate({1 - min(left):.2f} {1 - min(top):.2f})">{body}</g>'
+        return cls(moved, max(right) - min(left) + 2, max(bottom) - min(top) + 2)
+
+    def svg(self, label: str) -> str:
+        """The element. label: a description for readers who do not see it."""
+        size = f"0 0 {self.width:.0f} {self.height:.0f}"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{self.width:.0f}" role="img" '
+            f'aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
+            f'font-family="ui-monospace, monospace"><defs>{PATTERNS}</defs>{self.body}</svg>'
+        )
+
+
+def colour(devices: Sequence[int]) -> str:
+    """The colour of one device, or of several together."""
+    return COLOURS[devices[0] % len(COLOURS)] if len(devices) == 1 else SHARED
+
+
+def stacked(parts: Sequence[Drawing]) -> Drawing:
+    """Drawings below each other."""
+    tops = list(itertools.accumulate((part.height + GAP for part in parts), initial=0.0))
+    places = zip(parts, tops, strict=False)
+    body = "".join(f'<g transform="translate(0 {top:.1f})">{part.body}</g>' for part, top in places)
+    return Drawing(body, max(part.width for part in parts), tops[-1])
+
+
+def line_of(text: str, *, bold: bool = False) -> Drawing:
+    """A line of text."""
+    return Drawing.of([label(0, 14, text, "start", bold=bold)])
+
+
+def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
+    """A rectangle. said: its text for a pointer; more: its attributes."""
+    left, top, right, bottom = box
+    place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
+    stroke = "" if fill.startswith("url") else ' stroke="currentColor" stroke-width=".6"'
+    inside = f"<title>{escape(said)}</title>" if said else ""
+    return Shape(f'<rect {place} fill="{fill}"{stroke} {more}>{inside}</rect>', box)
+
+
+def label_in(box: Box, text: str, behind: str = "none") -> list[Shape]:
+    """Text in the middle of a box, smaller if need be; none if it does not fit."""
+    left, top, right, bottom = box
+    for size in (12, 9):
+        if len(text) * CHAR * size / 12 <= right - left + 1 and size - 1 <= bottom - top:
+            return [label((left + right) / 2, (top + bottom) / 2 + size / 3, text, behind=behind, size=size)]
+    return []
+
+
+def label(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "middle",
+    *,
+    bold: bool = False,
+    behind: str = "none",
+    size: int = 12,
+) -> Shape:
+    """Text at a place. behind: the colour of its block, which is drawn around it, over patterns."""
+    style = ' font-weight="bold"' if bold else ""
+    style += f' font-size="{size}"' if size != 12 else ""
+    if behind != "none":
+        style += f' stroke="{behind}" stroke-width="4" paint-order="stroke"'
+    fill = "currentColor" if behind == "none" else "#111"
+    width = len(text) * CHAR * size / 12
+    left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+    body = f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{style}>{escape(text)}</text>'
+    return Shape(body, (left, y - size, left + width, y + size / 4))
