@@ -296,7 +296,10 @@ def test_selfcheck_on_numpy_alone(dtype, n_bytes):
 
 def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: replace(o, forward_bytes=24, backward_bytes=48))
-    told = words(selfcheck_one().stdout)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = selfcheck_one().stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    told = words(shown)
     assert calls == [
         ("torch_bridge.testing.worker.answers", "", 1),
         *(("jax_bridge.testing.worker.answers", mode, 1) for mode in ("vma", "novma", "pmap")),
