@@ -26,9 +26,8 @@ from benchmarks.suggest.models import deepseek, llama, mixtral
 from xshard import Mesh, Suggestion, load_profile, suggest
 from xshard.step.hand import HAND, allowed
 from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem
 from xshard.step.search import StepSearch
-from xshard.step.suggest import HEADROOM, trainings
+from xshard.step.suggest import HEADROOM, problems
 from xshard.step.suggestion import StepPlan
 
 GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
@@ -52,8 +51,7 @@ def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
 def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | None:
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
     plans, step = list[StepPlan](), step.with_shares
-    for training in trainings(step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap):
-        problem = StepProblem(step, training)
+    for problem in problems(step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap):
         flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
         if model.startswith("8B"):
             node = problem.number["model.layers.*.self_attn.o_proj"]

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -150,8 +150,7 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
     step, tracer, names = traced(loss)
     options.setdefault("recompute", True if tracer.recomputes else None)
     plan = suggest_step(step, xshard_mesh(mesh), **options)
-    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion) if field.init}
-    return JaxSuggestion(**values, loss=loss, tracer=tracer, names=names, on=mesh)
+    return JaxSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, loss, tracer, names, mesh)
 
 
 def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:

@@ -10,7 +10,7 @@ from xshard import Mesh, load_profile, plan
 from xshard.step.eliminate import excess, minimum
 from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.problem import StepProblem, Training
+from xshard.step.problem import StepProblem
 from xshard.step.search import StepSearch
 
 
@@ -31,18 +31,16 @@ def all_vectors(problem):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_finds_what_exhaustive_search_finds(seed):
-    training = Training(
-        MovePrices(Mesh(a=4), "bfloat16", load_profile("gloo")),
-        2,
-        recompute=bool(seed % 2),
-        overlap=seed % 3 / 2,
-    )
-    step = random_step(seed).with_shares
-    vectors = all_vectors(StepProblem(step, training))
+    step, moves = random_step(seed).with_shares, MovePrices(Mesh(a=4), "bfloat16", load_profile("gloo"))
+
+    def problem():
+        return StepProblem(step, moves, 2, recompute=bool(seed % 2), overlap=seed % 3 / 2)
+
+    vectors = all_vectors(problem())
     vectors = vectors[np.isfinite(vectors).all(1)]
-    n_bytes = StepProblem(step, training).cost(1.0).used(vectors)
+    n_bytes = problem().cost(1.0).used(vectors)
     for limit in (np.inf, *np.quantile(n_bytes, (0.0, 0.1))):
-        search = StepSearch(StepProblem(step, training), limit)
+        search = StepSearch(problem(), limit)
         seconds = search.cost.of(vectors)[n_bytes <= limit * (1 + 1e-12)].min()
         search.relax()
         assert search.bound <= seconds * (1 + 1e-9)
@@ -50,7 +48,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
         search.close(0.0)
         assert search.seconds == pytest.approx(seconds, rel=1e-6)
         assert seconds * (1 - 2e-4) <= search.bound <= seconds * (1 + 1e-9)
-    alone = StepSearch(StepProblem(step, training), n_bytes.min())  # the integer program needs no plan before
+    alone = StepSearch(problem(), n_bytes.min())  # the integer program needs no plan before
     alone.close(0.0)
     assert alone.best and alone.seconds == pytest.approx(
         search.cost.of(vectors)[n_bytes == n_bytes.min()].min()
@@ -58,8 +56,8 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
 
 
 def test_less_memory_than_any_plan_needs():
-    training = Training(MovePrices(Mesh(a=2), "bfloat16", load_profile("h100")))
-    search = StepSearch(StepProblem(random_step(0).with_shares, training), 1000.0)
+    moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
+    search = StepSearch(StepProblem(random_step(0).with_shares, moves), 1000.0)
     search.relax(1e6)
     search.improve()
     assert search.best is None and search.bound > 1

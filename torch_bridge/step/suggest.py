@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -60,5 +60,4 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
     """
     step, unused = recorded(model, batch)
     plan = suggest_step(fused(repeated(step)[0]), mesh_of(mesh), **options)
-    values = {field.name: getattr(plan, field.name) for field in fields(Suggestion) if field.init}
-    return TorchSuggestion(**values, unused=unused)
+    return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused)

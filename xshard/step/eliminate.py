@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.step.options import Floats
+from xshard.step.op import Floats
 
 MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
 
@@ -56,7 +56,8 @@ def minimum(
             for each in mine[1:]:
                 (part if joint([*part, each])[1] <= MOST else rest).append(each)
             scope = joint(part)[0]
-            shaped = (t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part)
+            smallest_first = reversed(part)  # so that few sums are over the whole scope
+            shaped = (t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in smallest_first)
             bucket = Bucket(v, scope, np.asarray(sum(shaped)), [i for *_, i in part if i >= 0])
             tables.append(([w for w in scope if w != v], bucket.total.min(bucket.axis), len(buckets)))
             mine = rest

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.notation.parser import parts_of
-from xshard.step.op import REPLICAS, Op, dims_of
-from xshard.step.options import Flags, product
+from xshard.step.op import REPLICAS, Flags, Op, dims_of, product
 from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.step import shape_of
 

@@ -14,8 +14,18 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.options import Flags, Floats, Indices, Ways, product, without_copies
+from xshard.step.op import (
+    COPY,
+    REPLICAS,
+    SUM,
+    Flags,
+    Floats,
+    Indices,
+    Ways,
+    layout_of,
+    product,
+    without_copies,
+)
 
 Term = Floats | float
 LEADING = 64  # rows of the dims before those that a move is about

@@ -11,13 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, PlanError, located
-from xshard.layout import Layout
+from xshard.layout import Layout, Mesh
 from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
 REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
 TAGS = {"sum": SUM, "copy": COPY}
+Ways = NDArray[np.int64]  # [layouts, axes]: per axis the dim of the array that it shards, or a tag
+Indices = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -202,3 +209,53 @@ def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
         hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
         raise NotationError(f"'{layout}' is not searched", hint=hint)
     return row
+
+
+def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> NDArray[np.int64]:
+    """All combinations of rules, one per axis, that divide all dims evenly -> [options, arrays, axes]."""
+    table, n_axes = np.array(op.axis_rules), len(mesh.axes)
+    chosen = np.indices((len(table),) * n_axes).reshape(n_axes, -1).T
+    ways, fits = np.swapaxes(table[chosen], 1, 2).copy(), np.ones(len(chosen), bool)
+    for j, array in enumerate(op.arrays):
+        ways[:, j], fitting = _in_array(ways[:, j], array, lengths, mesh)
+        fits &= fitting
+    ways = ways[fits]
+    first = np.unique(ways, axis=0, return_index=True)[1]  # rules over dims that are one are the same layouts
+    return ways[np.sort(first)]
+
+
+def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh) -> tuple[Ways, Flags]:
+    """Layouts of dims -> layouts of the array that has some of them as one dim, and which are possible.
+
+    There a dim is sharded only once the dims before it are down to 1, by later axes of the mesh.
+    """
+    grouped, fits, d = ways.copy(), np.ones(len(ways), bool), 0
+    axes = np.arange(len(mesh.axes))
+    for group, dim in enumerate(array.dims):
+        down, last = np.ones(len(ways), bool), np.full(len(ways), -1)
+        for name in parts_of(dim):
+            here = ways == d
+            factor, any_here = product(here, mesh.sizes), here.any(-1)
+            first = np.where(here, axes, len(axes)).min(-1)
+            fits &= (lengths[name] % factor == 0) & (~any_here | (down & (first > last)))
+            down, last = down & (factor == lengths[name]), np.maximum(last, np.where(here, axes, -1).max(-1))
+            grouped[here] = group
+            d += 1
+    return grouped, fits
+
+
+def product(which: Flags, sizes: Sequence[int] | Floats) -> Floats:
+    """The product of the sizes of some axes, which come last."""
+    factor: Floats = np.prod(np.where(which, sizes, 1), -1)
+    return factor
+
+
+def distinct(ways: Ways) -> tuple[Ways, Indices]:
+    """The distinct layouts, and the number of the one that each option has."""
+    rows, index = np.unique(ways, axis=0, return_inverse=True)
+    return rows, index.reshape(-1)
+
+
+def without_copies(ways: ArrayLike) -> Ways:
+    """The layouts of arrays that need no gradient here."""
+    return np.where(np.equal(ways, COPY), REPLICAS, ways)

@@ -21,28 +21,14 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.cost import Cost
 from xshard.step.moves import Edge, MovePrices, Term
-from xshard.step.op import Op
-from xshard.step.options import Floats, Indices, distinct, options_of, product, without_copies
+from xshard.step.op import Floats, Indices, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, OPTIMIZER = range(-5, 0)  # of the whole step
 MEMORY = {"parameters": WEIGHTS, "gradients": GRADIENTS, "optimizer state": STATE, "activations": ACTIVATIONS}
+EFFICIENCY = 0.72  # of the peak rate, for products
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
-
-
-class Training(NamedTuple):
-    """How a step runs, and on what.
-
-    overlap: share of the seconds of moves that run beside computing, if that takes long enough.
-    efficiency: share of the peak rate that products reach.
-    """
-
-    moves: MovePrices
-    micro_batches: int = 1
-    recompute: bool = False
-    overlap: float = 0.8
-    efficiency: float = 0.72
 
 
 class Node(NamedTuple):
@@ -59,20 +45,26 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepProblem:
-    """A step on a mesh with micro-batches; `assignment` is an option for every node."""
+    """A step on a mesh with micro-batches; an assignment is an option for every node.
+
+    overlap: share of the seconds of moves that run beside computing, if that takes long enough.
+    """
 
     step: TrainingStep
-    training: Training
+    moves: MovePrices
+    micro_batches: int = 1
+    recompute: bool = False
+    overlap: float = 0.8
 
     @property
     def mesh(self) -> Mesh:
-        return self.training.moves.mesh
+        return self.moves.mesh
 
     @cached_property
     def lengths(self) -> Mapping[str, int]:
         """Lengths of dims in one micro-batch."""
         batch = self.step.batch
-        return {**self.step.lengths, batch: self.step.lengths[batch] // self.training.micro_batches}
+        return {**self.step.lengths, batch: self.step.lengths[batch] // self.micro_batches}
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -139,7 +131,7 @@ class StepProblem:
         touched = (
             7 * gradient
         )  # the gradient, both moments and the parameter are read, the last three written
-        values[:, OPTIMIZER] = touched * local / (2 * self.training.moves.profile.copy_bytes_per_s)
+        values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
 
     def _node(self, op: Op) -> Node:
@@ -150,8 +142,8 @@ class StepProblem:
         kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
         saved = work.saved * sum(each for each, is_kept in zip(local, kept, strict=False) if is_kept)
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
-        profile, split = self.training.moves.profile, product(np.any(ways >= 0, 1), self.mesh.sizes)
-        rate = profile.flops(step.dtype) * self.training.efficiency * work.rate
+        profile, split = self.moves.profile, product(np.any(ways >= 0, 1), self.mesh.sizes)
+        rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
         values[:, self.part(op, COMPUTED)] = seconds
@@ -164,7 +156,7 @@ class StepProblem:
         return Node(op.name, ways, values)
 
     def _recomputed(self, op: Op) -> bool:
-        return self.training.recompute and op.times > 1
+        return self.recompute and op.times > 1
 
     @cached_property
     def edges(self) -> list[Edge]:
@@ -191,7 +183,7 @@ class StepProblem:
         terms = dict[int, tuple[Term, Term, Term]]()
         if src.kept is not None:
             rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
-            once, again = np.where(each, 1.0, 1 / self.training.micro_batches), np.where(each, 1.0, 0.0)
+            once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
             gathered = each & (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
@@ -204,12 +196,12 @@ class StepProblem:
             terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
-        moves, is_linear = self.training.moves, name in step.differentiable
+        is_linear = name in step.differentiable
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
         return Edge(
-            numbers, indices, layouts, shape, moves, terms, is_linear, entered or place, bool(entered)
+            numbers, indices, layouts, shape, self.moves, terms, is_linear, entered or place, bool(entered)
         )
 
     def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
@@ -239,18 +231,18 @@ class StepProblem:
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
         """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
-        hidden = self.training.overlap if overlap is None else overlap
+        hidden = self.overlap if overlap is None else overlap
         of_blocks = np.moveaxis(self._of_blocks(self.unit), 0, -1)
         work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
-        times = self.training.micro_batches * np.repeat(self.blocks, 2).astype(float)
+        times = self.micro_batches * np.repeat(self.blocks, 2).astype(float)
         held = of_blocks[:, HELD] + self.unit[list(MEMORY.values())].sum(0)
         return Cost(self.unit[OPTIMIZER], times, maxima, held / limit)
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds of a step and bytes that a device holds at most, by kind."""
         blocks = self._of_blocks(vector)
-        sums = self.training.micro_batches * np.array(self.blocks) @ blocks
+        sums = self.micro_batches * np.array(self.blocks) @ blocks
         seconds = {
             "computing": sums[COMPUTED] + sums[COMPUTED_BACK],
             "moving": sums[MOVED] + sums[MOVED_BACK],

@@ -15,8 +15,7 @@ from xshard.models import rule_of, use_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, spellings, text_of
 from xshard.step.moves import Edge
-from xshard.step.op import layout_of, ways_of
-from xshard.step.options import Flags, Indices, without_copies
+from xshard.step.op import Flags, Indices, layout_of, ways_of, without_copies
 from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.search import StepSearch
 

@@ -7,7 +7,7 @@ and Wolfe 1960). Moves begin with bounds, and are planned as soon as an assignme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from xshard.step.cost import Cost, Pairs, solve_program
 from xshard.step.eliminate import Bucket, excess, minimum
-from xshard.step.options import Flags, Floats, Indices
+from xshard.step.op import Flags, Floats, Indices
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
@@ -59,7 +59,7 @@ class StepSearch:
             seconds = float(self.cost.of(vector))
             if seconds < self.seconds and self.cost.used(vector) <= 1:
                 self.seconds, self.best = seconds, list(assignment)
-        return late * self.problem.training.micro_batches
+        return late * self.problem.micro_batches
 
     def start(self) -> None:
         """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
@@ -78,6 +78,12 @@ class StepSearch:
 
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or to the cutoff."""
+        for _ in self.rounds():
+            if self.bound >= cutoff:
+                return
+
+    def rounds(self) -> Iterator[None]:
+        """Raise the bound as far as weights can, with a pause after each of them."""
         if not self.vectors:
             self.start()
         for _ in range(ROUNDS if self.vectors else 0):
@@ -87,8 +93,7 @@ class StepSearch:
                 least, assignment, _ = self.least(weights)
                 if least - spared > self.bound:
                     self.bound, self.proof = least - spared, (weights, spared)
-                if self.bound >= cutoff:
-                    return
+                yield
                 late = self.offer(assignment)
             if self.bound >= (1 - CLOSE) * value:
                 return

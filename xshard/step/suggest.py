@@ -17,7 +17,7 @@ from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.step.hand import HAND, allowed
 from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem, Training
+from xshard.step.problem import StepProblem
 from xshard.step.rules import fixed_options, simplified
 from xshard.step.search import StepSearch
 from xshard.step.step import TrainingStep
@@ -73,8 +73,7 @@ def suggest(
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
-    for training in trainings(step, moves, micro_batches, recompute, overlap):
-        problem = StepProblem(step, training)
+    for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
             left = fixed_options(problem, fixed or {})
         except NotationError:
@@ -86,12 +85,14 @@ def suggest(
             for vector in search.within(allowed(problem, plan)):
                 rivals = (*filter(None, [by_hand.get(name)]), StepPlan(search, vector))
                 by_hand[name] = min(rivals, key=lambda rival: float(rival.search.cost.rank(rival.vector)))
-    best = np.inf
-    for done, search in enumerate(sorted(searches, key=lambda s: s.seconds)):  # each has incumbents by hand
-        progress(done, len(searches))
-        search.relax(best)
-        if search.bound < best:
-            search.improve()
+    best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
+    while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
+        search = min(running, key=lambda s: s.bound)
+        if search.bound >= best or next(running[search], True):
+            progress(len(searches) - len(running), len(searches))
+            del running[search]
+            if search.bound < best:
+                search.improve()
         best = min(best, search.seconds)
     for search in sorted(searches, key=lambda s: s.bound):
         if search.bound < best * (1 - gap):
@@ -108,9 +109,9 @@ def suggest(
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
-def trainings(
+def problems(
     step: TrainingStep, moves: MovePrices, micro_batches: int | None, recompute: bool | None, overlap: float
-) -> Iterable[Training]:
+) -> Iterable[StepProblem]:
     """The numbers of micro-batches that divide the batch, with and without computing activations again."""
     batch = step.lengths[step.batch]
     numbers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
@@ -122,4 +123,4 @@ def trainings(
     again = [False, True] if recompute is None and any(op.times > 1 for op in step.ops) else [bool(recompute)]
     for n in numbers:
         for each in again:
-            yield Training(moves, n, each, overlap)
+            yield StepProblem(step, moves, n, each, overlap)

@@ -14,8 +14,7 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, listed
-from xshard.step.op import layout_of
-from xshard.step.options import Floats
+from xshard.step.op import Floats, layout_of
 from xshard.step.rules import StepRules, ends_of, limited, written
 from xshard.step.search import StepSearch
 
@@ -71,17 +70,9 @@ class Suggestion(Pictured):
         problem = self.search.problem
         vector = problem.vectors(self.assignment)[0]
         seconds, (parts, memory) = float(self.search.cost.of(vector)), problem.summary(vector)
-        fields = {
-            **written(problem, self.assignment)._asdict(),
-            "micro_batches": problem.training.micro_batches,
-            "recompute": problem.training.recompute,
-            "seconds": seconds,
-            "gap": 1 - self.bound / seconds,
-            "memory": memory,
-            "parts": parts,
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(written(problem, self.assignment)._asdict())
+        vars(self).update(micro_batches=problem.micro_batches, recompute=problem.recompute)
+        vars(self).update(seconds=seconds, gap=1 - self.bound / seconds, memory=memory, parts=parts)
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
@@ -151,7 +142,7 @@ class Suggestion(Pictured):
         problem = self.search.problem
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         again = "computed again" if self.recompute else "kept"
-        on = f"{problem.mesh!r}, {problem.training.moves.profile.name}"
+        on = f"{problem.mesh!r}, {problem.moves.profile.name}"
         lines = [f"{len(problem.step.ops)} operations on {on}, {batches}, activations {again}"]
         for title in ("parameters", "inputs", "outputs"):
             rows = [(f"  {pattern}", str(text)) for pattern, text in getattr(self, title).items()]
@@ -168,7 +159,7 @@ class Suggestion(Pictured):
 
     def _beside(self) -> list[str]:
         """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
-        own = self.search.problem.training.overlap
+        own = self.search.problem.overlap
         mine = StepPlan(self.search, self.search.problem.vectors(self.assignment)[0])
         by_hand = sorted(self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds()))
         plans = {"suggested": mine, **dict(by_hand)}
