@@ -17,7 +17,7 @@ from xshard.notation.maps import Needs, Owners
 from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan
-from xshard.rules import Rules
+from xshard.rules import Rules, owned
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 from xshard.step.suggest import suggest
@@ -41,6 +41,7 @@ __all__ = [
     "TrainingStep",
     "XshardError",
     "load_profile",
+    "owned",
     "plan",
     "reference",
     "show",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from xshard.arguments import did_you_mean, shown
+from xshard.arguments import did_you_mean, lengths_of, shown
 from xshard.compat import plan_of_transformers
-from xshard.errors import NotationError, Span, XshardError, located
-from xshard.layout import Layout
+from xshard.errors import NotationError, ShapeError, Span, XshardError, located
+from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
 from xshard.notation.parser import ARROW, with_maps
@@ -124,6 +125,39 @@ class Rules(Mapping[Pattern, Any]):
         if reasons:
             raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
         return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
+
+
+def owned(
+    shapes: Mapping[str, Sequence[int]],
+    mesh: Mesh,
+    axis: str,
+    *,
+    cost: Callable[[tuple[int, ...]], float] = math.prod,
+) -> Rules:
+    """Give each array whole to one device along an axis: layouts by name, as `o/sizes(fsdp,0,0,8,0) i`.
+
+    The costliest first, each to the device with the least so far: no device has more than 4/3 of the best
+    possible load (Graham, 1969). For optimizers that need whole matrices, such as Muon or Shampoo, on sharded
+    weights: one `redistribute` of the tree moves all of them, and one brings the results back.
+
+    shapes: of all arrays, by name, of one dim or more. cost: of a shape; by default its elements. Dims are
+    named o, i, d2, d3, ... Raises MeshError for an unknown axis, ShapeError for an array without dims.
+
+    >>> rules = owned({"up": (8, 2), "down": (2, 4), "bias": (4,)}, Mesh(fsdp=2), "fsdp")
+    >>> rules.find("up"), rules.find("down"), rules.find("bias")
+    ('o/sizes(fsdp,8,0) i', 'o/sizes(fsdp,0,2) i', 'o/sizes(fsdp,0,4)')
+    """
+    lengths, loads = {name: lengths_of(shape) for name, shape in shapes.items()}, [0.0] * mesh.size(axis)
+    rules = dict[Pattern, Any]()
+    for name in sorted(lengths, key=lambda name: -cost(lengths[name])):
+        if not lengths[name]:
+            raise ShapeError(f"{name} has no dim", hint="leave it out: one number needs no owner")
+        device, (rows, *others) = loads.index(min(loads)), lengths[name]
+        loads[device] += cost(lengths[name])
+        sizes = (rows if i == device else 0 for i in range(len(loads)))
+        inner = ("i", *(f"d{d}" for d in range(2, len(others) + 1)))[: len(others)]
+        rules[name] = " ".join((f"o/sizes({axis},{','.join(map(str, sizes))})", *inner))
+    return Rules({name: rules[name] for name in shapes})
 
 
 def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:

@@ -6,6 +6,7 @@ import gc
 import pickle
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import pytest
 import xshard as xs
 from tests import oracle
 from tests.fuzz.chains import random_needs, random_owners
+from tests.fuzz.run import fuzz
 from xshard.errors import NotationError, ShapeError
+from xshard.layout import pieces, runs
 from xshard.notation.parser import Dim
 
 MESH = xs.Mesh(gp=2)
@@ -144,3 +147,82 @@ def test_the_bytes_of_a_need_are_the_rows_that_parts_lack():
         assert moved.bytes_received == moved.bytes_lower_bound == max(map(len, lacks))
         for plan in (read, moved):
             oracle.assert_right(plan, np.random.default_rng(rows))
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_edges_of_parts_against_sets(hops: int) -> None:
+    """Directed edges, also to the same row and twice: every part has what its layers need, and no more."""
+    rng = random.Random(hops)
+    for _ in range(100):
+        rows, parts, n = rng.randint(1, 20), rng.randint(1, 4), rng.randint(0, 40)
+        owners = random_owners(rng, rows, parts)
+        ends = [(rng.randrange(rows), rng.randrange(rows)) for _ in range(n)]
+        needs, edges = xs.Needs.of_edges(owners, [a for a, _ in ends], [b for _, b in ends], hops)
+        for part, (number, sender, receiver) in enumerate(edges):
+            held, expected = owners.part(part).tolist(), set()
+            for _ in range(hops):
+                inside = {*held}
+                expected |= (into := {i for i, (_, b) in enumerate(ends) if b in inside})
+                held += sorted({ends[i][0] for i in into} - inside)
+            local = [*owners.part(part).tolist(), *needs.part(part).tolist()]
+            assert local == held and number.tolist() == sorted(expected)
+            assert [(local[a], local[b]) for a, b in zip(sender, receiver, strict=True)] == [
+                ends[i] for i in number
+            ]
+        if hops == 1:
+            assert len(xs.Owners.of_rows([each.number for each in edges]).rows) == n
+
+
+def test_edges_that_make_no_sense() -> None:
+    for ends, message in ((([4], [0]), "rows 4 to 4"), (([0], []), "1 senders, 0 receivers")):
+        with pytest.raises(ShapeError, match=message):
+            xs.Needs.of_edges(MAPS["cells"], *ends)
+
+
+@pytest.mark.parametrize("runtime", ["numpy", "numpy-between", "numpy-trees"])
+def test_rows_as_arrays_are_rows_as_runs(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random cases, in which nearly every list of rows is an array, as it is where rows are many."""
+    for module in (runs, pieces):
+        monkeypatch.setattr(module, "MOST_RUNS", 1)
+    *_, report = fuzz(runtime, 3, 60)
+    assert not report.failures, "\n".join(f"{seed}: {why}" for seed, why in report.failures.items())
+
+
+def test_a_graph_is_planned_in_seconds() -> None:
+    """A tenth of a million rows of a grid, numbered at random, in 16 squares; 10^6 in 64 take 1.6 s."""
+    began, side, rng = time.process_time(), 316, np.random.default_rng(0)
+    x, y = np.divmod(np.arange(side**2), side)
+    number = rng.permutation(side**2)
+    owner = np.empty(side**2, np.int64)
+    owner[number] = x * 4 // side * 4 + y * 4 // side
+    ends = [
+        (number[(x + a) % side * side + (y + b) % side], number)
+        for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0))
+    ]
+    owners = xs.Owners(owner)
+    needs, _ = xs.Needs.of_edges(owners, *map(np.concatenate, zip(*ends, strict=True)))
+    maps, mesh = {"cells": owners, "near": needs}, xs.Mesh(gp=16)
+    plan = xs.plan("n/by(gp,cells) d -> n/by(gp,cells):reads(near) d", mesh, (side**2, 8), maps=maps)
+    assert plan.bytes_received == plan.bytes_lower_bound == max(needs.sizes) * 32
+    assert plan.backward.bytes_received == max(needs.sizes) * 32
+    assert time.process_time() - began < 3
+
+
+def test_whole_arrays_go_to_the_least_loaded_device() -> None:
+    """The load is that of the rule by its definition, and each array is whole on one device."""
+    rng, mesh = random.Random(0), xs.Mesh(dp=2, fsdp=4)
+    shapes = {f"w{i}": tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 4))) for i in range(60)}
+    rules, loads = xs.owned(shapes, mesh, "fsdp"), [0] * 4
+    for size in sorted((np.prod(shape) for shape in shapes.values()), reverse=True):
+        loads[loads.index(min(loads))] += size
+    found = np.zeros(8, np.int64)
+    for name, shape in shapes.items():
+        sharding = xs.Sharding(xs.Layout.parse(rules.find(name)), mesh, shape)
+        sizes = [np.prod(sharding.local_shape(device)) for device in range(8)]
+        assert sorted(sizes)[-3:] == [0, np.prod(shape), np.prod(shape)]
+        found += sizes
+    assert sorted(found) == sorted(loads * 2)
+    with pytest.raises(xs.errors.MeshError, match="unknown mesh axis 'tp'"):
+        xs.owned(shapes, mesh, "tp")
+    with pytest.raises(ShapeError, match="w has no dim"):
+        xs.owned({"w": ()}, mesh, "dp")

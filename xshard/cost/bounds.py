@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xshard.layout import Sharding
 from xshard.layout.pieces import ascending, at_edges, distinct, joined
 from xshard.layout.providers import rows_at_hand, wanted_rows
-from xshard.layout.runs import Runs, common_segments, n_rows, pieces
+from xshard.layout.runs import Rows, Runs, common_segments, n_rows, pieces, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
@@ -123,6 +123,8 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...]
 
 def _common(rows: Runs, others: Runs) -> int:
     """How many rows are in both."""
+    if isinstance(rows, Rows) or isinstance(others, Rows):
+        return int(np.isin(row_numbers(others), row_numbers(rows), kind="table").sum())
     return sum(segment.length for segment in common_segments(rows, others))
 
 

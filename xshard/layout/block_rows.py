@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from xshard.errors import ShapeError
 from xshard.layout.partition import Ints, Sizes, all_owned_rows, cut_nested, everywhere, misfit, owned_rows
-from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, unrolled
+from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
@@ -26,6 +28,9 @@ def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
     """Global rows of the device's block: the rows that it owns, widened by the dim's overlap."""
     if dim.overlap is None:
         return owned_rows(dim, length, sizes, coords)
+    if isinstance(overlap := unfolded(dim.overlap), Reads):
+        own = row_numbers(owned_rows(dim, length, sizes, coords))
+        return as_runs(np.concatenate([own, overlap.rows.map.part(_part(sizes, coords))]))
     return tuple(span.run for span in row_spans(dim, length, sizes, coords))
 
 
@@ -92,7 +97,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
 
 def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
     """Local rows outside the array: (start, stop, value that fills them)."""
-    if dim.overlap is None or isinstance(dim.overlap, Fold):
+    if dim.overlap is None or isinstance(dim.overlap, Fold | Reads):
         return ()  # contributions to rows outside the array are dropped
     overlap, fills, start = unfolded(dim.overlap), [], 0
     for run, origin in all_row_spans(dim, length, sizes)[index]:
@@ -105,12 +110,15 @@ def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[
 
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
     """The rows of a block, and the boundaries of those from beyond: dims with equal ones mean the same."""
+    rows = held_rows(dim, length, sizes, coords)
+    if dim.overlap is None or isinstance(unfolded(dim.overlap), Reads):
+        return rows, []
     beyond = [
         (span.run, boundary_at(unfolded(dim.overlap), span.origin))
         for span in row_spans(dim, length, sizes, coords)
-        if dim.overlap is not None and (span.run.start == FILL or is_flipped(span, dim))
+        if span.run.start == FILL or is_flipped(span, dim)
     ]
-    return held_rows(dim, length, sizes, coords), beyond
+    return rows, beyond
 
 
 def boundary_at(overlap: Halo | Window | Reads, origin: str) -> Boundary:

@@ -12,6 +12,7 @@ import numpy as np
 
 from xshard.layout.runs import (
     Numbers,
+    Rows,
     Run,
     Runs,
     as_runs,
@@ -68,6 +69,13 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
             n, index = n * size_, index * size_ + coord
         first += len(shard.axes)
         parts = cut(n_rows(runs), shard, n, index)
+        if runs == interval(0, length):
+            runs = parts
+            continue
+        if isinstance(runs, Rows) or isinstance(parts, Rows):
+            numbers, part_rows = row_numbers(runs), row_numbers(parts)
+            runs = as_runs(numbers[part_rows[part_rows < len(numbers)]])  # `misfit` reports rows beyond
+            continue
         runs = tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
     return runs
 

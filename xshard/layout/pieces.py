@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +10,22 @@ from typing import Any
 import numpy as np
 
 from xshard.layout import runs
-from xshard.layout.runs import FILL, Numbers, Pieces, Run, Runs, check_pieces, counted, expanded, pieces
+from xshard.layout.runs import (
+    FILL,
+    MOST_RUNS,
+    Numbers,
+    Pieces,
+    Rows,
+    Run,
+    Runs,
+    as_runs,
+    check_pieces,
+    counted,
+    expanded,
+    pieces,
+    row_numbers,
+)
+from xshard.notation.maps import unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one
 
@@ -22,7 +38,7 @@ def joined(*tables: Pieces) -> Pieces:
 def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     """The pieces, cut wherever one of them begins or ends: the parts, the interval and the piece of each."""
     stop = table.start + table.length
-    edges = np.unique(np.concatenate([table.start, stop]))
+    edges = unique_rows(np.concatenate([table.start, stop]))
     first = np.searchsorted(edges, table.start)
     many = np.searchsorted(edges, stop) - first
     check_pieces(int(many.sum()))
@@ -61,6 +77,11 @@ def layers(table: Pieces) -> list[Pieces]:
 
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
+    if any(lengths) and _are_short(table, sum(lengths)):
+        ends = np.cumsum([0, *lengths])
+        rows = np.full(ends[-1], FILL)
+        rows[counted(table.length, table.local + ends[table.block])] = counted(table.length, table.start)
+        return tuple(as_runs(rows[a:b]) for a, b in itertools.pairwise(ends))
     blocks: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)
     for block, local, start, length in _merged(table):
@@ -74,14 +95,26 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     return tuple(map(tuple, blocks))
 
 
+def _are_short(table: Pieces, rows: int) -> bool:
+    """Whether arrays of so many rows, which hold the pieces, are better than lists of runs."""
+    return MOST_RUNS < len(table.local) >= rows // 128
+
+
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
+    if _are_short(table, int(table.length.sum())):
+        table = table.take(np.lexsort((table.start, table.block)))
+        ends = np.cumsum([0, *np.bincount(table.block, table.length, n).astype(int)])
+        numbers = counted(table.length, table.start)
+        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(ends))
     blocks = filled(table._replace(local=table.start), [0] * n)
     return tuple(tuple(run for run in rows if run.start != FILL) for rows in blocks)
 
 
 def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """The rows of every block, each once, in their order; without FILL."""
+    if any(isinstance(runs, Rows) for runs in blocks):
+        return tuple(as_runs(unique_rows(rows[rows != FILL])) for rows in map(row_numbers, blocks))
     return ascending(firsts(pieces(blocks), alone=True), len(blocks))
 
 
@@ -97,6 +130,18 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
+    if any(isinstance(rows, Rows) for rows in (*src, *dst)):
+        (a, of_a), (b, of_b) = map(_numbered, (src, dst))
+        block_of = np.full(max(a.max(initial=-1), b.max(initial=-1)) + 1, -1)
+        for rows, blocks, others, theirs, turned in ((a, of_a, b, of_b, False), (b, of_b, a, of_a, True)):
+            if np.bincount(rows).max(initial=0) <= 1:  # rows of one block each
+                block_of[rows] = blocks
+                met = block_of[others] >= 0
+                ours, theirs = block_of[others[met]], theirs[met]
+                src_block, dst_block = (theirs, ours) if turned else (ours, theirs)
+                counts = np.bincount(dst_block * len(src) + src_block)
+                pairs = np.flatnonzero(counts)
+                return pairs // max(len(src), 1), pairs % max(len(src), 1), counts[pairs]
     tables = runs.run_table(src), runs.run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)
@@ -115,6 +160,14 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     rows = np.zeros(len(pairs), np.int64)
     np.add.at(rows, same.reshape(-1), parts.length[of_b] * times[which[of_b] - len(a.start)])
     return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
+
+
+def _numbered(blocks: Sequence[Runs]) -> tuple[Numbers, Numbers]:
+    """The rows of all blocks, without FILL, and the block of each."""
+    numbers = [rows[rows != FILL] for rows in map(row_numbers, blocks)]
+    return np.concatenate([np.zeros(0, np.int64), *numbers]), np.repeat(
+        np.arange(len(numbers)), list(map(len, numbers))
+    )
 
 
 def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ Intervals = NDArray[np.int64]  # (n, 2): start, stop
 
 # Pieces of a block that arrays hold, and those that are listed one by one: each takes a second or so.
 MOST_PIECES, MOST_LISTED = 2**24, 2**20
+MOST_RUNS = 64  # of a list of rows: more are an array
 
 
 class Segment(NamedTuple):
@@ -41,13 +42,43 @@ class Segment(NamedTuple):
     length: int
 
 
+class Rows:
+    """Many short runs as an array of row numbers: read like a tuple of runs, and equal by content."""
+
+    def __init__(self, rows: Numbers) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Run]:
+        return map(Run, *(column.tolist() for column in run_columns(self.rows)))
+
+    def __len__(self) -> int:
+        return len(run_columns(self.rows)[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and np.array_equal(self.rows, other.rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.rows.tobytes())
+
+
 def n_rows(runs: Iterable[Run]) -> int:
     """Number of rows in the runs."""
+    if isinstance(runs, Rows):
+        return len(runs.rows)
     return sum(run.length * run.repeats for run in runs)
 
 
 def as_index(runs: Runs) -> slice | NDArray[np.int64]:
     """Runs of local positions -> numpy index: a slice if they are evenly spaced, else an array."""
+    if isinstance(runs, Rows):
+        return runs.rows
     if not runs:
         return slice(0, 0)
     if len(runs) == 1 and (runs[0].repeats == 1 or (runs[0].length == 1 and runs[0].stride > 0)):
@@ -84,13 +115,21 @@ def pieces(blocks: Iterable[Iterable[Run]]) -> Pieces:
 def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
     """Every run of all blocks as (block, local position, start, length, repeats, stride); without FILL."""
     table: list[tuple[int, ...]] = []
+    arrays = list[Numbers]()
     for block, runs in enumerate(blocks):
         local = 0
+        if isinstance(runs, Rows):
+            start, length = run_columns(runs.rows)
+            ones, local_rows = np.ones_like(start), np.cumsum(length) - length
+            columns = ones * block, local_rows, start, length, ones, ones * 0
+            arrays.append(np.stack(columns, axis=1)[start != FILL])
+            continue
         for run in runs:
             if run.start != FILL and run.length > 0:
                 table.append((block, local, *run))
             local += run.length * run.repeats
-    return np.array(table, np.int64).reshape(-1, 6)
+    listed = np.array(table, np.int64).reshape(-1, 6)
+    return np.concatenate([listed, *arrays]) if arrays else listed
 
 
 def expanded(table: Numbers) -> Pieces:
@@ -128,13 +167,16 @@ def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
 
 def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
     """Runs -> array of row numbers; FILL for rows outside the array."""
-    parts = [
-        np.full(r.length * r.repeats, FILL)
-        if r.start == FILL
-        else (r.start + r.stride * np.arange(r.repeats)[:, None] + np.arange(r.length)).ravel()
-        for r in runs
-    ]
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    if isinstance(runs, Rows):
+        return runs.rows
+    if not isinstance(runs, Sequence):
+        runs = tuple(runs)
+    if not runs:
+        return np.zeros(0, np.int64)
+    start, length, repeats, stride = np.array(runs, np.int64).T
+    first = np.repeat(start, repeats) + np.repeat(stride, repeats) * counted(repeats)
+    rows, lengths = np.repeat(start, length * repeats), np.repeat(length, repeats)
+    return np.where(rows == FILL, FILL, counted(lengths, first))
 
 
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
@@ -155,11 +197,22 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
         if start >= stop or src[0].start == FILL or dst[0].start == FILL:
             return ()
         return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
+    if isinstance(src, Rows) or isinstance(dst, Rows):
+        return matched_rows(row_numbers(src), row_numbers(dst))
     a, b = pieces((src,)), pieces((dst,))
     a = a.take(np.argsort(a.start, kind="stable"))
     in_a, in_b, first, last = met(a, b)
     here, there = ((side.local - side.start)[which] + first for side, which in ((a, in_a), (b, in_b)))
     return merged_segments(np.stack([here, there, last - first], axis=1))
+
+
+def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
+    """`common_segments` of row numbers, `src` distinct."""
+    place = np.full(max(src.max(initial=-1), dst.max(initial=-1)) + 2, -1)  # the last one is that of FILL
+    place[src] = np.arange(len(src))
+    place[FILL] = -1
+    at = np.flatnonzero(place[dst] >= 0)
+    return merged_segments(np.stack([place[dst[at]], at, np.ones_like(at)], axis=1))
 
 
 def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
@@ -185,11 +238,21 @@ def interval_pairs(part: object) -> list[tuple[int, int]]:
     return list(zip(bounds[::2], bounds[1::2], strict=False))
 
 
+def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
+    """Row numbers and FILL in any order -> the starts and lengths of runs, merged where one goes on."""
+    if not len(rows):
+        return rows, rows
+    goes_on = np.where(rows[:-1] == FILL, rows[1:] == FILL, rows[1:] == rows[:-1] + 1)
+    heads = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    return rows[heads], np.diff(np.append(heads, len(rows)))
+
+
 def as_runs(rows: Numbers) -> Runs:
-    """Row numbers in any order -> runs, merged where one follows another."""
-    heads = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1] + 1])) if len(rows) else rows
-    lengths = np.diff(np.append(heads, len(rows)))
-    return tuple(map(Run, rows[heads].tolist(), lengths.tolist()))
+    """Row numbers in any order -> runs, as an array if they are many."""
+    start, length = run_columns(rows)
+    if len(start) > MOST_RUNS:
+        return Rows(rows)  # type: ignore[return-value]  # which is read like a tuple
+    return tuple(map(Run, start.tolist(), length.tolist()))
 
 
 def merge_adjacent(runs: Iterable[Run]) -> Runs:

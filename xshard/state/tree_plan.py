@@ -15,7 +15,7 @@ from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh, Sharding, partition
 from xshard.layout.runs import Run, Runs, common_segments, merge_adjacent, n_rows
-from xshard.notation.parser import INTERVALS, Dim, Shard
+from xshard.notation.parser import BY, INTERVALS, SIZES, Dim, Shard
 from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
@@ -67,7 +67,7 @@ def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length
     axes = dim.axes
     unnumbered = tuple(replace(shard, numbers=()) for shard in dim.shards)
     for shards in (unnumbered, (Shard(axes),)):
-        if any(shard.order in ("sizes", INTERVALS) for shard in shards) or not axes:
+        if any(shard.order in (SIZES, INTERVALS, BY) for shard in shards) or not axes:
             continue
         plain = Dim(dim.name, shards)
         if tuple(map(merge_adjacent, partition.all_owned_rows(plain, length, sizes))) == held:
