@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,9 +79,9 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
     if any(lengths) and _are_short(table, sum(lengths)):
         ends = np.cumsum([0, *lengths])
-        rows = np.full(ends[-1], FILL)
-        rows[counted(table.length, table.local + ends[table.block])] = counted(table.length, table.start)
-        return tuple(as_runs(rows[a:b]) for a, b in itertools.pairwise(ends))
+        numbers = np.full(ends[-1], FILL)
+        numbers[counted(table.length, table.local + ends[table.block])] = counted(table.length, table.start)
+        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(ends))
     blocks: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)
     for block, local, start, length in _merged(table):
@@ -130,18 +130,10 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
-    if any(isinstance(rows, Rows) for rows in (*src, *dst)):
-        (a, of_a), (b, of_b) = map(_numbered, (src, dst))
-        block_of = np.full(max(a.max(initial=-1), b.max(initial=-1)) + 1, -1)
-        for rows, blocks, others, theirs, turned in ((a, of_a, b, of_b, False), (b, of_b, a, of_a, True)):
-            if np.bincount(rows).max(initial=0) <= 1:  # rows of one block each
-                block_of[rows] = blocks
-                met = block_of[others] >= 0
-                ours, theirs = block_of[others[met]], theirs[met]
-                src_block, dst_block = (theirs, ours) if turned else (ours, theirs)
-                counts = np.bincount(dst_block * len(src) + src_block)
-                pairs = np.flatnonzero(counts)
-                return pairs // max(len(src), 1), pairs % max(len(src), 1), counts[pairs]
+    if any(isinstance(each, Rows) for each in (*src, *dst)):
+        found = _shared_by_table(_numbered(src), _numbered(dst), max(len(src), 1))
+        if found is not None:
+            return found
     tables = runs.run_table(src), runs.run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)
@@ -162,12 +154,33 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
 
 
-def _numbered(blocks: Sequence[Runs]) -> tuple[Numbers, Numbers]:
-    """The rows of all blocks, without FILL, and the block of each."""
+def _shared_by_table(src: Numbered, dst: Numbered, n: int) -> tuple[Numbers, Numbers, Numbers] | None:
+    """`shared_rows` of `n` blocks of `src`, if one side has each row in one block, once; else None."""
+    block_of = np.full(max(src.row.max(initial=-1), dst.row.max(initial=-1)) + 1, -1)
+    for once, other in ((src, dst), (dst, src)):
+        if np.bincount(once.row).max(initial=0) > 1:
+            continue
+        block_of[once.row] = once.block
+        theirs = block_of[other.row]
+        ours, theirs = other.block[theirs >= 0], theirs[theirs >= 0]
+        counts = np.bincount(ours * n + theirs if once is src else theirs * n + ours)
+        pairs = np.flatnonzero(counts)
+        return pairs // n, pairs % n, counts[pairs]
+    return None
+
+
+class Numbered(NamedTuple):
+    """The rows of several blocks, and the block of each."""
+
+    row: Numbers
+    block: Numbers
+
+
+def _numbered(blocks: Sequence[Runs]) -> Numbered:
+    """The rows of all blocks, without FILL."""
     numbers = [rows[rows != FILL] for rows in map(row_numbers, blocks)]
-    return np.concatenate([np.zeros(0, np.int64), *numbers]), np.repeat(
-        np.arange(len(numbers)), list(map(len, numbers))
-    )
+    block = np.repeat(np.arange(len(numbers)), list(map(len, numbers)))
+    return Numbered(np.concatenate([np.zeros(0, np.int64), *numbers]), block)
 
 
 def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:

@@ -83,8 +83,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         return most
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
-        read: int = max(overlap.rows.map.sizes)
-        return most + read
+        needed: int = max(overlap.rows.map.sizes)
+        return most + needed
     first = (0,) * len(sizes)
     pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
     if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own
