@@ -182,6 +182,15 @@ def _axes() -> None:
     assert there.sizes.tolist() == [8 * (rank == 2)] and there.back(there.rows).tolist() == x.tolist()
 
 
+def _unused() -> None:
+    """Gradients travel also from where no rows came, and the result there depends on nothing."""
+    x = torch.ones(2, 3, requires_grad=True)
+    there = xt.route(x, torch.zeros(2, dtype=torch.long), "ep", MESH)
+    y = there.back(2 * there.rows if dist.get_rank() == 0 else torch.zeros(0, 3))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+
+
 def _refused() -> None:
     x, to, rank = torch.ones(3, 2), torch.zeros(3, dtype=torch.long), dist.get_rank()
 
@@ -207,4 +216,4 @@ def _refused() -> None:
 
 
 def test_routes_are_as_on_one_device() -> None:
-    on_ranks(4, in_turn, _random, _transforms, _sizes, _bytes, _axes, _refused)
+    on_ranks(4, in_turn, _random, _transforms, _sizes, _bytes, _axes, _unused, _refused)
