@@ -74,8 +74,10 @@ def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | 
     differences = torch.zeros(shape, dtype=torch.float64, device=pairs[0][1].device)
     for group in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
         axes, processes, *_ = keys[group[0]]
+        if processes is None:
+            continue
         values = [_comparable(pairs[k][1].detach()) for k in group]
-        for i, axis in enumerate(axes if processes is not None else ()):
+        for i, axis in enumerate(axes):
             differences[group, processes.device, i] = _differing(values, processes, axis).to(differences)
     callers = pairs[0][0].callers
     everywhere = _largest(differences, callers, callers.mesh.axes).cpu().numpy()

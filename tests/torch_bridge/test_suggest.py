@@ -105,7 +105,7 @@ def test_every_operation_of_six_models_has_a_rule(plans):
 
 
 def _train(plans):
-    for name, (parameters, inputs, outputs, result) in plans.items():
+    for name, (parameters, inputs, outputs, once, result) in plans.items():
         mesh = _mesh(name)
         model, batch = build(name)
         whole = " ".join(dim.partition("/")[0] for dim in result.partition("|")[0].split())
@@ -114,7 +114,7 @@ def _train(plans):
             logits = xt.redistribute(y.logits, move, mesh)
             return (logits**2).mean() + logits.sin().mean()
 
-        xt.parallelize(model, parameters, inputs, mesh, outputs=outputs)
+        xt.parallelize(model, parameters, inputs, mesh, outputs=outputs, keep=once)
         tol = 1e-5 if name in IN_FLOAT32 else 1e-10
         xt.verify(model, batch, loss=loss, tol=tol)
 
@@ -124,5 +124,7 @@ def test_suggested_rules_train_as_on_one_device(plans):
         assert "tp" in str(dict(plan.parameters)) and "tp" in str(dict(plan.inputs)), name
     # Inside a module that is entered sharded an operation is idle.
     assert all("mean(" in str(dict(plans[name].parameters)) for name in ("T5", "Mamba"))
-    rules = {n: (dict(p.parameters), dict(p.inputs), dict(p.outputs), p.result) for n, p in plans.items()}
+    assert any(plan.once for plan in plans.values())
+    sides = ("parameters", "inputs", "outputs")
+    rules = {n: (*(dict(getattr(p, side)) for side in sides), p.once, p.result) for n, p in plans.items()}
     on_ranks(4, _train, rules)

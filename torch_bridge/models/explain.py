@@ -41,7 +41,7 @@ def explain(model: nn.Module) -> str:
         for part in hooks.gathered:
             x, rule = part.tensor, rule_of(part.move, axes)
             forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            moves.append((part.name, written(part.move), forward, back + (0 if hooks.keep else forward)))
+            moves.append((part.name, written(part.move), forward, back + (0 if part.keep else forward)))
     for name, hooks in parallel.hooks.items():
         for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
             for one in (one for one in rules if one.rule.moves):

@@ -21,12 +21,13 @@ Key = str | int | None  # of an argument or of a part of a result; None: the fir
 
 
 class GatheredParameter(NamedTuple):
-    """A parameter that modules, its `owners`, use under another layout."""
+    """A parameter that modules, its `owners`, use under another layout; keep: until the backward pass."""
 
     name: str
     owners: list[tuple[nn.Module, str]]
     move: str
     shape: tuple[int, ...]
+    keep: bool = True
 
     @property
     def tensor(self) -> Any:
@@ -67,9 +68,8 @@ class TensorRule:
 @dataclass(eq=False, repr=False)
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
-    varying: axes along which activations differ inside. gathers: the module gathers parameters inside it, and
-    with `keep` keeps them until the backward pass. own: sharded dims of its parameters. experts: the
-    process's own, if rows go to them."""
+    varying: axes along which activations differ inside. gathers: the module gathers parameters inside it.
+    own: sharded dims of its parameters. experts: the process's own, if rows go to them."""
 
     name: str
     arguments: list[str]
@@ -80,7 +80,6 @@ class ModuleHooks:
     varying: frozenset[str]
     gathers: bool
     gathered: list[GatheredParameter] = field(default_factory=list)
-    keep: bool = True
     known: tuple[KnownDim, ...] = ()
     own: tuple[KnownDim, ...] = ()
     experts: Any = None
@@ -127,11 +126,12 @@ class ModuleHooks:
 
     def _gather(self) -> None:
         stored = [part.tensor for part in self.gathered]
-        gather = partial(_gather_all, self.gathered, self.context)
-        used = gather(stored)
-        is_saved = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
-        if is_saved and not self.keep and not torch.compiler.is_compiling():
-            self._saving = _regathered(stored, used, gather)
+        used = _gather_all(self.gathered, self.context, stored)
+        rows = [each for each in zip(self.gathered, stored, used, strict=True) if not each[0].keep]
+        is_saved = torch.is_grad_enabled() and any(x.requires_grad for _, x, _ in rows)
+        if is_saved and not torch.compiler.is_compiling():
+            parts, own, gathered = zip(*rows, strict=True)
+            self._saving = _regathered(own, gathered, partial(_gather_all, parts, self.context))
             self._saving.__enter__()
         self._stored = stored
         for part, x in zip(self.gathered, used, strict=True):

@@ -45,7 +45,7 @@ def parallelize(
     gathers: Pattern | None = None,
     init: Init = None,
     device: torch.device | str | None = None,
-    keep: bool = False,
+    keep: bool | Pattern = False,
     bucket_bytes: int | str | None = "25MiB",
     comm_dtype: CommDtypeLike = None,
     profile: str | Path | Profile = "auto",
@@ -105,7 +105,7 @@ def parallelize(
     def facts() -> CallFacts:
         hooks = _hooks(model, context, inputs, outputs, gathers)
         own = _counts(model, context.axes, Rules(counts))
-        state = _parameters(model, context, Rules(parameters), hooks)
+        state = _parameters(model, context, Rules(parameters), hooks, keep)
         prepared.append((hooks, own + route_experts(hooks, context, *state), *state))
         shapes = [each.sharding.shape for each in prepared[0][2]]
         rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs, "counts": counts}
@@ -126,7 +126,6 @@ def parallelize(
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
         if name in hooks:
-            hooks[name].keep = keep or hooks[name].parent is None
             module.register_forward_pre_hook(hooks[name].enter, with_kwargs=True)
             module.register_forward_hook(hooks[name].leave, always_call=True)
         if name in hooks or not name:
@@ -217,11 +216,18 @@ def _around(path: str, hooks: Mapping[str, ModuleHooks], what: str = "inputs") -
 
 
 def _parameters(
-    model: nn.Module, context: ParallelContext, rules: Rules, hooks: Mapping[str, ModuleHooks]
+    model: nn.Module,
+    context: ParallelContext,
+    rules: Rules,
+    hooks: Mapping[str, ModuleHooks],
+    keep: bool | Pattern = True,
 ) -> tuple[list[ShardedParameter], dict[str, ParameterUse]]:
     """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
+    kept = Rules({} if keep is False or keep == "" else {"**" if keep is True else keep: "..."})
+    if kept:
+        kept.match(list(parameters), partial=True, what="parameter")
     ruled = [*parameters, *(name for name in buffers if rules.pattern_for(name) is not None)]
     texts = rules.match(ruled, what="parameter")
     sharded: dict[int, ShardedParameter] = {}
@@ -256,11 +262,11 @@ def _parameters(
     _check_added(uses, {name: each.sharding.shape for each in sharded.values() for name in each.names}, hooks)
     for each in sharded.values():
         if each.name in uses:
-            _prepare_uses(each, uses, hooks)
+            _prepare_uses(each, uses, hooks, kept)
     return list(sharded.values()), uses
 
 
-def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, ModuleHooks]) -> None:
+def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, ModuleHooks], kept: Rules) -> None:
     """Let the nearest modules that gather gather the parameter for its uses."""
     each.later = models.summed_later([uses[name] for name in each.names])
     for name, owner in zip(each.names, each.owners, strict=True):
@@ -276,7 +282,8 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, Module
         if same:  # a tied parameter, which is gathered once
             same[0].owners.append(owner)
         else:
-            gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape))
+            is_kept = gatherer.parent is None or kept.pattern_for(name) is not None
+            gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape, is_kept))
 
 
 def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Mapping[str, ModuleHooks]) -> None:

@@ -36,7 +36,10 @@ MATRICES = {
     "addmm": "a b, b c -> a c",
     "baddbmm": "e a b, e b c -> e a c",
 }
+FREELY: Mapping[str, Any] = {"accesses": 0.0}
 Arguments = Mapping[str, Any]
+Work = tuple[str, Mapping[str, Any]]  # a class, and numbers of its own
+Places = Sequence[int | None]
 
 
 class Call(NamedTuple):
@@ -53,25 +56,21 @@ class Call(NamedTuple):
 
 def call_of(name: str, args: Arguments, out: Tensor, is_pointwise: bool) -> Call:
     """The call that gives one result of an operation; `opaque` if no class fits. args: by name."""
-    tensors = tensors_of(args.values())
+    tensors, dims = tensors_of(args.values()), _letters(out.ndim)
     first = tensors[0] if tensors else out
     if name in MATRICES:
         bias = tensors.pop(0) if "add" in name else None
         return Call(tensors, MATRICES[name], "contraction", added=bias)
     if name in VIEWS:
         text, lengths, whole = view(first.shape, out.shape)
-        return Call([first], text, "linear", whole, lengths, {"accesses": 0.0})
+        return Call([first], text, "linear", whole, lengths, FREELY)
     if name in ("t", "transpose", "permute"):
-        order = list(range(first.ndim))
-        if name == "permute":
-            order = [d % first.ndim for d in args["dims"]]
-        else:
-            i, j = args.get("dim0", 0), args.get("dim1", first.ndim - 1)
+        order = [*args.get("dims", range(first.ndim))]
+        if name != "permute":
+            i, j = args.get("dim0", 0), args.get("dim1", -1)
             order[i], order[j] = order[j], order[i]
-        arrays = [_letters(first.ndim), [f"r{d}" for d in order]]
-        return Call([first], _text(arrays), "linear", how={"accesses": 0.0})
+        return Call([first], _text([dims, [dims[d] for d in order]]), "linear", how=FREELY)
     if name == "embedding":
-        dims = _letters(out.ndim)
         return Call([args["indices"], args["weight"]], _text([dims[:-1], ["v", dims[-1]], dims]), "lookup")
     if name == "index":
         return _indexed(args, out)
@@ -81,67 +80,61 @@ def call_of(name: str, args: Arguments, out: Tensor, is_pointwise: bool) -> Call
         rows = _letters(args["target"].ndim)
         return Call(tensors[:2], _text([[rows[0], "v", *rows[1:]][: first.ndim], rows, []]), "loss")
     if name == "native_layer_norm":
-        n = len(args["normalized_shape"])
-        dims = _letters(out.ndim)
-        return Call(tensors, _text([dims, *[dims[-n:]] * (len(tensors) - 1), dims]), "pointwise", dims[-n:])
+        last = dims[-len(args["normalized_shape"]) :]
+        return Call(tensors, _text([dims, *[last] * (len(tensors) - 1), dims]), "pointwise", last)
     if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
-        return _aligned([first], out, "pointwise", {"accesses": 0.0, "saved": 0.0})
+        return _aligned([first], out, ("pointwise", {**FREELY, "saved": 0.0}))
     if not tensors or name.startswith("new_"):
-        dims = _letters(out.ndim)
         return Call((), _text([dims]), "source", () if name in UNIFORM else dims)
-    number = name in ("add", "sub") and len(tensors) == 1
-    kind, how = (
-        "linear" if name in LINEAR and not number else "pointwise",
-        {"accesses": 0.0} if name in FREE else {},
-    )
     if name == "stack":
         d = args["dim"] % out.ndim
-        dims = _letters(out.ndim)
         each = [*dims[:d], *dims[d + 1 :]]
         return Call(tensors, _text([*[each] * len(tensors), dims]), "linear", [dims[d]])
+    is_number = name in ("add", "sub") and len(tensors) == 1
+    work = "linear" if name in LINEAR and not is_number else "pointwise", FREELY if name in FREE else {}
     if "dim" in args:
-        return _along(tensors, out, args["dim"], kind, how, sums=name == "sum")
+        return _along(tensors, out, args["dim"], work, sums=name == "sum")
     if is_pointwise or name in ALIGNED:
-        triangle = _letters(out.ndim)[-2:] if name in ("tril", "triu") else ()
-        return _aligned(tensors, out, kind, how, triangle)
+        return _aligned(tensors, out, work, dims[-2:] if name in ("tril", "triu") else ())
     arrays = [_letters(x.ndim, f"u{k}_") for k, x in enumerate((*tensors, out))]
     return Call(tensors, _text(arrays), "opaque")
 
 
 def attention_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, out: Tensor
-) -> Call:
-    """Scaled dot product attention; few heads of keys and values serve several of queries."""
-    batch, depth = [f"b{i}" for i in range(q.ndim - 2)], "d" if q.shape[-1] == v.shape[-1] else "e"
-    known, few, many = dict[str, int](), batch, batch
-    if q.shape[:-2] != k.shape[:-2]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> tuple[Call, Tensor]:
+    """Scaled dot product attention, and its result; few heads of keys and values serve several of queries."""
+    out, depths = query.new_empty(*query.shape[:-1], value.shape[-1]), (query.shape[-1], value.shape[-1])
+    batch, depth = [f"b{i}" for i in range(query.ndim - 2)], "d" if depths[0] == depths[1] else "e"
+    lengths, few, many = dict[str, int](), batch, batch
+    if query.shape[:-2] != key.shape[:-2]:
         few, many = [*batch[:-1], "g"], [*batch[:-1], "(g r)"]
-        known = {"g": k.shape[-3], "r": q.shape[-3] // k.shape[-3]}
-    arrays = [[*many, "s", "d"], [*few, "t", "d"], [*few, "t", depth]]
-    if mask is not None:
-        own = [*many, "s", "t"][-mask.ndim :]
-        sizes = (*out.shape[:-1], k.shape[-2])[-mask.ndim :]
-        arrays.append(
-            [
-                d if n == size else f"u{i}"
-                for i, (d, n, size) in enumerate(zip(own, mask.shape, sizes, strict=True))
-            ]
-        )
-    operands = [x for x in (q, k, v, mask) if x is not None]
+        lengths = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
+    operands, arrays = [query, key, value], [[*many, "s", "d"], [*few, "t", "d"], [*few, "t", depth]]
+    if attn_mask is not None:
+        operands.append(attn_mask)
+        scores = [*zip([*many, "s", "t"], (*out.shape[:-1], key.shape[-2]), strict=True)][-attn_mask.ndim :]
+        same = [n == size for n, (_, size) in zip(attn_mask.shape, scores, strict=True)]
+        arrays.append([d if same[i] else f"u{i}" for i, (d, _) in enumerate(scores)])
     whole = {"d", "t", depth, *("s" if is_causal else "")}
-    flops = (2.0 if is_causal else 4.0) / (
-        1 if depth == "d" else 2 * q.shape[-1] * v.shape[-1] / (q.shape[-1] + v.shape[-1])
-    )
-    return Call(operands, _text([*arrays, [*many, "s", depth]]), "attention", whole, known, {"flops": flops})
+    flops = (1.0 if is_causal else 2.0) * sum(depths) / math.prod({*depths})
+    text = _text([*arrays, [*many, "s", depth]])
+    return Call(operands, text, "attention", whole, lengths, {"flops": flops}), out
 
 
 def bias_call(out: Tensor, call: Call) -> Call:
     """A bias is added to the last dims of a result, or to the channels of a convolution."""
     assert call.added is not None
-    if call.how:  # a convolution
-        dims = _letters(out.ndim)
-        return Call([out, call.added], _text([dims, [dims[1]], dims]), "linear", how={"accesses": 0.0})
-    return _aligned([out, call.added], out, "linear", {"accesses": 0.0})
+    if not call.how:
+        return _aligned([out, call.added], out, ("linear", FREELY))
+    dims = _letters(out.ndim)
+    return Call([out, call.added], _text([dims, [dims[1]], dims]), "linear", how=FREELY)
 
 
 def linked(call: Call, arrays: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
@@ -181,59 +174,48 @@ def _text(arrays: Sequence[Sequence[str]]) -> str:
     return f"{', '.join(side or '()' for side in sides)} -> {result}"
 
 
-def _aligned(
-    tensors: Sequence[Tensor], out: Tensor, kind: str, how: Mapping[str, Any], whole: Collection[str] = ()
-) -> Call:
+def _aligned(tensors: Sequence[Tensor], out: Tensor, work: Work, whole: Collection[str] = ()) -> Call:
     """The last dims are the result's; a dim of another length is broadcast, or whole."""
-    arrays, odd = [_letters(out.ndim)], {*whole}
-    for k, x in enumerate(tensors):
-        places = range(out.ndim - x.ndim, out.ndim)
-        arrays.insert(
-            k, [f"r{j}" if n == out.shape[j] else f"u{k}_{j}" for j, n in zip(places, x.shape, strict=True)]
-        )
-        for j, n in zip(places, x.shape, strict=True):
-            odd |= {f"r{j}", f"u{k}_{j}"} if 1 < n != out.shape[j] else set()
-    return Call(tensors, _text(arrays), kind, odd & {d for dims in arrays for d in dims}, None, how)
+    return _placed(tensors, out, [range(out.ndim - x.ndim, out.ndim) for x in tensors], work, whole)
 
 
-def _along(
-    tensors: Sequence[Tensor], out: Tensor, dim: Any, kind: str, how: Mapping[str, Any], sums: bool
-) -> Call:
+def _along(tensors: Sequence[Tensor], out: Tensor, dim: Any, work: Work, sums: bool) -> Call:
     """Dims that an argument names are whole, or sums; all others are the result's, in their order."""
-    x = tensors[0]
-    dims = range(x.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    named = {d % max(x.ndim, 1) for d in dims}
-    left = [d for d in range(x.ndim) if out.ndim == x.ndim or d not in named]
-    place, arrays, whole = {d: j for j, d in enumerate(left)}, list[list[str]](), set[str]()
-    for k, y in enumerate(tensors):
-        same = [y.ndim == x.ndim and d in place and n == out.shape[place[d]] for d, n in enumerate(y.shape)]
-        arrays.append([f"r{place[d]}" if is_same else f"u{k}_{d}" for d, is_same in enumerate(same)])
-        whole |= {name for d, name in enumerate(arrays[-1]) if name[0] == "u" or d in named}
-    whole = set() if sums else whole | {f"r{place[d]}" for d in named & {*left}}
-    return Call(tensors, _text([*arrays, _letters(out.ndim)]), kind, whole, None, how)
+    ndim, left = tensors[0].ndim, iter(range(out.ndim))
+    dims = range(ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    named = {d % max(ndim, 1) for d in dims}
+    places = [next(left) if out.ndim == ndim or d not in named else None for d in range(ndim)]
+    each = [places if x.ndim == ndim else [None] * x.ndim for x in tensors]
+    call = _placed(tensors, out, each, work, {f"r{places[d]}" for d in named})
+    return call._replace(whole=() if sums else {*call.whole, *re.findall(r"\bu\w+", call.text)})
+
+
+def _placed(
+    tensors: Sequence[Tensor], out: Tensor, places: Sequence[Places], work: Work, whole: Collection[str]
+) -> Call:
+    """Dims at places of the result, or None; where lengths differ, they are broadcast, or whole."""
+    arrays, odd = list[list[str]](), {*whole}
+    for k, x in enumerate(tensors):
+        arrays.append([])
+        for d, (n, j) in enumerate(zip(x.shape, places[k], strict=True)):
+            is_same = j is not None and n == out.shape[j]
+            arrays[k].append(f"r{j}" if is_same else f"u{k}_{d}")
+            odd |= {f"r{j}", f"u{k}_{d}"} if j is not None and 1 < n != out.shape[j] else set()
+    arrays.append(_letters(out.ndim))
+    return Call(tensors, _text(arrays), work[0], odd & {d for dims in arrays for d in dims}, None, work[1])
 
 
 def _indexed(args: Arguments, out: Tensor) -> Call:
     """Rows of an array by arrays of numbers: the dims that these stand for are whole."""
-    x, indices = args["self"], [*args["indices"], *[None] * (args["self"].ndim - len(args["indices"]))]
-    by = [d for d, index in enumerate(indices) if index is not None]
-    n = max(indices[d].ndim for d in by)
-    lead = by[0] if by == list(range(by[0], by[-1] + 1)) else 0
-    dims, rows = iter([*_letters(lead), *_letters(out.ndim)[lead + n :]]), _letters(out.ndim)[lead : lead + n]
-    own = [f"u{d}" if d in by else next(dims) for d in range(x.ndim)]
-    each = [
-        [
-            r if m == out.shape[int(r[1:])] else f"v{d}{r}"
-            for r, m in zip(rows[n - i.ndim :], i.shape, strict=True)
-        ]
-        for d, i in ((d, indices[d]) for d in by)
-    ]
-    return Call(
-        [x, *(indices[d] for d in by)],
-        _text([own, *each, _letters(out.ndim)]),
-        "linear",
-        [f"u{d}" for d in by],
-    )
+    x, by = args["self"], {d: index for d, index in enumerate(args["indices"]) if index is not None}
+    first, n, dims = min(by), max(index.ndim for index in by.values()), _letters(out.ndim)
+    lead = first if max(by) - first < len(by) else 0
+    rows, rest = dims[lead : lead + n], iter([*dims[:lead], *dims[lead + n :]])
+    arrays = [[f"u{d}" if d in by else next(rest) for d in range(x.ndim)]]
+    for d, index in by.items():
+        pairs = zip(rows[n - index.ndim :], index.shape, strict=True)
+        arrays.append([r if m == out.shape[int(r[1:])] else f"v{d}{r}" for r, m in pairs])
+    return Call([x, *by.values()], _text([*arrays, dims]), "linear", [f"u{d}" for d in by])
 
 
 def _convolution(args: Arguments, out: Tensor) -> Call:

@@ -26,6 +26,7 @@ from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, 
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
+from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 from xshard.step.trace import Trace
 
@@ -161,7 +162,9 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
+            call, out = attention_call(*args, **(kwargs or {}))
+            self.recorder.add("attention", call, out)
+            return out
         before, name = self.recorder.sizes, getattr(func, "__name__", "")
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         values = [x for each in args for x in (each if isinstance(each, tuple | list) else [each])]
@@ -178,20 +181,6 @@ class Functions(TorchFunctionMode):
             return Length.of(result, (array, args[1] % args[0].ndim))
         return torch.Size([Length.of(n, (array, d)) for d, n in enumerate(result)])
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        self.recorder.add("attention", attention_call(query, key, value, attn_mask, is_causal, out), out)
-        return out
-
 
 def first_tensor(values: Any) -> Tensor | None:
     """The first tensor of a module's arguments or of its result, for which a rule is."""
@@ -207,17 +196,13 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     shapes and dtypes matter.
     """
     arguments = list(inspect.signature(model.forward).parameters)
-    named = (
-        batch
-        if isinstance(batch, Mapping)
-        else dict(zip(arguments, batch if isinstance(batch, tuple) else (batch,), strict=False))
-    )
+    values = batch if isinstance(batch, tuple) else (batch,)
+    named = batch if isinstance(batch, Mapping) else dict(zip(arguments, values, strict=False))
     inputs = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in named.items()}
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     if not tensors:
-        raise PlanError(
-            "the batch lacks a tensor", hint='as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
-        )
+        hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
+        raise PlanError("the batch lacks a tensor", hint=hint)
     tied: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(parameter, []).append(name)
@@ -226,9 +211,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     recorder = StepRecorder(trace)
     for name, x in tensors.items():
         recorder.known[id(x)] = x, trace.input(name, x.shape)
-    own: dict[str, Tensor] = {}
-    for name, x in model.named_buffers():
-        own[name] = torch.empty_like(x, device="meta")
+    own = {name: torch.empty_like(x, device="meta") for name, x in model.named_buffers()}
     for parameter, names in tied.items():
         own[names[0]] = x = parameter.detach().to("meta")
         recorder.known[id(x)] = x, trace.parameter("|".join(names), x.shape)
@@ -237,11 +220,9 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
             recorder.add("tied", same._replace(kind="share", how={}), x)
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
-            for handle in (
-                module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True),
-                module.register_forward_hook(partial(recorder.leave, path)),
-            ):
-                stack.callback(handle.remove)
+            entering = module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
+            stack.callback(entering.remove)
+            stack.callback(module.register_forward_hook(partial(recorder.leave, path)).remove)
         stack.enter_context(Functions(recorder))
         stack.enter_context(recorder)
         result = torch.func.functional_call(model, own, (), inputs, tie_weights=True)
@@ -281,14 +262,9 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
         del ops[name]
     names = {name: path for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in {path: name for name, path in names.items()}.items()}
-    named = (
-        replace(
-            op,
-            name=names.get(name, name),
-            operands=tuple(names.get(each, each) for each in op.operands),
-            enters=enters.get(name, ""),
-            leaves=recorder.left.get(name, ""),
-        )
-        for name, op in ops.items()
-    )
-    return replace(step, ops=tuple(named))
+    named = list[Op]()
+    for name, op in ops.items():
+        fields: dict[str, Any] = {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}
+        fields["operands"] = tuple(names.get(each, each) for each in op.operands)
+        named.append(replace(op, name=names.get(name, name), **fields))
+    return replace(step, ops=named)

@@ -78,19 +78,15 @@ def _block(
     if {a[0] for a in carried.values()} != {"apart"} or beside & {op.name for op in run[:-size]}:
         return []
     new = dict[str, str]()
-    modules = {name for op in step.ops for name in (op.name, op.enters or "", op.leaves or "")}
-    others = {
-        start
-        for name in (*modules, *step.parameters)
-        for start in accumulate(name.split("."), "{}.{}".format)
-    }
+    every = {*step.parameters}.union(*((op.name, op.enters or "", op.leaves or "") for op in step.ops))
+    taken = {path for name in every for path in accumulate(name.split("."), "{}.{}".format)}
     for column in (run[i::size] for i in range(size)):
-        star = _starred([op.name for op in column], others)
+        star = _starred([op.name for op in column], taken)
         is_new = star and star not in new.values()
         new |= dict.fromkeys((op.name for op in column), star if is_new else column[0].name)
         for each in zip(*(op.operands for op in column), strict=True):
             if each[0] in step.parameters:
-                new |= dict.fromkeys(each, _starred(each, others))
+                new |= dict.fromkeys(each, _starred(each, taken))
     if "" in new.values():
         return []
     carries = dict[tuple[str, int | str], Op]()
@@ -105,7 +101,7 @@ def _block(
         operands = [carries[p].name if p in carries else new.get(name, name) for p, name in places]
         fields: Any = {"name": new[op.name], "operands": operands, "times": times * op.times}
         for side in ("enters", "leaves"):
-            fields[side] = getattr(op, side) and _starred([getattr(x, side) for x in run[i::size]], others)
+            fields[side] = getattr(op, side) and _starred([getattr(x, side) for x in run[i::size]], taken)
         block.append(replace(op, **fields))
     for carry in carries.values():  # the operation with which a module begins is the carry itself
         users = [op for op in block if carry.name in op.operands]
@@ -117,15 +113,15 @@ def _block(
     return block
 
 
-def _starred(names: Sequence[str], others: Iterable[str]) -> str:
+def _starred(names: Sequence[str], taken: Iterable[str]) -> str:
     """A pattern for names that differ in one number: `*`, or the numbers if that fits others, too; or ""."""
     parts = list(zip(*map(NUMBER.split, names), strict=True))
     differ = [i for i, each in enumerate(parts) if len(set(each)) > 1]
     if len(differ) != 1:
         return "" if differ else names[0]
-    before, after = (
-        "".join(each[0] for each in side) for side in (parts[: differ[0]], parts[differ[0] + 1 :])
-    )
-    fits = re.compile(f"{re.escape(before)}[^.]+{re.escape(after)}").fullmatch
-    is_alone = all(name in names for name in others if fits(name))
-    return f"{before}{'*' if is_alone else '{' + ','.join(parts[differ[0]]) + '}'}{after}"
+    numbers, around = parts[differ[0]], [each[0] for each in parts]
+    sides = "".join(around[: differ[0]]), "".join(around[differ[0] + 1 :])
+    fits = re.compile("[^.]+".join(map(re.escape, sides))).fullmatch
+    is_alone = all(name in names for name in taken if fits(name))
+    around[differ[0]] = "*" if is_alone else f"{{{','.join(numbers)}}}"
+    return "".join(around)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,17 +93,22 @@ def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[s
 
 def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> Layout:
     """Other names for dims that a rule around shards over axes that are not named: these would stay there."""
-    others = {name: f"{name}_" for name, axes in known.items() if axes - named}
+    others = {name: f"{name}_" for name in layout.names if known.get(name, named) - named}
+    if not others:
+        return layout
     dims = (replace(dim, name=others.get(dim.name, dim.name)) for dim in layout.dims)
     return Layout(tuple(dims), layout.tags)
 
 
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """The layouts at both ends of a move."""
-    names = problem.names(problem.nodes[edge.nodes[0]].name)
+    names, axes = tuple(problem.names(problem.nodes[edge.nodes[0]].name)), problem.mesh.axes
     chosen = zip(edge.layouts, edge.indices, (assignment[node] for node in edge.nodes), strict=True)
-    src, dst = (layout_of(layouts[index[i]], names, problem.mesh.axes) for layouts, index, i in chosen)
+    src, dst = (_layout(tuple(layouts[index[i]].tolist()), names, axes) for layouts, index, i in chosen)
     return src, dst
+
+
+_layout = lru_cache(maxsize=4096)(layout_of)
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:

@@ -137,7 +137,8 @@ def _right(model: nn.Module, times: int = 1, **options: Any) -> None:
 def _behaves() -> None:
     gradients, want = _alone()
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    for rules in (RULES, GATHERED, GATHERED | {"keep": True}):
+    received = []
+    for rules in (RULES, GATHERED, GATHERED | {"keep": "**.up.*"}, GATHERED | {"keep": True}):
         model = net()
         before = dict(model.named_parameters())
         seen: list[tuple[int, ...]] = []
@@ -181,6 +182,10 @@ def _behaves() -> None:
         model.recompute = None
         with torch.no_grad():
             assert model(_ids()).shape == (2, 7, 12)
+        with Meter() as meter:
+            _step(model)
+        received.append(sum(meter.received))
+    assert received[1] > received[2] > received[3]  # what is kept is not gathered again
     if dist.get_rank() == 0:  # what is asked of no other process sends nothing
         assert str(model.embed.weight) and "Net" in repr(model)
     assert still_connected()
