@@ -12,7 +12,7 @@ from xshard.notation.parser import parts_of
 from xshard.step.fuse import fused
 from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, SUM
-from xshard.step.problem import StepProblem, Training
+from xshard.step.problem import StepProblem
 from xshard.step.repeat import repeated
 
 LENGTHS = {"b": 2, "c": 3, "d": 2, "e": 5}
@@ -175,7 +175,7 @@ def test_blocks_are_named_by_their_numbers():
     assert names["2.up"] == "{1,2}.up" and set(step.parameters) == {"0.up.weight", "{1,2}.up.weight"}
     carry = next(op for op in step.ops if op.again)
     assert (carry.name, carry.operands, carry.again) == ("{1,2}.act", ("0.up",), "{1,2}.up")
-    problem = StepProblem(step, Training(MovePrices(Mesh(x=2), "float32", load_profile("h100"))))
+    problem = StepProblem(step, MovePrices(Mesh(x=2), "float32", load_profile("h100")))
     assert {edge.place for edge in problem.edges if edge.enters} >= {"0", "1", "{1,2}"}
 
 
