@@ -90,9 +90,9 @@ def solve_program(
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
-    return [
-        int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)
-    ] if solved.x is not None else None, bound
+    if solved.x is None:
+        return None, bound
+    return [int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)], bound
 
 
 def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float) -> dict[str, Any]:

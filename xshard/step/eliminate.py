@@ -85,6 +85,4 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     return more
 
 
-_Table = tuple[
-    Sequence[int], Floats, int
-]  # scope, entries, and the bucket with this minimum, if there is one
+_Table = tuple[Sequence[int], Floats, int]  # scope, entries, the bucket with this minimum or -1

@@ -187,9 +187,7 @@ class StepProblem:
             gathered = each & (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
-            copies = (
-                3 if op.times > 1 else 2
-            )  # the next layer's is gathered meanwhile; one is for the gradient
+            copies = 3 if op.times > 1 else 2  # one for the gradient, one for the next layer's
             held = copies * itemsize(step.dtype) * elements
             terms[self.part(op, HELD)] = 0.0, 0.0, np.where(gathered, held, 0)
             terms[WEIGHTS] = 0.0, 0.0, itemsize(step.dtype) * kept
@@ -200,9 +198,8 @@ class StepProblem:
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
-        return Edge(
-            numbers, indices, layouts, shape, self.moves, terms, is_linear, entered or place, bool(entered)
-        )
+        where = entered or place, bool(entered)
+        return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, *where)
 
     def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
         """The parts of the cost of an assignment; of a node, with each of its options in its place.

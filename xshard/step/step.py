@@ -96,11 +96,8 @@ class TrainingStep:
         """The parameters, and the operations that have a gradient because of them."""
         reached = {*self.parameters, *(op.again for op in self.ops if op.again)}
         for op in self.ops:
-            reached |= (
-                {op.name}
-                if op.again or (op.kind != "source" and not reached.isdisjoint(op.operands))
-                else set()
-            )
+            if op.again or (op.kind != "source" and not reached.isdisjoint(op.operands)):
+                reached.add(op.name)
         return frozenset(reached)
 
     def consumers(self, name: str) -> list[Op]:
