@@ -83,6 +83,11 @@ def test_a_block_written_as_expressions_is_that_of_one_device() -> None:
     assert sharded[:2] == sharded[2:]  # both frameworks send the same
 
 
+def test_whole_matrices_for_one_device_each() -> None:
+    text = printed("muon")
+    assert "elements per device [10240, 10240, 11264, 11264], largest difference 0.0" in text
+
+
 def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
