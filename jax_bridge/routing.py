@@ -83,13 +83,13 @@ class Routed:
         if y.ndim < 1 or len(y) != len(self.rows):
             hint = f"a result for each of {len(self.rows)} rows, in their order"
             raise ShapeError(f"results of shape {y.shape}", hint=hint)
+        known, ones = jnp.arange(len(y)) < self.sizes.sum(), [1] * (y.ndim - 1)
+        y = jnp.where(known.reshape(-1, *ones), y, 0)  # padding has any values
         if weights is not None:
             if len(weights) != self._there.n_rows or weights.size != self._there.n_rows * self._there.k:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
             factors = self._there.sent(weights.reshape(len(weights), -1)).reshape(-1)[self._choices]
-            y = y * factors.reshape(-1, *[1] * (y.ndim - 1)).astype(y.dtype)
-        known = jnp.arange(len(y)) < self.sizes.sum()
-        y = jnp.where(known.reshape(-1, *[1] * (y.ndim - 1)), y, 0)
+            y = y * factors.reshape(-1, *ones).astype(y.dtype)
         shares = jnp.zeros((self._there.n_copies, *y.shape[1:]), y.dtype)
         return self._there.home(shares.at[self._choices // self._there.k].add(y))
 

@@ -140,12 +140,14 @@ def _sizes() -> None:
         used = matrices[2 * rank : 2 * rank + 2][(torch.arange(len(there.rows)) >= there.sizes[0]).long()]
         values = torch.einsum("nc,ncd->nd", there.rows, used)
         padding = torch.arange(len(values))[:, None] >= there.sizes.sum()
-        y = there.back(values.masked_fill(padding, math.nan))
+        w = torch.ones(8, dtype=x64, requires_grad=True)
+        y = there.back(values.masked_fill(padding, math.nan), weights=w)
         first = torch.stack([(to[:i] // 2 == to[i] // 2).sum() < sizes for i in range(8)])
         assert there.dropped == 8 - first.sum() and torch.equal(
             y[:, 0], (x * matrices[to, :, 0]).sum(1) * first
         )
-        (gradient,) = torch.autograd.grad(y.sum(), x)
+        gradient, of_weights = torch.autograd.grad(y.sum(), (x, w))
+        assert torch.equal(of_weights, y[:, 0])
         assert torch.equal(gradient, matrices[to, :, 0] * first[:, None])
 
 

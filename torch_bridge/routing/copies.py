@@ -139,7 +139,11 @@ class Routed:
         if y.ndim < 1 or len(y) != len(self.order):
             hint = f"a result for each of {len(self.order)} rows, in their order"
             raise ShapeError(f"results of shape {tuple(y.shape)}", hint=hint)
-        products, ones = y, [1] * (y.ndim - 1)
+        ones = [1] * (y.ndim - 1)
+        if self._there.padded:  # with any values
+            known = torch.arange(len(y), device=y.device) < self.sizes.sum()
+            y = y.where(known.view(-1, *ones), 0)
+        products = y
         if weights is not None:
             table = weights if weights.ndim == 2 else weights[:, None]
             if table.shape != (self._there.rows, self.k):
@@ -147,9 +151,6 @@ class Routed:
             there = Redistribute.apply(self._there.tangent, table)
             factors = there.reshape(-1).index_select(0, self.order)
             products = y * factors.view(-1, *ones)
-        if self._there.padded:  # with any values
-            known = torch.arange(len(y), device=y.device) < self.sizes.sum()
-            products = products.where(known.view(-1, *ones), 0)
         shares = products.new_zeros(len(self.copies), *y.shape[1:]).index_add(0, self._of_copy, products)
         return self.home(shares.to(y.dtype))
 
