@@ -15,7 +15,7 @@ from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
-from xshard.layout.runs import Intervals, Runs, Segment, common_segments, extents, n_rows
+from xshard.layout.runs import Intervals, Rows, Runs, Segment, as_intervals, common_segments, extents, n_rows
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
@@ -97,7 +97,8 @@ def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False) -> t
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
     own, rows = _asked(src, dst, me, at, once)
     taken, lists = [Source(me, own)], offered_rows(*src)
-    wanted, offered = extents([(run,) for run in rows]), _offered_extents(src)
+    wanted = as_intervals(rows) if isinstance(rows, Rows) else extents([(run,) for run in rows])
+    offered = _offered_extents(src)
     meets = (offered[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < offered[:, None, 1])
     for i in np.flatnonzero(meets.any(axis=1)).tolist():  # only these are compared run by run
         taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
@@ -119,7 +120,8 @@ def _asked(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool) -> tuple[tupl
 
 @lru_cache(maxsize=4096)
 def _offered_extents(src: DimEnd) -> Intervals:
-    return extents([tuple(itertools.chain(*lists)) for lists in offered_rows(*src)])
+    lists = offered_rows(*src)
+    return extents([each[0] if len(each) == 1 else tuple(itertools.chain(*each)) for each in lists])
 
 
 class Received(NamedTuple):
