@@ -124,12 +124,11 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str
     sides = [" ".join(map(grouped, names)) for names in arrays]
     text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}"
     operands, flat = tuple(name[i] for i in order), list(map(_flat, arrays))
-    draft = Op(second.name, text, operands, "opaque")
-    parts = (
-        [flat[i].index(plain.get(p, p)) if isinstance(p, str) else p for i, p in enumerate(way)]
+    rules = (
+        tuple(flat[i].index(plain.get(p, p)) if isinstance(p, str) else p for i, p in enumerate(way))
         for way in ways
+        if {*way} != {REPLICAS}
     )
-    rules = (draft.text_of(part) for part in parts if set(part) != {REPLICAS})
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
     how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses, "saved": base.saved}
     if not _is_free(first) and not _is_free(second) and base.kind in LIGHT:

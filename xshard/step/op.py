@@ -79,8 +79,8 @@ class Op:
     are one dim of the array. A dim has one length wherever it is; results reach operands by position.
     operands: names of operations, inputs and parameters. kind: its class, one of `KINDS`.
     whole: dims that no axis may shard. rules: they replace the rules of its class for an axis, each as in
-    `"b s/x c -> b n/x c"`. times: how often it runs. again: in a repeated block, the operation that
-    gives the operand of a `carry` from the second time on.
+    `"b s/x c -> b n/x c"`, or as in `axis_rules`. times: how often it runs. again: in a repeated block, the
+    operation that gives the operand of a `carry` from the second time on.
     enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
     flops, accesses, saved: they replace the numbers of its class (`Kind`).
@@ -96,7 +96,7 @@ class Op:
     operands: tuple[str, ...] = ()
     kind: str = "contraction"
     whole: tuple[str, ...] = ()
-    rules: tuple[str, ...] | None = None
+    rules: tuple[str | tuple[int, ...], ...] | None = None
     times: int = 1
     again: str = ""
     enters: str | None = None
@@ -162,8 +162,10 @@ class Op:
         *sides, result = (str(layout_of([way], dims, "x")) for way, dims in zip(rule, self.dims, strict=True))
         return f"{', '.join(sides)} {ARROW} {result}".strip()
 
-    def _parsed(self, text: str) -> tuple[int, ...]:
+    def _parsed(self, text: str | tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of `text_of`."""
+        if not isinstance(text, str):
+            return text
         sides = _sides(text)
         if tuple(side.names for side in sides) != self.dims:
             plain = self.text_of((REPLICAS,) * len(self.dims))
