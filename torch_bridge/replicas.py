@@ -81,8 +81,8 @@ def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | 
             differences[group, processes.device, i] = _differing(values, processes, axis).to(differences)
     callers = pairs[0][0].callers
     everywhere = _largest(differences, callers, callers.mesh.axes).cpu().numpy()
-    for (one, _), found in zip(pairs, everywhere, strict=True):
-        if fault := one.check.fault(found[:, : len(one.check.axes)], one.ranks):
+    for (one, _), differs in zip(pairs, everywhere, strict=True):
+        if fault := one.check.fault(differs[:, : len(one.check.axes)], one.ranks):
             raise fault
 
 

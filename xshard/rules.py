@@ -140,7 +140,7 @@ def owned(
     possible load (Graham, 1969). For optimizers that need whole matrices, such as Muon or Shampoo, on sharded
     weights: one `redistribute` of the tree moves all of them, and one brings the results back.
 
-    shapes: of all arrays, by name, of one dim or more. cost: of a shape; by default its elements. Dims are
+    shapes: by name, each of one dim or more. cost: shape -> its work, by default its elements. Dims are
     named o, i, d2, d3, ... Raises MeshError for an unknown axis, ShapeError for an array without dims.
 
     >>> rules = owned({"up": (8, 2), "down": (2, 4), "bias": (4,)}, Mesh(fsdp=2), "fsdp")
@@ -151,7 +151,7 @@ def owned(
     rules = dict[Pattern, Any]()
     for name in sorted(lengths, key=lambda name: -cost(lengths[name])):
         if not lengths[name]:
-            raise ShapeError(f"{name} has no dim", hint="leave it out: one number needs no owner")
+            raise ShapeError(f"{name} is one number", hint="leave it out: it needs no owner")
         device, (rows, *others) = loads.index(min(loads)), lengths[name]
         loads[device] += cost(lengths[name])
         sizes = (rows if i == device else 0 for i in range(len(loads)))

@@ -461,7 +461,7 @@ def test_suggest_takes_images_too(tmp_path):
         (
             {},
             ("--fixed", "input_ids"),
-            "--fixed 'input_ids' has no layout\n  as in --fixed 'input_ids=b/dp s'",
+            "--fixed 'input_ids' lacks a layout\n  as in --fixed 'input_ids=b/dp s'",
         ),
         ({}, ("--why", "lm_heat.weight"), "did you mean 'lm_head.weight'"),
         ({}, ("--memory", "1KiB"), "the step does not fit '1KiB' per device"),

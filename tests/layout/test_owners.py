@@ -224,5 +224,5 @@ def test_whole_arrays_go_to_the_least_loaded_device() -> None:
     assert sorted(found) == sorted(loads * 2)
     with pytest.raises(xs.errors.MeshError, match="unknown mesh axis 'tp'"):
         xs.owned(shapes, mesh, "tp")
-    with pytest.raises(ShapeError, match="w has no dim"):
+    with pytest.raises(ShapeError, match="w is one number"):
         xs.owned({"w": ()}, mesh, "dp")

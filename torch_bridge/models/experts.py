@@ -100,15 +100,15 @@ def _experts_of_each(
     uses: Mapping[str, ParameterUse],
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """A module of experts by its name, and the experts of each process along the axes."""
-    ranks, mesh, found, owner = context.processes.ranks, context.axes, set[Any](), None
+    ranks, mesh, shares, owner = context.processes.ranks, context.axes, set[Any](), None
     devices = [ranks.index(rank) for rank in context.processes.along(axes).ranks]
     for x in parameters:
         for full, (module, _) in zip(x.names, x.owners, strict=True):
             if full.rpartition(".")[0] == name and full in uses:
                 owner, layout = module, uses[full].used.in_order(uses[full].stored.names)
                 held = (layout.positions(mesh, x.sharding.shape, 0, device).tolist() for device in devices)
-                found.add((x.sharding.shape[0], *map(tuple, held)))
-    n, *rows = found.pop() if len(found) == 1 else (0,)
+                shares.add((x.sharding.shape[0], *map(tuple, held)))
+    n, *rows = shares.pop() if len(shares) == 1 else (0,)
     if owner is None or sorted(sum(rows, ())) != [*range(n)] or not all(list(r) == sorted(r) for r in rows):
         over = ",".join(axes)
         hint = f"parameters: '{name and name + '.'}*' as 'e/{over} ...', each expert on one process"

@@ -193,7 +193,7 @@ def _along(tensors: Sequence[Tensor], out: Tensor, dim: Any, work: Work, sums: b
 def _placed(
     tensors: Sequence[Tensor], out: Tensor, places: Sequence[Places], work: Work, whole: Collection[str]
 ) -> Call:
-    """Dims at places of the result, or None; where lengths differ, they are broadcast, or whole."""
+    """Dims at places of the result, or None; dims of other lengths are broadcast, or whole."""
     arrays, odd = list[list[str]](), {*whole}
     for k, x in enumerate(tensors):
         arrays.append([])

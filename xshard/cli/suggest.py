@@ -41,7 +41,7 @@ def suggest_command(
     Example: xshard suggest llama/config.json --mesh dp=8,tp=8 --batch 16 --sequence 8192 --memory 80GiB
     """
     if bare := [text for text in fixed or () if "=" not in text]:
-        raise PlanError(f"--fixed {bare[0]!r} has no layout", hint="as in --fixed 'input_ids=b/dp s'")
+        raise PlanError(f"--fixed {bare[0]!r} lacks a layout", hint="as in --fixed 'input_ids=b/dp s'")
     kept = {name: layout for name, _, layout in (text.partition("=") for text in fixed or ())}
     on, (model, arrays) = Mesh.parse(mesh), _model_of(config, batch, sequence, name_of(dtype))
     with counting("searches") as count:

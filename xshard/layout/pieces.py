@@ -78,10 +78,10 @@ def layers(table: Pieces) -> list[Pieces]:
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
     if any(lengths) and _are_short(table, sum(lengths)):
-        ends = np.cumsum([0, *lengths])
-        numbers = np.full(ends[-1], FILL)
-        numbers[counted(table.length, table.local + ends[table.block])] = counted(table.length, table.start)
-        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(ends))
+        edges = np.cumsum([0, *lengths])
+        numbers = np.full(edges[-1], FILL)
+        numbers[counted(table.length, table.local + edges[table.block])] = counted(table.length, table.start)
+        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(edges))
     blocks: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)
     for block, local, start, length in _merged(table):
@@ -104,9 +104,9 @@ def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
     if _are_short(table, int(table.length.sum())):
         table = table.take(np.lexsort((table.start, table.block)))
-        ends = np.cumsum([0, *np.bincount(table.block, table.length, n).astype(int)])
+        edges = np.cumsum([0, *np.bincount(table.block, table.length, n).astype(int)])
         numbers = counted(table.length, table.start)
-        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(ends))
+        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(edges))
     blocks = filled(table._replace(local=table.start), [0] * n)
     return tuple(tuple(run for run in rows if run.start != FILL) for rows in blocks)
 
@@ -131,9 +131,9 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
     if any(isinstance(each, Rows) for each in (*src, *dst)):
-        found = _shared_by_table(_numbered(src), _numbered(dst), max(len(src), 1))
-        if found is not None:
-            return found
+        shared = _shared_by_table(_numbered(src), _numbered(dst), max(len(src), 1))
+        if shared is not None:
+            return shared
     tables = runs.run_table(src), runs.run_table(dst)
     if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
         a, b = map(expanded, tables)

@@ -208,11 +208,11 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
 
 def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     """`common_segments` of row numbers, `src` distinct."""
-    place = np.full(max(src.max(initial=-1), dst.max(initial=-1)) + 2, -1)  # the last one is that of FILL
+    place = np.full(max(src.max(initial=-1), dst.max(initial=-1)) + 2, -1)  # the last one for FILL
     place[src] = np.arange(len(src))
     place[FILL] = -1
-    at = np.flatnonzero(place[dst] >= 0)
-    return merged_segments(np.stack([place[dst[at]], at, np.ones_like(at)], axis=1))
+    held = np.flatnonzero(place[dst] >= 0)
+    return merged_segments(np.stack([place[dst[held]], held, np.ones_like(held)], axis=1))
 
 
 def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:

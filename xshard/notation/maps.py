@@ -50,10 +50,10 @@ class RowMap:
 
     @classmethod
     def _checked(cls, rows: Numbers, starts: Numbers) -> Self:
-        made: Self = cls.__new__(cls)
-        RowMap.__init__(made, rows, starts)
-        made.check()
-        return made
+        checked: Self = cls.__new__(cls)
+        RowMap.__init__(checked, rows, starts)
+        checked.check()
+        return checked
 
     def check(self) -> None:
         """Raise ShapeError unless the rows are what this class promises."""
@@ -196,8 +196,8 @@ class Needs(RowMap):
     name = "needs"
 
     def __init__(self, rows: Any) -> None:
-        made = type(self).of_rows(rows)
-        super().__init__(made.rows, made.starts)
+        lists = type(self).of_rows(rows)
+        super().__init__(lists.rows, lists.starts)
 
     @classmethod
     def of_edges(
@@ -217,28 +217,27 @@ class Needs(RowMap):
         >>> needs.part(1).tolist(), second.sender.tolist()
         ([], [0])
         """
-        ends, n = (_whole_rows(senders), _whole_rows(receivers)), len(owners.rows)
-        if len(ends[0]) != len(ends[1]) or hops < 1:
-            what = f"{len(ends[0])} senders, {len(ends[1])} receivers, {hops} hops"
+        sender, receiver, n = _whole_rows(senders), _whole_rows(receivers), len(owners.rows)
+        if len(sender) != len(receiver) or hops < 1:
+            what = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
             raise ShapeError(what, hint="an edge has both ends, and hops are 1 or more")
-        for rows in ends:
+        for rows in (sender, receiver):
             if len(rows) and not 0 <= rows.min() <= rows.max() < n:
                 raise ShapeError(f"an edge of rows {rows.min()} to {rows.max()}", hint=f"there are {n} rows")
-        sender, receiver = ends
         by_receiver = np.argsort(receiver)
         first = np.concatenate([[0], np.cumsum(np.bincount(receiver, minlength=n))])
         local, lists, edges = np.full(n, -1), list[Numbers](), list[Edges]()
         for part in range(owners.parts):
-            rings, found = [owners.part(part)], list[Numbers]()
+            rings, reached = [owners.part(part)], list[Numbers]()
             for hop in range(hops):
                 ring, held = rings[hop], sum(map(len, rings))
                 local[ring] = np.arange(held - len(ring), held)
                 begin, many = first[ring], first[ring + 1] - first[ring]
-                at = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
-                found.append(by_receiver[at])
-                near = sender[found[-1]]
+                places = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
+                reached.append(by_receiver[places])
+                near = sender[reached[-1]]
                 rings.append(unique_rows(near[local[near] < 0]))
-            number = np.sort(np.concatenate(found))
+            number = np.sort(np.concatenate(reached))
             own, lists = len(rings[0]), [*lists, np.concatenate(rings[1:])]
             local[lists[-1]] = np.arange(own, own + len(lists[-1]))
             edges.append(Edges(number, local[sender[number]], local[receiver[number]]))
@@ -279,23 +278,22 @@ def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
 def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
     """A name, or a name and a digest, in a text -> the map. Raises NotationError, without the text."""
     name, _, digest = text.partition("@")
-    found = _KNOWN.get(digest) if digest else maps.get(name)
-    if found is None and digest:
+    row_map = _KNOWN.get(digest) if digest else maps.get(name)
+    if row_map is None and digest:
         raise NotationError(f"the map '{text}' is not in this process", hint=f"pass maps={{'{name}': ...}}")
-    if found is None:
+    if row_map is None:
         meant = did_you_mean(name, tuple(maps))
         hint = f"{meant}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
         raise NotationError(f"no map {name!r}", hint=hint)
-    if not isinstance(found, kind):
-        what = type(found).__name__ if isinstance(found, RowMap) else shown(found)
+    if not isinstance(row_map, kind):
+        what = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)
         raise NotationError(f"{name!r} is {what}, not {kind.__name__}", hint="by(gp,OWNERS):reads(NEEDS)")
-    return NamedMap(name, found)
+    return NamedMap(name, row_map)
 
 
 def with_values(data: dict[str, Any]) -> dict[str, Any]:
     """Plain data, and the values of the maps that it names by digest, if there are any, under `maps`."""
-    found = sorted({match[1:] for match in re.findall(DIGEST, json.dumps(data))})
-    maps = [_KNOWN[digest] for digest in found]
+    maps = [_KNOWN[match[1:]] for match in sorted(set(re.findall(DIGEST, json.dumps(data))))]
     values = {
         m.digest: {"kind": type(m).__name__, "starts": m.starts.tolist(), "rows": m.rows.tolist()}
         for m in maps

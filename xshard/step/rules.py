@@ -67,12 +67,12 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             outputs[edge.place] = _text(src, dst)
     first = {spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)}
     inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
-    # The first of repeated blocks needs no rule where the rule of all is the same, or one before that.
+    # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
     inputs = {
         name: text for name, text in inputs.items() if name not in own and first.get(name) not in inputs
     }
-    used = {name: _used(name, *ends, varying) for name, ends in parameters.items()}
+    used = {name: _used(name, *texts, varying) for name, texts in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(own), **_merged(inputs)})
     return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
@@ -84,7 +84,7 @@ def _around(path: str, varying: Mapping[str, frozenset[str]]) -> str:
 
 
 def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[str]]) -> str:
-    """The rule of a parameter; axes of `mean` are those of its modules along which its operation is idle."""
+    """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
     inside = frozenset[str]().union(*(varying[_around(each, varying)] for each in name.split("|")))
     idle = tuple(sorted(inside - {*dst.axes}))
     tags = ("sum", dst.tagged("sum")), ("mean", idle)
