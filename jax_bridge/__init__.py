@@ -54,4 +54,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"jax_bridge.{name}")
     if name in _LATER:
         return getattr(import_module(f"jax_bridge.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}")
