@@ -188,8 +188,12 @@ def test_rows_as_arrays_are_rows_as_runs(runtime: str, monkeypatch: pytest.Monke
     assert not report.failures, "\n".join(f"{seed}: {why}" for seed, why in report.failures.items())
 
 
-def test_a_graph_is_planned_in_seconds() -> None:
-    """A tenth of a million rows of a grid, numbered at random, in 16 squares; 10^6 in 64 take 1.6 s."""
+@pytest.mark.parametrize("random_edges", [False, True])
+def test_a_graph_is_planned_in_seconds(random_edges: bool) -> None:
+    """A tenth of a million rows of a grid, numbered at random, in 16 squares; 10^6 in 64 take 0.5 s.
+
+    And as many edges between any rows: 10^7 of 10^6 rows take 1.6 s.
+    """
     began, side, rng = time.process_time(), 316, np.random.default_rng(0)
     x, y = np.divmod(np.arange(side**2), side)
     number = rng.permutation(side**2)
@@ -199,12 +203,15 @@ def test_a_graph_is_planned_in_seconds() -> None:
         (number[(x + a) % side * side + (y + b) % side], number)
         for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0))
     ]
-    owners = xs.Owners(owner)
-    needs, _ = xs.Needs.of_edges(owners, *map(np.concatenate, zip(*ends, strict=True)))
+    owners, graph = xs.Owners(owner), list(map(np.concatenate, zip(*ends, strict=True)))
+    if random_edges:
+        graph = [rng.permutation(rows) for rows in graph]
+    needs, _ = xs.Needs.of_edges(owners, *graph)
     maps, mesh = {"cells": owners, "near": needs}, xs.Mesh(gp=16)
     plan = xs.plan("n/by(gp,cells) d -> n/by(gp,cells):reads(near) d", mesh, (side**2, 8), maps=maps)
     assert plan.bytes_received == plan.bytes_lower_bound == max(needs.sizes) * 32
-    assert plan.backward.bytes_received == max(needs.sizes) * 32
+    returned = np.bincount(owners.owner[needs.rows])  # each part gets a contribution of each reader of a row
+    assert plan.backward.bytes_received == max(returned) * 32 >= plan.backward.bytes_lower_bound
     assert time.process_time() - began < 3
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xshard.layout import Sharding
 from xshard.layout.pieces import ascending, at_edges, distinct, joined
 from xshard.layout.providers import rows_at_hand, wanted_rows
-from xshard.layout.runs import Rows, Runs, common_segments, n_rows, pieces, row_numbers
+from xshard.layout.runs import Rows, Runs, as_runs, common_segments, n_rows, pieces, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
@@ -112,6 +112,12 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...]
     if not isinstance(a.overlap, Fold):
         return wanted, distinct(rows_at_hand(*every))
     blocks = distinct(src.holders(d))
+    if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
+        numbers, times = tuple(map(row_numbers, blocks)), np.zeros(src.shape[d], np.int64)
+        for rows in numbers:
+            times[rows] += 1
+        some = tuple(as_runs(rows[times[rows] > 0]) for rows in map(row_numbers, wanted))
+        return some, tuple(as_runs(rows[times[rows] == 1]) for rows in numbers)
     have, want = pieces(blocks), pieces(wanted)
     parts, interval, which = at_edges(joined(have, want))
     held_by = np.bincount(interval[(first := which < len(have.start))], minlength=len(interval))[interval]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
     if any(isinstance(each, Rows) for each in (*src, *dst)):
-        shared = _shared_by_table(_numbered(src), _numbered(dst), max(len(src), 1))
+        shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
     tables = runs.run_table(src), runs.run_table(dst)
@@ -154,33 +154,21 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
 
 
-def _shared_by_table(src: Numbered, dst: Numbered, n: int) -> tuple[Numbers, Numbers, Numbers] | None:
-    """`shared_rows` of `n` blocks of `src`, if one side has each row in one block, once; else None."""
-    block_of = np.full(max(src.row.max(initial=-1), dst.row.max(initial=-1)) + 1, -1)
+def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> tuple[Numbers, Numbers, Numbers] | None:
+    """`shared_rows`, if one side has each row in one block, once; else None."""
+    length = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
     for once, other in ((src, dst), (dst, src)):
-        if np.bincount(once.row).max(initial=0) > 1:
+        block_of = np.full(length + 1, -1)  # the last one for FILL
+        for block, rows in enumerate(once):
+            block_of[rows] = block
+        block_of[FILL] = -1
+        if np.count_nonzero(block_of >= 0) < sum(np.count_nonzero(rows != FILL) for rows in once):
             continue
-        block_of[once.row] = once.block
-        theirs = block_of[other.row]
-        ours, theirs = other.block[theirs >= 0], theirs[theirs >= 0]
-        counts = np.bincount(ours * n + theirs if once is src else theirs * n + ours)
-        pairs = np.flatnonzero(counts)
-        return pairs // n, pairs % n, counts[pairs]
+        counts = np.array([np.bincount(block_of[rows] + 1, minlength=len(once) + 1)[1:] for rows in other])
+        counts = counts if once is src else counts.T
+        takers, givers = np.nonzero(counts)
+        return takers, givers, counts[takers, givers]
     return None
-
-
-class Numbered(NamedTuple):
-    """The rows of several blocks, and the block of each."""
-
-    row: Numbers
-    block: Numbers
-
-
-def _numbered(blocks: Sequence[Runs]) -> Numbered:
-    """The rows of all blocks, without FILL."""
-    numbers = [rows[rows != FILL] for rows in map(row_numbers, blocks)]
-    block = np.repeat(np.arange(len(numbers)), list(map(len, numbers)))
-    return Numbered(np.concatenate([np.zeros(0, np.int64), *numbers]), block)
 
 
 def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:

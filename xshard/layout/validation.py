@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -105,6 +105,7 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     return most + lo + hi + max(pieces, 1) * sum(min(rows, length + lo + hi) for rows in read)
 
 
+@lru_cache(maxsize=4096)
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
     needs, hint = reads.rows.map, "each part lists rows of other parts"
     parts = math.prod(sizes := mesh.sizes_of(dim.axes))

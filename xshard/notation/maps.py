@@ -123,8 +123,7 @@ class Owners(RowMap):
         parts = least if parts is None else parts
         if parts < least:
             raise ShapeError(f"a row has part {least - 1}, there are {parts} parts", hint="leave out parts=")
-        starts = np.concatenate([[0], np.cumsum(np.bincount(of_row, minlength=parts))])
-        super().__init__(np.argsort(of_row, kind="stable"), starts.astype(np.int64))
+        super().__init__(*_grouped(of_row, parts))
 
     def check(self) -> None:
         n = len(self.rows)
@@ -167,8 +166,7 @@ class Owners(RowMap):
         leaves = ~stays[moving]
         kept = stays[self.rows]
         parts = np.concatenate([self.part_of_row[kept], goes[leaves]])
-        order = np.argsort(parts, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(np.bincount(parts, minlength=self.parts))]).astype(np.int64)
+        order, starts = _grouped(parts, self.parts)
         return Owners._checked(np.concatenate([self.rows[kept], moving[leaves]])[order], starts)
 
 
@@ -224,18 +222,20 @@ class Needs(RowMap):
         for rows in (sender, receiver):
             if len(rows) and not 0 <= rows.min() <= rows.max() < n:
                 raise ShapeError(f"an edge of rows {rows.min()} to {rows.max()}", hint=f"there are {n} rows")
-        by_receiver = np.argsort(receiver)
-        first = np.concatenate([[0], np.cumsum(np.bincount(receiver, minlength=n))])
+        into_part, part_starts = _grouped(owners.owner[receiver], owners.parts)
+        into_row, row_starts = _grouped(receiver, n) if hops > 1 else (into_part, part_starts)
         local, lists, edges = np.full(n, -1), list[Numbers](), list[Edges]()
         for part in range(owners.parts):
-            rings, reached = [owners.part(part)], list[Numbers]()
+            rings = [owners.part(part)]
+            reached = [into_part[part_starts[part] : part_starts[part + 1]]]
             for hop in range(hops):
                 ring, held = rings[hop], sum(map(len, rings))
                 local[ring] = np.arange(held - len(ring), held)
-                begin, many = first[ring], first[ring + 1] - first[ring]
-                places = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
-                reached.append(by_receiver[places])
-                near = sender[reached[-1]]
+                if hop:
+                    begin, many = row_starts[ring], row_starts[ring + 1] - row_starts[ring]
+                    places = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
+                    reached.append(into_row[places])
+                near = sender[reached[hop]]
                 rings.append(unique_rows(near[local[near] < 0]))
             number = np.sort(np.concatenate(reached))
             own, lists = len(rings[0]), [*lists, np.concatenate(rings[1:])]
@@ -247,11 +247,13 @@ class Needs(RowMap):
     def check(self) -> None:
         if len(self.rows) and self.rows.min() < 0:
             raise ShapeError(f"row {self.rows.min()} in a need", hint="rows are 0, 1, ...")
-        span = int(self.rows.max(initial=0)) + 1
-        keys = np.sort(self.part_of_row * span + self.rows)
-        if (twice := keys[1:] == keys[:-1]).any():
-            part, row = divmod(int(keys[1:][twice][0]), span)
-            raise ShapeError(f"part {part} reads row {row} twice", hint="list each row of a part once")
+        place = np.empty(int(self.rows.max(initial=0)) + 1, np.int64)
+        for part in range(self.parts):
+            rows = self.part(part)
+            place[rows] = numbers = np.arange(len(rows))
+            if (twice := place[rows] != numbers).any():
+                reason = f"part {part} reads row {int(rows[twice][0])} twice"
+                raise ShapeError(reason, hint="list each row of a part once")
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,12 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     if [m.digest for m in maps] != list(plain):
         raise NotationError("a map differs from its digest", hint="the text was changed")
     return maps
+
+
+def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
+    """Places of keys 0 to `n` - 1 by key, those of one key in ascending order, and where each key begins."""
+    starts = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=n))]).astype(np.int64)
+    return np.argsort(keys.astype(np.min_scalar_type(n)), kind="stable"), starts  # short keys sort fast
 
 
 def unique_rows(rows: Numbers) -> Numbers:
