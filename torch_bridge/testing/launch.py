@@ -131,11 +131,11 @@ def _node_rank(
 ) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     _begin(timeout_s)
+    file = Path(folder, f"{dist.get_rank()}.part")  # the function may make another world
     try:
         kind, data = "result", pickle.dumps(function(*arguments))
     except Exception:
         kind, data = "error", traceback.format_exc().strip().encode()
-    file = Path(folder, f"{dist.get_rank()}.part")
     file.write_bytes(data)
     file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
     if kind == "result":

@@ -61,7 +61,7 @@ def _interrupted(
         cluster.restore(1)
         cluster.slow(1, None)
         say(folder, "over")
-        running.result()
+        assert len(running.result()) == len(ALL)  # each rank's, although each has made another world
 
 
 def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:
