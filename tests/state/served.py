@@ -1,9 +1,9 @@
 """Published models as Megatron or FSDP trains them and as vLLM serves them: names, shapes and layouts.
 
 `MODELS` has the numbers of configurations of transformers. Names and cuts are those of Megatron core
-(`linear_qkv` by groups of heads, `linear_fc1` with gate and up cut one by one, experts over ep x etp, a padded
-vocabulary, layers on stages) and of vLLM's loaders (`qkv_proj` with heads of keys that are copied when there
-are fewer than devices, `gate_up_proj`, `w13_weight`, `w2_weight`, a vocabulary padded to 64 rows).
+(`linear_qkv` by groups of heads, `linear_fc1` with gate and up cut one by one, experts over ep x
+etp, a padded vocabulary, layers on stages) and of vLLM's loaders (`qkv_proj` with heads of keys that are
+copied if devices are more, `gate_up_proj`, `w13_weight`, `w2_weight`, a vocabulary padded to 64 rows).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Model:
-    """layers, hidden size, heads, heads of keys, rows of a head, rows of the vocabulary, of the dense MLP; then
-    experts, rows of each, of the shared ones, and dense layers before them; of MLA the lengths of latent
-    queries and keys, and of heads without and with rotation and of values."""
+    """Layers, hidden size, heads, heads of keys, rows of a head, of the vocabulary, of the dense MLP; then
+    experts, rows of each, of the shared ones, dense layers before them. mla: the lengths of latent queries,
+    of latent keys, and of a head without rotation, with rotation, and of values."""
 
     layers: int
     hidden: int
@@ -144,23 +144,25 @@ def to_vllm(m: Model, trainer: str) -> Names:
     if m.mla[0]:
         down = [f"{attention}linear_{x}_down_proj.weight" for x in ("q", "kv")]
         relations.append(concat(down, f"{served}self_attn.fused_qkv_a_proj.weight"))
+    there, norm = f"{served}self_attn.", f"{served}post_attention_layernorm.weight"
     pairs = {
-        f"{attention}linear_proj.weight": f"{served}self_attn.o_proj.weight",
-        f"{attention}linear_q_proj.weight": f"{served}self_attn.q_proj.weight",
-        f"{attention}linear_kv_down_proj.weight": f"{served}self_attn.kv_a_proj_with_mqa.weight",
-        f"{attention}linear_{{q,kv}}_up_proj.weight": f"{served}self_attn.{{q,kv}}_b_proj.weight",
-        f"{attention}linear_{{q,kv}}_up_proj.layer_norm_weight": f"{served}self_attn.{{q,kv}}_a_layernorm.weight",
+        f"{attention}linear_proj.weight": f"{there}o_proj.weight",
+        f"{attention}linear_q_proj.weight": f"{there}q_proj.weight",
+        f"{attention}linear_kv_down_proj.weight": f"{there}kv_a_proj_with_mqa.weight",
+        f"{attention}linear_{{q,kv}}_up_proj.weight": f"{there}{{q,kv}}_b_proj.weight",
+        f"{attention}linear_{{q,kv}}_up_proj.layer_norm_weight": f"{there}{{q,kv}}_a_layernorm.weight",
         f"{attention}linear_qkv.layer_norm_weight": f"{served}input_layernorm.weight",
         f"{layer}input_layernorm.weight": f"{served}input_layernorm.weight",
-        f"{layer}mlp.linear_{{fc1,fc2}}.weight": f"{served}mlp.{{gate_up,down}}_proj.weight",
-        f"{layer}{{mlp.linear_fc1.layer_norm_weight,pre_mlp_layernorm.weight}}": f"{served}{{post_attention_layernorm.weight,post_attention_layernorm.weight}}",
+        f"{layer}mlp.linear_fc1.layer_norm_weight": norm,
+        f"{layer}pre_mlp_layernorm.weight": norm,
         f"{layer}mlp.router.weight": f"{served}mlp.gate.weight",
-        f"{layer}mlp.shared_experts.linear_{{fc1,fc2}}.weight": f"{served}mlp.shared_experts.{{gate_up,down}}_proj.weight",
         f"{layer}mlp.experts.linear_{{fc1,fc2}}.weight": f"{served}mlp.experts.{{w13,w2}}_weight",
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "decoder.final_layernorm.weight": "model.norm.weight",
         "output_layer.weight": "lm_head.weight",
     }
+    for part in ("mlp", "mlp.shared_experts"):
+        pairs[f"{layer}{part}.linear_{{fc1,fc2}}.weight"] = f"{served}{part}.{{gate_up,down}}_proj.weight"
     return Names(*relations, *(rename(a, b, optional=True) for a, b in pairs.items()))
 
 
@@ -211,9 +213,15 @@ def fused(axes: str, each: int) -> str:
 
 
 def fsdp(m: Model) -> Iterator[Weight]:
-    """The arrays of transformers under FSDP over `fsdp`, of what tensor parallelism over `tp` has cut before."""
+    """The arrays of transformers, cut over `tp` by tensor parallelism, and then over `fsdp`."""
     h, (q, kv, nope, rope, v), layer = m.hidden, m.mla, "model.layers.*."
-    a, width, rows, cols, whole = f"{layer}self_attn.", m.heads * m.head, "o/tp/fsdp i", "o/fsdp i/tp", "o/fsdp"
+    a, width, rows, cols, whole = (
+        f"{layer}self_attn.",
+        m.heads * m.head,
+        "o/tp/fsdp i",
+        "o/fsdp i/tp",
+        "o/fsdp",
+    )
     yield Weight("model.embed_tokens.weight", (m.vocab, h), rows)
     yield Weight(f"{layer}input_layernorm.weight", (h,), whole)
     yield Weight(f"{layer}post_attention_layernorm.weight", (h,), whole)
@@ -249,15 +257,18 @@ def fsdp(m: Model) -> Iterator[Weight]:
 
 def has(m: Model, name: str, i: int) -> bool:
     """Whether layer i has an array: dense layers come before those with experts."""
-    if not m.experts or ".mlp." not in name and "pre_mlp" not in name:
+    if not m.experts or (".mlp." not in name and "pre_mlp" not in name):
         return True
     routed = any(part in name for part in ("expert", "router", "mlp.gate.", "pre_mlp"))
     return routed == (i >= m.dense)
 
 
 def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer:
-    """The transfer of a model. src_mesh: fsdp, tp; or pp, dp, ed, t, et, in which tp is t x et, ep is ed x t, and
-    etp is et. dst_mesh: dp, kv, rep, in which tp is kv x rep, and experts are over all three."""
+    """The transfer of a model.
+
+    src_mesh: fsdp, tp; or pp, dp, ed, t, et, of which t x et is tp, ed x t is ep, and et is etp.
+    dst_mesh: dp, kv, rep, of which kv x rep is tp; experts are over all three.
+    """
     n_layers, found, here = m.layers, Shapes(), dict[str, str]()
     stages = src_mesh.size("pp") if trainer == "megatron" else 1
     if trainer == "megatron":
@@ -290,21 +301,26 @@ def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer
         **dict.fromkeys(("**.q_proj.weight", "**.q_b_proj.weight", "**.kv_b_proj.weight"), "o/(kv,rep) i"),
         **dict.fromkeys(("**.o_proj.weight", "**.down_proj.weight"), "o i/(kv,rep)"),
         "**.shared_experts.gate_up_proj.weight": f"o/block(kv,rep,{m.shared},{m.shared}) i",
-        "**.gate_up_proj.weight": f"o/block(kv,rep,{m.mlp},{m.mlp}) i",
+        "**.mlp.gate_up_proj.weight": f"o/block(kv,rep,{m.mlp},{m.mlp}) i",
         "**.experts.*": f"e/balanced({every}) o i",
     }
     names = to_vllm(m, trainer)
-    used = {p for p in there if any(match_stars(one, name) is not None for one in spellings(p) for name in names.resolve(found))}
+    used = {
+        p
+        for p in there
+        if any(match_stars(one, name) is not None for one in spellings(p) for name in names.resolve(found))
+    }
     there = {pattern: layout for pattern, layout in there.items() if pattern in used} | {"**": "..."}
     return Transfer(found, (here, there), names, src_mesh, dst_mesh)
 
 
 def on_stage(weight: Weight, stage: int, stages: int) -> str:
-    """The layout, held by one stage of the pipeline: its first dim that is not cut is."""
+    """The layout, held by one stage of the pipeline: by a dim that is not cut otherwise, or before it is."""
     if stages == 1:
         return weight.layout
     dims = weight.layout.split()
-    d = next(d for d, dim in enumerate(dims) if "/" not in dim)
+    d = next((d for d, dim in enumerate(dims) if "/" not in dim), 0)
     rows = ",".join(str(weight.shape[d] if i == stage else 0) for i in range(stages))
-    dims[d] += f"/sizes(pp,{rows})"
+    name, cut, others = dims[d].partition("/")
+    dims[d] = f"{name}/sizes(pp,{rows}){cut}{others}"
     return " ".join(dims)
