@@ -123,6 +123,7 @@ def on_env(env: Any, config: Any, **_: Any) -> Any:
     pages = [p for p in config.extra["pages"] if not p.url.startswith("api/") or p.url in packages]
     lines = [f"- [{page.title}]({base}{page.url}): {page.meta['description']}" for page in pages]
     text = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n" + "\n".join(lines) + "\n"
+    Path(config.site_dir).mkdir(parents=True, exist_ok=True)
     Path(config.site_dir, "llms.txt").write_text(text)
     return env
 

@@ -153,6 +153,7 @@ def browser(url: str) -> Iterator[Any]:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1100,1000"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
