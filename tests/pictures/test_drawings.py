@@ -21,11 +21,12 @@ from tests.fuzz.chains import random_chain
 from tests.pictures.test_grid import sharding
 from xshard.formatting import format_bytes
 from xshard.notation.overlap import Fold
+from xshard.pictures.blocks import MAX_CARDS
 from xshard.pictures.elements import COLOURS, SHARED
 from xshard.pictures.grid import Picture, picture, title
 from xshard.pictures.html import html
 from xshard.pictures.rows import MAX_BLOCKS
-from xshard.pictures.svg import MAX_CARDS, MAX_DEVICES, plan_svg, sharding_svg
+from xshard.pictures.svg import MAX_DEVICES, plan_svg, sharding_svg
 from xshard.pictures.terminal import renderable
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
@@ -116,7 +117,7 @@ def test_drawn_blocks_are_to_scale_and_those_of_their_devices() -> None:
 
 def _assert_lanes(at: xs.Sharding, drawn: Picture, dims: list[int]) -> None:
     """Lanes have the rows that a block holds, from the devices that own them."""
-    for d, lanes in zip(dims, drawn.lanes, strict=True):
+    for d, lanes in zip(dims, (strip.lanes for strip in drawn.strips), strict=True):
         dim = at.layout.dims[d]
         if isinstance(dim.overlap, Fold):  # a fold holds the rows of its overlap
             dim = replace(dim, overlap=dim.overlap.of)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
@@ -30,8 +29,6 @@ PATTERNS = "".join(
     for name, (path, width) in STROKES.items()
     for size in [12 if name == "sum" else 8]
 )
-
-
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -42,48 +39,40 @@ class Shape(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """Elements of SVG and the pixels that they take."""
-
-    body: str
-    width: float
-    height: float
-
-    @classmethod
-    def of(cls, shapes: Sequence[Shape]) -> Drawing:
-        """Shapes, moved so that the box of all begins at 0."""
-        left, top, right, bottom = zip(*(shape.box for shape in shapes), strict=True)
-        body = "".join(shape.body for shape in shapes)
-        moved = f'<g transform="translate({1 - min(left):.2f} {1 - min(top):.2f})">{body}</g>'
-        return cls(moved, max(right) - min(left) + 2, max(bottom) - min(top) + 2)
-
-    def svg(self, label: str) -> str:
-        """The element. label: a description for readers who do not see it."""
-        size = f"0 0 {self.width:.0f} {self.height:.0f}"
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{self.width:.0f}" role="img" '
-            f'aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
-            f'font-family="ui-monospace, monospace"><defs>{PATTERNS}</defs>{self.body}</svg>'
-        )
-
-
 def colour(devices: Sequence[int]) -> str:
     """The colour of one device, or of several together."""
     return COLOURS[devices[0] % len(COLOURS)] if len(devices) == 1 else SHARED
 
 
-def stacked(parts: Sequence[Drawing]) -> Drawing:
-    """Drawings below each other."""
-    tops = list(itertools.accumulate((part.height + GAP for part in parts), initial=0.0))
+def framed(shapes: Sequence[Shape]) -> Shape:
+    """Shapes as one, moved so that its box begins at 0."""
+    left, top, right, bottom = zip(*(shape.box for shape in shapes), strict=True)
+    body = "".join(shape.body for shape in shapes)
+    moved = f'<g transform="translate({1 - min(left):.2f} {1 - min(top):.2f})">{body}</g>'
+    return Shape(moved, (0, 0, max(right) - min(left) + 2, max(bottom) - min(top) + 2))
+
+
+def stacked(parts: Sequence[Shape]) -> Shape:
+    """Framed shapes below each other."""
+    tops = list(itertools.accumulate((part.box[3] + GAP for part in parts), initial=0.0))
     places = zip(parts, tops, strict=False)
     body = "".join(f'<g transform="translate(0 {top:.1f})">{part.body}</g>' for part, top in places)
-    return Drawing(body, max(part.width for part in parts), tops[-1])
+    return Shape(body, (0, 0, max(part.box[2] for part in parts), tops[-1]))
 
 
-def line_of(text: str, *, bold: bool = False) -> Drawing:
+def element(framed: Shape, label: str) -> str:
+    """The `<svg>` of a framed shape. label: a description for readers who do not see it."""
+    *_, width, height = framed.box
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'role="img" aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
+        f'font-family="ui-monospace, monospace"><defs>{PATTERNS}</defs>{framed.body}</svg>'
+    )
+
+
+def line_of(text: str, *, bold: bool = False) -> Shape:
     """A line of text."""
-    return Drawing.of([label(0, 14, text, "start", bold=bold)])
+    return framed([label(0, 14, text, "start", bold=bold)])
 
 
 def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
@@ -99,7 +88,7 @@ def label_in(box: Box, text: str, behind: str = "none") -> list[Shape]:
     """Text in the middle of a box, smaller if need be; none if it does not fit."""
     left, top, right, bottom = box
     for size in (12, 9):
-        if len(text) * CHAR * size / 12 <= right - left + 1 and size - 1 <= bottom - top:
+        if 0 < len(text) * CHAR * size / 12 <= right - left + 1 and size - 1 <= bottom - top:
             return [label((left + right) / 2, (top + bottom) / 2 + size / 3, text, behind=behind, size=size)]
     return []
 

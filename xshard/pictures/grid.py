@@ -43,12 +43,32 @@ _TAG_TEXT = {
 
 @dataclass(frozen=True)
 class Strip:
-    """A drawn dim: its blocks (start, stop) in order; hidden: the number of rows after them, not drawn."""
+    """A drawn dim: its blocks (start, stop) in order, and with an overlap the first of them as lanes.
+
+    hidden: the number of rows after the blocks, which are not drawn.
+    """
 
     dim: Dim
     length: int
     blocks: tuple[tuple[int, int], ...]
-    hidden: int
+    hidden: int = 0
+    lanes: tuple[Lane, ...] = ()
+
+    @property
+    def n_drawn(self) -> int:
+        return max(self.length - self.hidden, 1)
+
+    @property
+    def head(self) -> str:
+        return f"{self.dim.name} {self.length}" if self.dim.name else ""
+
+    @property
+    def texts(self) -> list[str]:
+        """The rows of every block, as in `0-3`."""
+        return [f"{a}-{b - 1}" if a < b - 1 else f"{a}" if self.dim.name else "" for a, b in self.blocks]
+
+
+NO_DIM = Strip(Dim(""), 1, ((0, 1),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +78,20 @@ class Picture:
     strips: the drawn dims, at most two. cards: the array once for each place along the axes in `roles`; per
     card, a row of owners per block of the first strip and a column per block of the last. roles: how the
     cards along some axes relate, by a tag, `replicas`, or the name of a sharded dim that is not drawn.
-    lanes: per strip, the first blocks with their overlaps, if it has some. empty: devices without elements.
+    empty: devices without elements. notes: the roles of the mesh axes, in words.
     """
 
     sharding: Sharding
     strips: tuple[Strip, ...]
     cards: NDArray[np.int64]
     roles: tuple[tuple[str, tuple[str, ...]], ...]
-    lanes: tuple[tuple[Lane, ...], ...]
     empty: tuple[int, ...]
-    notes: tuple[str, ...]  # the roles of the mesh axes, in words
+    notes: tuple[str, ...]
+
+    @property
+    def sides(self) -> tuple[Strip, ...]:
+        """The strips of rows and of columns."""
+        return (NO_DIM, NO_DIM, *self.strips)[-2:]
 
     @property
     def has_replicas(self) -> bool:
@@ -81,19 +105,16 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     """
     drawn, mesh = _drawn(sharding, dims), sharding.mesh
     numbers = np.array(devices or range(mesh.n_devices))
-    strips = tuple(_strip(sharding, d) for d in drawn)
-    others = set(mesh.long_axes) - {axis for d in drawn for axis in sharding.layout.dims[d].axes}
+    strips = tuple(_strip(sharding, d, numbers) for d in drawn)
+    others = set(mesh.long_axes) - {axis for strip in strips for axis in strip.dim.axes}
     every = ((role, tuple(a for a in along if a in others)) for role, along in _roles(sharding))
     roles = tuple((role, along) for role, along in every if along)
-    return Picture(
-        sharding,
-        strips,
-        _cards(sharding, drawn, strips, [axis for _, names in roles for axis in names], numbers),
-        roles,
-        tuple(tuple(lanes_of(sharding, d, numbers)) for d in drawn),
-        tuple(numbers[[not all(_owned_shape(sharding, i)) for i in range(mesh.n_devices)]].tolist()),
-        _notes(sharding, drawn),
+    cards = _cards(sharding, drawn, strips, [axis for _, names in roles for axis in names], numbers)
+    shapes = (
+        [n_rows(sharding.owned(d, i)) for d in range(len(sharding.shape))] for i in range(mesh.n_devices)
     )
+    empty = tuple(numbers[[0 in shape for shape in shapes]].tolist())
+    return Picture(sharding, strips, cards, roles, empty, _notes(sharding, drawn))
 
 
 def title(sharding: Sharding) -> str:
@@ -112,22 +133,11 @@ def cell_text(drawn: Picture, i: int, j: int) -> str:
     return f"{roles}d{devices_text(sorted(drawn.cards[:, i, j].tolist()))}"
 
 
-def labels(drawn: Picture) -> tuple[str, list[str], list[str]]:
-    """The corner of the grid with the dims' names and lengths, the heads of its columns, and of its rows."""
-    corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips)
-    texts = [[f"{a}-{b - 1}" if a < b - 1 else f"{a}" for a, b in strip.blocks] for strip in drawn.strips]
-    [heads], [sides] = texts[-1:] or [[""]], texts[:-1] or [[""]]
-    return corner, heads, sides
-
-
 def reading(drawn: Picture) -> list[str]:
     """Explanations of the marks in this picture."""
-    marks = [
-        f"only the first {s.length - s.hidden} of {s.length} rows of {s.dim.name} are drawn"
-        for s in drawn.strips
-        if s.hidden
-    ]
-    return marks + ([f"empty: d{devices_text(drawn.empty)}"] if drawn.empty else [])
+    cut_off = (strip for strip in drawn.strips if strip.hidden)
+    marks = [f"only the first {s.n_drawn} of {s.length} rows of {s.dim.name} are drawn" for s in cut_off]
+    return marks + [f"empty: d{devices_text(drawn.empty)}"] * bool(drawn.empty)
 
 
 def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
@@ -144,13 +154,13 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted((*cut, *whole)[:2]))
 
 
-def _strip(sharding: Sharding, d: int) -> Strip:
+def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
     length, rows = sharding.shape[d], pieces(map(first_pieces, sharding.owners(d)))
     edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
     edges = edges[: MAX_BLOCKS + 1].tolist()
-    blocks = tuple(itertools.pairwise(edges))
-    return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
+    blocks, lanes = tuple(itertools.pairwise(edges)), tuple(lanes_of(sharding, d, numbers))
+    return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1], lanes)
 
 
 def _cards(
@@ -181,10 +191,6 @@ def _roles(sharding: Sharding) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((dim.name, dim.axes) for dim in layout.dims)
     yield from layout.tags
     yield "replicas", tuple(a for a in sharding.mesh.long_axes if a not in layout.axes)
-
-
-def _owned_shape(sharding: Sharding, device: int) -> tuple[int, ...]:
-    return tuple(n_rows(sharding.owned(d, device)) for d in range(len(sharding.shape)))
 
 
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from xshard.errors import XshardError
 from xshard.layout import Sharding
 from xshard.layout.runs import Runs
 from xshard.notation.overlap import Fold
-from xshard.pictures.grid import Picture, cell_text, labels, picture, reading, title
+from xshard.pictures.grid import Picture, cell_text, picture, reading, title
 from xshard.pictures.rows import rows_text
 from xshard.plans import table
 from xshard.plans.plan import Plan
@@ -133,8 +133,8 @@ class GridText:
 
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     """The grid, its columns split into bands that fit the width of the console."""
-    corner, heads, sides = labels(drawn)
-    corner = corner or "scalar"
+    sides, heads = (strip.texts for strip in drawn.sides)
+    corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     texts = [[cell_text(drawn, i, j) for j in range(len(heads))] for i in range(len(sides))]
     widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)]
     for band in _bands(widths, width - max(map(len, (corner, *sides))) - 1):
