@@ -84,7 +84,7 @@ def test_a_scalar_is_one_cell_and_an_empty_array_has_none():
 def test_long_dims_are_cut_off_and_say_so():
     strip = picture(sharding("s/cyclic(cp)", "cp=4", 8192)).strips[0]
     assert len(strip.blocks) == MAX_BLOCKS
-    assert strip.hidden == 8192 - MAX_BLOCKS
+    assert strip.n_drawn == MAX_BLOCKS
 
 
 @pytest.mark.parametrize(

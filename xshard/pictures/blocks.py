@@ -34,7 +34,7 @@ class Side:
     @property
     def breaks(self) -> list[float]:
         """The places of marks: rows are missing at the end, or the dim is drawn shorter."""
-        return [self.pixels / 2] * self.is_shorter + [self.pixels] * (self.strip.hidden > 0)
+        return [self.pixels / 2] * self.is_shorter + [self.pixels] * (self.strip.n_drawn < self.strip.length)
 
     @property
     def blocks(self) -> list[tuple[float, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
 from xshard.layout import Sharding
-from xshard.layout.runs import n_rows, pieces
+from xshard.layout.runs import n_rows
 from xshard.notation.overlap import Fold, Halo, Reads, Window
 from xshard.notation.parser import SEGMENTS, Dim
-from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, first_pieces, lanes_of, rows_in_order
+from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, lanes_of, rows_in_order
 
 _ORDER_TEXT = {
     "block": "in contiguous chunks",
@@ -43,20 +43,21 @@ _TAG_TEXT = {
 
 @dataclass(frozen=True)
 class Strip:
-    """A drawn dim: its blocks (start, stop) in order, and with an overlap the first of them as lanes.
+    """A drawn dim: its blocks (start, stop) in order, their owners along the dim's axes, and its lanes.
 
-    hidden: the number of rows after the blocks, which are not drawn.
+    The blocks end before `length` if there are too many; lanes: the first blocks with their overlaps.
     """
 
     dim: Dim
     length: int
     blocks: tuple[tuple[int, int], ...]
-    hidden: int = 0
+    owners: tuple[int, ...]
     lanes: tuple[Lane, ...] = ()
 
     @property
     def n_drawn(self) -> int:
-        return max(self.length - self.hidden, 1)
+        """Rows in the blocks, and 1 for an empty dim."""
+        return self.blocks[-1][1] if self.blocks else 1
 
     @property
     def head(self) -> str:
@@ -68,30 +69,30 @@ class Strip:
         return [f"{a}-{b - 1}" if a < b - 1 else f"{a}" if self.dim.name else "" for a, b in self.blocks]
 
 
-NO_DIM = Strip(Dim(""), 1, ((0, 1),))
+NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
     """The blocks of an array and the devices that own them, by number.
 
-    strips: the drawn dims, at most two. cards: the array once for each place along the axes in `roles`; per
-    card, a row of owners per block of the first strip and a column per block of the last. roles: how the
-    cards along some axes relate, by a tag, `replicas`, or the name of a sharded dim that is not drawn.
-    empty: devices without elements. notes: the roles of the mesh axes, in words.
+    sides: the strips of rows and columns. cards: the array once for each place along the axes in `roles`, as
+    the owners of its blocks in rows and columns. roles: how the cards along some axes relate, by a tag,
+    `replicas`, or the name of a sharded dim that is not drawn. empty: devices without elements. notes: the
+    roles of the mesh axes, in words.
     """
 
     sharding: Sharding
-    strips: tuple[Strip, ...]
+    sides: tuple[Strip, Strip]
     cards: NDArray[np.int64]
     roles: tuple[tuple[str, tuple[str, ...]], ...]
     empty: tuple[int, ...]
     notes: tuple[str, ...]
 
     @property
-    def sides(self) -> tuple[Strip, ...]:
-        """The strips of rows and of columns."""
-        return (NO_DIM, NO_DIM, *self.strips)[-2:]
+    def strips(self) -> tuple[Strip, ...]:
+        """The drawn dims, at most two."""
+        return tuple(side for side in self.sides if side.dim.name)
 
     @property
     def has_replicas(self) -> bool:
@@ -103,18 +104,30 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
 
     devices: the number of every device of the mesh, in its order; 0, 1, 2, ... by default.
     """
-    drawn, mesh = _drawn(sharding, dims), sharding.mesh
+    drawn, layout, mesh = _drawn(sharding, dims), sharding.layout, sharding.mesh
     numbers = np.array(devices or range(mesh.n_devices))
-    strips = tuple(_strip(sharding, d, numbers) for d in drawn)
-    others = set(mesh.long_axes) - {axis for strip in strips for axis in strip.dim.axes}
-    every = ((role, tuple(a for a in along if a in others)) for role, along in _roles(sharding))
-    roles = tuple((role, along) for role, along in every if along)
-    cards = _cards(sharding, drawn, strips, [axis for _, names in roles for axis in names], numbers)
-    shapes = (
-        [n_rows(sharding.owned(d, i)) for d in range(len(sharding.shape))] for i in range(mesh.n_devices)
+    *_, down, across = (NO_DIM, NO_DIM, *(_strip(sharding, d, numbers) for d in drawn))
+    others = set(mesh.long_axes).difference(down.dim.axes, across.dim.axes)
+    replicas = "replicas", tuple(axis for axis in mesh.long_axes if axis not in layout.axes)
+    every = *((dim.name, dim.axes) for dim in layout.dims), *layout.tags, replicas
+    named = ((role, tuple(axis for axis in axes if axis in others)) for role, axes in every)
+    roles = tuple((role, axes) for role, axes in named if axes)
+    along = tuple(axis for _, axes in roles for axis in axes), down.dim.axes, across.dim.axes
+    every_device = range(mesh.n_devices)
+    places = [[mesh.index(device, axes) for device in every_device] for axes in along]  # card, row, column
+    table = np.zeros([max(place) + 1 for place in places], np.int64)
+    table[tuple(places)] = numbers
+    rows, columns = (np.array(side.owners, np.int64) for side in (down, across))
+    dims_of = range(len(sharding.shape))
+    is_empty = [not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in every_device]
+    return Picture(
+        sharding,
+        (down, across),
+        table[:, rows[:, None], columns],
+        roles,
+        tuple(numbers[is_empty].tolist()),
+        _notes(sharding, drawn),
     )
-    empty = tuple(numbers[[0 in shape for shape in shapes]].tolist())
-    return Picture(sharding, strips, cards, roles, empty, _notes(sharding, drawn))
 
 
 def title(sharding: Sharding) -> str:
@@ -135,7 +148,7 @@ def cell_text(drawn: Picture, i: int, j: int) -> str:
 
 def reading(drawn: Picture) -> list[str]:
     """Explanations of the marks in this picture."""
-    cut_off = (strip for strip in drawn.strips if strip.hidden)
+    cut_off = (strip for strip in drawn.strips if strip.n_drawn < strip.length)
     marks = [f"only the first {s.n_drawn} of {s.length} rows of {s.dim.name} are drawn" for s in cut_off]
     return marks + [f"empty: d{devices_text(drawn.empty)}"] * bool(drawn.empty)
 
@@ -156,41 +169,11 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
 
 def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
-    length, rows = sharding.shape[d], pieces(map(first_pieces, sharding.owners(d)))
-    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
-    edges = edges[: MAX_BLOCKS + 1].tolist()
-    blocks, lanes = tuple(itertools.pairwise(edges)), tuple(lanes_of(sharding, d, numbers))
-    return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1], lanes)
-
-
-def _cards(
-    sharding: Sharding,
-    drawn: Sequence[int],
-    strips: Sequence[Strip],
-    axes: Sequence[str],
-    numbers: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Per place along the axes, the device that owns each block of the picture."""
-    mesh, every = sharding.mesh, range(sharding.mesh.n_devices)
-    # A picture has rows and columns; a missing dim is one block that all devices have.
-    places, owners = [np.zeros(len(every), np.int64)] * 2, [np.zeros(1, np.int64)] * 2
-    for d, strip in zip(drawn, strips, strict=True):
-        places.append(np.array([sharding.dim_device(d, device) for device in every]))
-        rows = rows_in_order(sharding, d)
-        first = [start for start, _ in strip.blocks]
-        owners.append(rows.block[np.searchsorted(rows.start, first, side="right") - 1])
-    cards = np.array([mesh.index(device, axes) for device in every])
-    table = np.zeros((max(cards) + 1, *(max(place) + 1 for place in places[-2:])), np.int64)
-    table[cards, places[-2], places[-1]] = numbers
-    return table[:, owners[-2][:, None], owners[-1]]
-
-
-def _roles(sharding: Sharding) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Parts of a dim, addends, copies or replicas: devices along the axes of the mesh."""
-    layout = sharding.layout
-    yield from ((dim.name, dim.axes) for dim in layout.dims)
-    yield from layout.tags
-    yield "replicas", tuple(a for a in sharding.mesh.long_axes if a not in layout.axes)
+    length, rows = sharding.shape[d], rows_in_order(sharding, d)
+    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))[: MAX_BLOCKS + 1]
+    owners = rows.block[np.searchsorted(rows.start, edges[:-1], side="right") - 1]
+    blocks, lanes = tuple(itertools.pairwise(edges.tolist())), tuple(lanes_of(sharding, d, numbers))
+    return Strip(sharding.layout.dims[d], length, blocks, tuple(owners.tolist()), lanes)
 
 
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from xshard.plans.table import HEAD, Row
 from xshard.step.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
-_FOCUS = 'tabindex="0" role="group"'  # of what may have to be scrolled, by keyboard too
+_FOCUS = 'tabindex="0" role="group"'  # for boxes that scroll, by keyboard too
 _TITLE = f"{_FONT};font-weight:bold;white-space:pre-wrap"
 _CELL = f"{_FONT};padding:2px 10px 2px 0;text-align:{{side}};white-space:pre"
 
@@ -33,20 +33,16 @@ def html(value: object) -> str:
 
 
 @html.register
-def _(drawn: Picture) -> str:
+def _(value: Sharding | Picture) -> str:
+    drawn = picture(value) if isinstance(value, Sharding) else value
     items = "".join(f"<li>{escape(note)}</li>" for note in drawn.notes)
     notes = f'<ul style="margin:0;padding-left:1.2em">{items}</ul>' if items else ""
     return _block(title(drawn.sharding), sharding_svg(drawn), notes)
 
 
 @html.register
-def _(sharding: Sharding) -> str:
-    return html(picture(sharding))
-
-
-@html.register
 def _(layout: Layout) -> str:
-    """On a mesh and a shape that serve as an example, if there is a plain one."""
+    """On an example of a mesh and a shape, if a plain one fits."""
     lengths = [4 * 2 ** len(dim.axes) if dim.axes else 4 for dim in layout.dims]
     try:
         example = Sharding(layout, Mesh(dict.fromkeys(layout.axes, 2)), tuple(lengths))
@@ -94,13 +90,12 @@ def _(suggestion: Suggestion) -> str:
 
 def gradients_html(plan: ContractionPlan) -> str:
     """The moves of all gradients of a contraction, the last part first."""
-    moves = []
+    text = ""
     for number, part in reversed(list(enumerate(plan.parts, start=1))):
         of = f" of part {number}" if len(plan.parts) > 1 else ""
-        names = [f"the result{of}", *(f"operand {i}{of}" for i in range(1, len(part.moves) + 1))]
-        for name, move in zip(names, part.backward_moves, strict=True):
-            moves.append(f"<h3>The gradient of {escape(name)}</h3>{html(move)}")
-    return "".join(moves)
+        for i, move in enumerate(part.backward_moves):
+            text += f"<h3>The gradient of {f'operand {i}' if i else 'the result'}{of}</h3>{html(move)}"
+    return text
 
 
 def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) -> str:
@@ -115,22 +110,20 @@ def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) ->
 
 
 def steps(rows: Sequence[Row], total: str) -> str:
-    """The steps of a plan as a table, and what they cost together."""
+    """The steps of a plan as a table, and below it the costs of all together."""
     sides = ["left" if name in ("step", "layout after") else "right" for name in HEAD]
-    head = _cells("th", HEAD, sides)
+    head = _cells('th scope="col"', HEAD, sides)
     body = "".join(f"<tr>{_cells('td', row, sides)}</tr>" for row in rows)
-    table_of = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    whole = f'<table style="border-collapse:collapse">{table_of}</table>'
+    inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    whole = f'<table style="border-collapse:collapse">{inside}</table>'
     return f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{whole}</div>{preformatted(total)}'
 
 
 def _cells(tag: str, texts: Iterable[str], sides: Iterable[str]) -> str:
-    scope = ' scope="col"' if tag == "th" else ""
-    pairs = zip(texts, sides, strict=True)
-    cells = (
-        f'<{tag}{scope} style="{_CELL.format(side=side)}">{escape(text)}</{tag}>' for text, side in pairs
-    )
-    return "".join(cells)
+    """A cell for each text, which begins or ends at a side."""
+    styles = (_CELL.format(side=side) for side in sides)
+    every = zip(texts, styles, strict=True)
+    return "".join(f'<{tag} style="{style}">{escape(text)}</{tag[:2]}>' for text, style in every)
 
 
 def _block(title: str, *parts: str) -> str:

@@ -43,31 +43,26 @@ class Lane:
 
 def rows_text(runs: Runs, most: int = 6) -> str:
     """Runs in local order as text, at most `most` pieces, as in `1 fill, 0-2, 4-24 step 8`."""
-    pieces = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
-    if len(pieces) > most:
-        pieces = [*pieces[:most], "..."]
-    return ", ".join(pieces) or "none"
+    texts = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
+    return ", ".join([*texts[:most], *["..."] * (len(texts) > most)]) or "none"
 
 
 def devices_text(devices: Sequence[int]) -> str:
     """Device numbers as text, with ranges and even steps, as in `0-3`, `0,4` and `0-12 step 4`."""
     steps = set(np.diff(devices).tolist())
-    if len(devices) > 2 and len(steps) == 1:
-        runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
-    else:
-        runs = tuple(Run(device, 1) for device in devices)
-    return rows_text(runs, most=3).replace(", ", ",")
+    is_even = len(devices) > 2 and len(steps) == 1
+    even = (Run(devices[0], 1, len(devices), steps.pop()),) if is_even else ()
+    return rows_text(even or tuple(Run(device, 1) for device in devices), most=3).replace(", ", ",")
 
 
 def rows_in_order(sharding: Sharding, d: int) -> Pieces:
-    """The rows of a dim in their order, with the index along the dim's axes of their owners."""
-    rows = pieces(map(first_pieces, sharding.owners(d)))
+    """The rows of a dim in order, as far as a strip can reach, with their owners along the dim's axes."""
+
+    def drawn(run: Run) -> Run:
+        return run._replace(repeats=min(run.repeats, MAX_BLOCKS + 1)) if run.stride > 0 else run
+
+    rows = pieces(tuple(map(drawn, runs)) for runs in sharding.owners(d))
     return rows.take(np.argsort(rows.start, kind="stable"))
-
-
-def first_pieces(runs: Runs) -> Runs:
-    """The runs, each as far as a strip can reach: more pieces are not drawn."""
-    return tuple(r._replace(repeats=min(r.repeats, MAX_BLOCKS + 1)) if r.stride > 0 else r for r in runs)
 
 
 def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:

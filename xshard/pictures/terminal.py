@@ -137,29 +137,21 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     texts = [[cell_text(drawn, i, j) for j in range(len(heads))] for i in range(len(sides))]
     widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)]
-    for band in _bands(widths, width - max(map(len, (corner, *sides))) - 1):
+    room, bands = width - max(map(len, (corner, *sides))) - 1, [list[int]()]
+    for j, wide in enumerate(widths):
+        if bands[-1] and sum(widths[i] for i in bands[-1]) + wide > room:
+            bands.append([])
+        bands[-1].append(j)
+    for band in bands:
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
             grid.add_column(Text(heads[j].center(widths[j])), no_wrap=True)
         for i, side in enumerate(sides):
-            styles = [_SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band]
-            cells = [
-                Text(texts[i][j].center(widths[j]), style) for j, style in zip(band, styles, strict=True)
-            ]
-            grid.add_row(Text(f"{side} "), *cells)
+            styles = (_SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band)
+            cells = (texts[i][j].center(widths[j]) for j in band)
+            grid.add_row(Text(f"{side} "), *map(Text, cells, styles))
         yield grid
-
-
-def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
-    """Bands of consecutive columns that fit in `room`, as lists of indices; at least one column each."""
-    band: list[int] = []
-    for j, width in enumerate(widths):
-        if band and sum(widths[i] for i in band) + width > room:
-            yield band
-            band = []
-        band.append(j)
-    yield band
 
 
 def _style(device: int) -> str:
@@ -168,14 +160,14 @@ def _style(device: int) -> str:
 
 
 def _legend(drawn: Picture) -> Table:
-    """One line per device: coordinates, local shape, and its rows of every dim that is cut or overlaps."""
+    """One line per device: coordinates, local shape, and its rows of every sharded or overlapping dim."""
     sharding, columns = drawn.sharding, list[tuple[str, Callable[[int, int], Runs], int]]()
     for d, dim in enumerate(sharding.layout.dims):
+        if dim.overlap or dim.axes:
+            columns.append((f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}", sharding.owned, d))
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns += [(f"{dim.name} owned", sharding.owned, d), (f"{dim.name} {held}", sharding.held, d)]
-        elif dim.axes:
-            columns.append((f"rows of {dim.name}", sharding.owned, d))
+            columns.append((f"{dim.name} {held}", sharding.held, d))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("device", *sharding.mesh.axes, "local shape"):
         table.add_column(name, justify="right", no_wrap=True)
