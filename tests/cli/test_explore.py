@@ -23,14 +23,14 @@ from typer.testing import CliRunner
 import xshard as xs
 from tests.documents.forking import printed
 from xshard.cli.app import app
-from xshard.cli.explore import server, views
+from xshard.cli.explore import page, server, views
 
 CHROMIUM = shutil.which("chromium") and shutil.which("chromedriver")
 MISSING = "no browser is here: apt-get install chromium chromium-driver"
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
 
 
-@pytest.mark.parametrize("example", views.EXAMPLES, ids=lambda example: str(example[0]))
+@pytest.mark.parametrize("example", page.EXAMPLES, ids=lambda example: str(example[0]))
 def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, str, str]) -> None:
     _, expression, mesh, lengths = example
     found = views.view({"expression": expression, "mesh": mesh, "lengths": lengths})
@@ -62,17 +62,17 @@ def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, st
 def test_errors_stand_beside_their_field(fields: dict[str, str], field: str, reason: str) -> None:
     found = views.view(fields)
     assert list(found) == ["error", "field"] and reason in found["error"]
-    assert found["field"] == field and f'id="error-{field}"' in views.live_page()
+    assert found["field"] == field and f'id="error-{field}"' in page.live_page()
 
 
 def test_the_page_has_choices_and_notation_and_begins_with_several_steps() -> None:
-    page = views.live_page()
-    assert page.count("<select") == 2 and "<option selected>h100</option>" in page
-    assert all(escape(text) in page for text, _ in views.NOTATION)
-    for _, expression, mesh, lengths in views.EXAMPLES[:2]:
+    text = page.live_page()
+    assert text.count("<select") == 2 and "<option selected>h100</option>" in text
+    assert all(escape(sign) in text for sign, _ in page.NOTATION)
+    for _, expression, mesh, lengths in page.EXAMPLES[:2]:
         plan = xs.plan(expression, xs.Mesh.parse(mesh), **views.lengths_for(expression, lengths))
         assert len(plan.steps) > 1
-    assert "disabled =" not in page  # a button that is disabled loses the focus
+    assert "disabled =" not in text  # a button that is disabled loses the focus
 
 
 def test_programs_run_as_they_are_copied(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_programs_run_as_they_are_copied(tmp_path: Path) -> None:
     from tests.torch_bridge.helpers import on_ranks
 
     asked = [
-        dict(zip(("expression", "mesh", "lengths"), fields, strict=True)) for _, *fields in views.EXAMPLES
+        dict(zip(("expression", "mesh", "lengths"), fields, strict=True)) for _, *fields in page.EXAMPLES
     ]
     found = [views.view(fields) for fields in asked if "->" in fields["expression"]]
     for name in ("torch", "jax"):
@@ -97,10 +97,10 @@ def test_uneven_blocks_bring_their_shape_along() -> None:
 
 
 def test_a_plan_is_written_as_a_page_that_needs_nothing(tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    arguments = ["plan", "n/a d -> n d/a", "--mesh", "a=4", "--shape", "8,8", "--html", str(page)]
+    file = tmp_path / "plan.html"
+    arguments = ["plan", "n/a d -> n d/a", "--mesh", "a=4", "--shape", "8,8", "--html", str(file)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    text = page.read_text()
+    text = file.read_text()
     assert text.count("<svg") == 2 and "all_to_all" in text
     assert not re.search(r'(?<![-\w])(?:src|href)="(?!data:)|@import|url\((?!#)|fetch\(', text)
 
@@ -229,7 +229,7 @@ def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> 
 @needs_browser
 def test_examples_fill_the_fields_and_lines_are_copied(url: str, browser: Any) -> None:
     browser.get(url)
-    for example in views.EXAMPLES:
+    for example in page.EXAMPLES:
         button = next(b for b in browser.find_elements("css selector", "nav button") if b.text == example[0])
         button.click()
         wait(browser, shows(example[1].split(" ->")[0]))

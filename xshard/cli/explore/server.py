@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 
-from xshard.cli.explore.views import live_page
+from xshard.cli.explore.page import live_page
 from xshard.errors import XshardError
 from xshard.runtimes.processes import FunctionError, end_all, running
 
