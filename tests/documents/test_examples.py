@@ -88,6 +88,15 @@ def test_whole_matrices_for_one_device_each() -> None:
     assert "elements per device [10240, 10240, 11264, 11264], largest difference 0.0" in text
 
 
+def test_a_graph_network_on_a_sphere_is_that_of_one_device(tmp_path: Path) -> None:
+    picture = tmp_path / "parts.svg"
+    text = printed("graph_sphere", "--refinements", "2", "--parts", "4", "--picture", str(picture))
+    rows = {line[:16].strip(): line.split() for line in text.splitlines()}
+    assert rows["4"] == ["4", "15.2", "5.4", "3.5", "3.5", "3.6"]
+    assert rows["torch, 4 ranks"][-1] == rows["JAX, 4 devices"][-1] == "3.5" and DIFFERENCE in text
+    assert picture.read_text().count("<path") == 2 * 9
+
+
 def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +169,11 @@ def llama(module: ModuleType, first: float, last: float, gradient: float) -> int
     return module.judge(one, {"four": four}, Console())
 
 
+def sphere(module: ModuleType, apart: float) -> int:
+    one, four = (module.Run(np.ones(2), {"w": np.full(2, x)}, 0) for x in (1.0, 1.0 + apart))
+    return module.judge(one, {"four": four}, Console())
+
+
 def serving(module: ModuleType, version: int, apart: float) -> int:
     said = {"version": version, "answers": 5, "apart": apart, "bytes": 2048}
     return module.judge([said], 2, Console())
@@ -187,6 +201,8 @@ JUDGED = (
     ("llama_block", llama, (1.0, 1.0, 1.0), 1, "went from", 1),
     ("suggest_and_train", suggested, (1.0,), 0, "to 1.000.", 1),
     *(("suggest_and_train", suggested, (x,), 1, "The loss went from", 1) for x in (2.0, math.nan)),
+    ("graph_sphere", sphere, (1e-13,), 0, DIFFERENCE, 1),
+    *(("graph_sphere", sphere, (x,), 1, "They differ by", 1) for x in (1e-11, math.nan)),
     ("train_and_serve", serving, (2, 0.0), 0, "2.00 KiB moved", 1),
     ("train_and_serve", serving, (1, 0.0), 1, "ended with version 1 of 2", 1),
     ("train_and_serve", serving, (2, 1e-6), 1, "not that of its version", 1),
