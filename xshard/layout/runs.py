@@ -181,10 +181,14 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
-    block, _, start, length, repeats, stride = run_table(blocks).T
+    arrays = [(i, runs.rows[runs.rows != FILL]) for i, runs in enumerate(blocks) if isinstance(runs, Rows)]
+    listed = (() if isinstance(runs, Rows) else runs for runs in blocks)
+    block, _, start, length, repeats, stride = run_table(listed).T
     last, ranges = start + stride * (repeats - 1), np.tile(np.array([2**62, 0]), (len(blocks), 1))
     np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
     np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)
+    for i, rows in arrays:
+        ranges[i] = rows.min(initial=2**62), rows.max(initial=FILL) + 1
     return ranges
 
 

@@ -153,8 +153,10 @@ def messages_from(
     """The messages that a device sends (to itself too), ordered by receiver."""
     mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ended]
-    receivers = mesh.group(device, moving if node_devices is None else mesh.axes)
-    messages = (m for r in receivers for m in messages_to(before, after, r, node_devices))
+    if node_devices is None:
+        messages = (m for r in mesh.group(device, moving) for m in _messages_to(before, after, r, device))
+    else:
+        messages = (m for r in range(mesh.n_devices) for m in messages_to(before, after, r, node_devices))
     return tuple(m for m in messages if m.src == device)
 
 
@@ -174,7 +176,9 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
 
 
 @lru_cache(maxsize=8192)
-def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
+def _messages_to(
+    before: Sharding, after: Sharding, device: int, sender: int | None = None
+) -> tuple[Message, ...]:
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)
@@ -186,20 +190,20 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
         for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
             indices = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(a.sizes)), any(axis in begins for axis in a.dim.axes)
-            offered = sources(a, b, *indices, once)
+            offered = sources(a, b, *indices, once, None if sender is None else before.dim_device(d, sender))
             fixed = [(i, coords[mesh.position(x)]) for i, x in enumerate(a.dim.axes) if x in begins]
             taken = ((places[s.sender], s.segments) for s in offered)
             per_dim.append([(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)])
         for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
             for combo in itertools.product(*per_dim):
-                sender = list(coords)
+                from_coords = list(coords)
                 for axis, c in zip(ended_axes(src, dst), addend, strict=True):
-                    sender[mesh.position(axis)] = c
+                    from_coords[mesh.position(axis)] = c
                 for dim, (place, _) in zip(src.dims, combo, strict=True):
                     for axis, c in zip(dim.axes, place, strict=True):
-                        sender[mesh.position(axis)] = c
+                        from_coords[mesh.position(axis)] = c
                 box = tuple(segments for _, segments in combo)
-                messages.append(Message(mesh.device(sender), device, box, mine.sign * theirs.sign))
+                messages.append(Message(mesh.device(from_coords), device, box, mine.sign * theirs.sign))
     return tuple(sorted(messages, key=lambda m: m.src))
 
 

@@ -90,17 +90,20 @@ class Source(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False) -> tuple[Source, ...]:
-    """The rows that one device takes, by sender; once: each from its provider, even if the device has it."""
+def sources(
+    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False, sender: int | None = None
+) -> tuple[Source, ...]:
+    """The rows that one device takes, by sender (each, or one); once: from their providers, even its own."""
+    senders = np.arange(math.prod(src.sizes)) if sender is None else np.array([sender])
     if dst.side == CARRIED:
         n = n_rows(all_held_rows(*src[:3])[me])
-        return (Source(me, (Segment(0, 0, n),)),) if n else ()
+        return (Source(me, (Segment(0, 0, n),)),) if n and me in senders else ()
     own, rows = _asked(src, dst, me, at, once)
-    taken, lists = [Source(me, own)], offered_rows(*src)
+    taken, lists = [Source(me, own)] if me in senders else [], offered_rows(*src)
     wanted = as_intervals(rows) if isinstance(rows, Rows) else extents([(run,) for run in rows])
-    offered = _offered_extents(src)
+    offered = _offered_extents(src)[senders]
     meets = (offered[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < offered[:, None, 1])
-    for i in np.flatnonzero(meets.any(axis=1)).tolist():  # only these are compared run by run
+    for i in senders[meets.any(axis=1)].tolist():  # only these are compared run by run
         taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
 
