@@ -43,8 +43,8 @@ def test_notebooks_are_run_and_show_what_their_cells_do(site: Path) -> None:
     for path in notebooks:
         page = (site / "notebooks" / f"{path.stem}.html").read_text()
         n_cells = len(re.findall(r"^# %%$", path.read_text(), re.MULTILINE))
-        assert page.count('<div class="highlight">') == n_cells, path
-        assert page.count('class="xshard"') + page.count('<div class="shown highlight">') >= 3, path
+        assert page.count('<div class="language-python highlight">') == n_cells, path
+        assert page.count('class="xshard"') + page.count(' shown highlight">') >= 3, path
         book = json.loads(path.with_suffix(".ipynb").read_text())  # python docs/site/notebooks.py
         sources = [re.sub(r"\.py\)", ".ipynb)", cell.source) for cell in jupytext.read(path).cells]
         assert ["".join(cell["source"]) for cell in book["cells"]] == sources, path
@@ -52,6 +52,17 @@ def test_notebooks_are_run_and_show_what_their_cells_do(site: Path) -> None:
     halos = (site / "notebooks/halos.html").read_text()
     assert "right: 0 0 0 0 0 0 9 18 18 9 0 0 0 0 0 0" in halos
     assert "alone: 0 0 0 0 0 0 9 9 9 9 0 0 0 0 0 0" in halos
+
+
+def test_long_lines_of_code_wrap_so_that_comments_are_seen(site: Path) -> None:
+    """By a style for blocks of a language: their class comes from the highlighter."""
+    wraps = re.search(r":is\(\.(language-\w+).*white-space: pre-wrap", (site / "site/site.css").read_text())
+    assert wraps and f'<div class="{wraps[1]} highlight">' in (site / "start.html").read_text()
+
+
+def test_colours_follow_the_system_until_the_reader_chooses(site: Path) -> None:
+    schemes = re.findall(r'data-md-color-media="(.*?)"', (site / "start.html").read_text())
+    assert schemes[0] == "(prefers-color-scheme)" and len(set(schemes)) == 3
 
 
 def test_bars_in_tables_are_bars(site: Path) -> None:

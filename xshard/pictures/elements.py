@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
+from zlib import crc32
 
 # Light hues that people who do not see some colours can tell apart; with black text on all of them
 # (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
@@ -23,12 +24,13 @@ STROKES = {
     "2": ("M4 0v8", 1.0),
     "3": ("M0 4h8M4 0v8", 1.0),
 }
-PATTERNS = "".join(
-    f'<pattern id="xs-{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse"><path d="{path}" '
-    f'stroke="#111" stroke-opacity=".4" stroke-width="{width}" stroke-linecap="round"/></pattern>'
+PATTERNS = {
+    name: f'<pattern id="xs-{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse">'
+    f'<path d="{path}" stroke="#111" stroke-opacity=".4" stroke-width="{width}" stroke-linecap="round"/>'
+    "</pattern>"
     for name, (path, width) in STROKES.items()
     for size in [12 if name == "sum" else 8]
-)
+}
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -63,10 +65,14 @@ def stacked(parts: Sequence[Shape]) -> Shape:
 def element(framed: Shape, label: str) -> str:
     """The `<svg>` of a framed shape. label: a description for readers who do not see it."""
     *_, width, height = framed.box
+    patterns = (PATTERNS[name] for name in STROKES if f"#xs-{name})" in framed.body)
+    own = f"xs{crc32(f'{label}{framed.body}'.encode()):08x}-"  # a page has no id twice
+    inside = f"<defs>{''.join(patterns)}</defs>{framed.body}"
+    inside = inside.replace('id="xs-', f'id="{own}').replace("(#xs-", f"(#{own}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'role="img" aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
-        f'font-family="ui-monospace, monospace"><defs>{PATTERNS}</defs>{framed.body}</svg>'
+        f'font-family="ui-monospace, monospace">{inside}</svg>'
     )
 
 
@@ -79,7 +85,8 @@ def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
     """A rectangle. said: its text for a pointer; more: its attributes."""
     left, top, right, bottom = box
     place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
-    stroke = "" if fill.startswith("url") else ' stroke="currentColor" stroke-width=".6"'
+    ink = "currentColor" if fill == "none" else "#111"  # light blocks have dark borders on dark pages, too
+    stroke = "" if fill.startswith("url") else f' stroke="{ink}" stroke-width=".6"'
     inside = f"<title>{escape(said)}</title>" if said else ""
     return Shape(f'<rect {place} fill="{fill}"{stroke} {more}>{inside}</rect>', box)
 

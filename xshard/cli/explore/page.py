@@ -59,7 +59,7 @@ def live_page() -> str:
         f"<details><summary>Notation</summary><dl>{rows}</dl></details>"
         f'<nav aria-label="Examples">{"".join(examples)}</nav>'
         f'<div class="copies">{"".join(copies)}<span id="copied" role="status"></span></div>'
-        '<main id="shown" aria-live="polite"></main>'
+        '<div id="shown" aria-live="polite"></div>'
     )
     return html_page("xshard explore", body, "steps.js", "live.js")
 
@@ -90,6 +90,6 @@ def html_page(title: str, body: str, *scripts: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>' + escape(title) + "</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<style>{style}</style></head><body><header><h1>{escape(title)}</h1></header>{body}"
+        f"<style>{style}</style></head><body><header><h1>{escape(title)}</h1></header><main>{body}</main>"
         f"<script>{''.join(parts)}</script></body></html>"
     )

@@ -73,7 +73,8 @@ def _planned(fields: dict[str, str]) -> Shown:
     options = lengths_for(expression, fields["lengths"])
     if "sizes" in options or ARROW in expression:
         options |= {"profile": profile, "memory_limit": fields["memory_limit"].strip() or None}
-        return make_plan(expression, mesh, dtype=fields["dtype"], **options)
+        plan: Shown = make_plan(expression, mesh, dtype=fields["dtype"], **options)
+        return plan
     check_axes(layout := Layout.parse(expression), mesh, expression)
     return Sharding(layout, mesh, options["shape"])
 
@@ -112,9 +113,9 @@ def sections(shown: Shown) -> str:
 def plan_page(plan: Plan | ContractionPlan) -> str:
     """A plan as a file."""
     text = plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
-    return html_page(f"xshard: {text}", f'<main id="shown">{sections(plan)}</main>', "steps.js")
+    return html_page(f"xshard: {text}", f'<div id="shown">{sections(plan)}</div>', "steps.js")
 
 
 def suggestion_page(suggestion: Suggestion) -> str:
     """A suggestion as a file."""
-    return html_page("xshard suggest", f'<main id="shown">{html(suggestion)}</main>')
+    return html_page("xshard suggest", f'<div id="shown">{html(suggestion)}</div>')
