@@ -8,19 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import accumulate, combinations, pairwise, product
+from operator import mul
 from typing import Any
 
+from xshard.layout import Layout
 from xshard.notation.parser import ARROW, parts_of
-from xshard.step.op import COPY, REPLICAS, Op
+from xshard.step.op import COPY, REPLICAS, SUM, Op, dims_of
 from xshard.step.step import TrainingStep
-from xshard.step.views import common_factors, grouped
 
-Names = list[list[str]]  # of the dims of an array: several that are one dim of it are a list
-Row = tuple[str | int, ...]  # for each array the dim that an axis shards, or a tag
-Rows = list[tuple[Row, tuple[int, ...]]]  # with the number of the rule that each comes from
+Rows = list[tuple[int, ...]]  # for each array the dim that an axis shards, or a tag
 LIGHT = ("pointwise", "linear", "source")
-FIRST = "~"  # in the names of the first of two operations
 
 
 def fused(step: TrainingStep) -> TrainingStep:
@@ -41,7 +39,7 @@ def fused(step: TrainingStep) -> TrainingStep:
     act   pointwise    b (g h) -> b g h  up
     loss  loss         b g h ->          act
     """
-    ops, lengths, tried, changed = {op.name: op for op in step.ops}, {**step.lengths}, set[Any](), True
+    ops, tried, changed = {op.name: op for op in step.ops}, set[Any](), True
     while changed:
         changed = False
         for name in list(ops):
@@ -50,7 +48,7 @@ def fused(step: TrainingStep) -> TrainingStep:
                 one, first, second = None, ops.get(ops[name].operands[k]), ops[name]
                 if first and (first, second, k) not in tried and _may_join(ops, first, second, k, step):
                     tried.add((first, second, k))
-                    one = _joined(first, second, k, step, lengths)
+                    one = _joined(first, second, k, step)
                 if first is None or one is None:
                     k += 1
                     continue
@@ -59,10 +57,9 @@ def fused(step: TrainingStep) -> TrainingStep:
                     del ops[first.name]
     parameters = {**step.parameters}
     for op in reversed(ops.values()):  # a parameter has the dims of the first operation that uses it
-        for operand, names in zip(op.operands, _arrays(op), strict=False):
-            if operand in parameters:
-                parameters[operand] = " ".join(map(grouped, names))
-    return replace(step, ops=tuple(ops.values()), lengths=lengths, parameters=parameters)
+        used = zip(op.operands, op.arrays, strict=False)
+        parameters |= {name: str(array) for name, array in used if name in parameters}
+    return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
 def _uses(ops: Mapping[str, Op], op: Op) -> int:
@@ -84,50 +81,46 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
     if _is_free(first):
         return not is_place and (only or anywhere or not step.module(first, left=False))
     if _is_free(second):
-        before, after = (_elements(_arrays(op)[-1:], step.lengths) for op in (first, second))
+        before, after = (_elements(op.arrays[-1:], step.lengths) for op in (first, second))
         return only and not is_place and after <= before
     light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
     return only and first.kind in LIGHT and light
 
 
-def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str, int]) -> Op | None:
+def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     """Two operations as one; None if moves are possible between them and could be worth their while.
 
-    lengths: gets the new names.
+    Its rules are the pairs of their rules that do the same in the array between them.
     """
-    arrays, m = [*_arrays(first, FIRST), *_arrays(second)], len(first.operands)
-    known = {**lengths, **{name + FIRST: n for name, n in lengths.items()}}
-    starts = [*enumerate(_rows(first, arrays[: m + 1])), (-1, (COPY,) * (m + 1))]
-    later = enumerate(_rows(second, arrays[m + 1 :]))
-    rows: Rows = [((*a, *b), (i, j)) for (i, a), (j, b) in product(starts, later)]
-    arrays, rows = _same(arrays, rows, m + 1 + k, m, known, cut=m + 1)
+    arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
+    pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
+    rows = _same([(*a, *b) for a, b in pairs], arrays, step.lengths, m, start + k)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
-    rest = [m + 1 + i for i in range(len(second.operands)) if i != k]
+    rest = [start + i for i in range(len(second.operands)) if i != k]
     before = 0 if entered[0] and not entered[1] else k
     order = [*rest[:before], *range(m), *rest[before:]]
-    name = (*first.operands, "", *second.operands)
-    for i, j in combinations(order, 2):
-        if i in order and j in order and name[i] == name[j]:  # one array, used twice
-            one = _same(arrays, rows, i, j, known)
-            flat = [_flat(names) for names in one[0]]
-            distinct = one[1] and all(len(set(each)) == len(each) for each in flat)
-            if distinct and not _misses(first, second, one[1], step):
-                arrays, rows = one
-                order.remove(j)
+    name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
+    twice = [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]
+    for i, j in twice:
+        one = _same(rows, arrays, step.lengths, i, j)
+        sharded = [any(row[i] >= 0 for row in each) for each in (rows, one)]
+        if not step.moves_anywhere or (sharded[0] == sharded[1] and not _misses(first, second, one, step)):
+            rows = one
+            order = [x for x in order if x != j]
     if _misses(first, second, rows, step):
         return None
-    ways = dict.fromkeys(tuple(row[i] for i in (*order, -1)) for row, _ in rows)
-    arrays = [arrays[i] for i in (*order, -1)]
-    plain = _plain(arrays, known, lengths)
-    arrays = [[[plain.get(n, n) for n in dim] for dim in names] for names in arrays]
-    sides = [" ".join(map(grouped, names)) for names in arrays]
-    text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}"
-    operands, flat = tuple(name[i] for i in order), list(map(_flat, arrays))
+    shown = [*order, start + len(second.operands)]
+    # Where one dim is several dims in the other operation, axes shard the first of them first.
+    places = [(i, 0) for i in range(len(arrays)) if i not in (*range(m + 1), *range(start, shown[-1] + 1))]
+    for i, j in ((m, start + k), (start + k, m)):
+        ends = zip(*(_parts(arrays[x], step.lengths) for x in (i, j)), strict=True)
+        places += [(i, d) for d, (here, there) in enumerate(ends) if len(here) > 1 and here != there]
+    known = {_column(rows, arrays[i], i, d) for i in shown for d in range(len(arrays[i].dims))}
+    inside = dict.fromkeys(_column(rows, arrays[i], i, d) for i, d in places)
+    inside = [column for column in inside if column not in known and {*column[1]} != {REPLICAS}]
     rules = (
-        tuple(flat[i].index(plain.get(p, p)) if isinstance(p, str) else p for i, p in enumerate(way))
-        for way in ways
-        if {*way} != {REPLICAS}
+        (*(row[i] for i in shown), *more) for row, *more in zip(rows, *(c for _, c in inside), strict=True)
     )
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
     how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses, "saved": base.saved}
@@ -135,89 +128,55 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep, lengths: dict[str
         how = {"kind": base.kind}
     elif base.kind in LIGHT and not order:
         how = {"kind": "source", "accesses": 0.0}
-    if flops := sum(op.work.flops * _elements(_arrays(op), lengths) for op in (first, second)):
-        how["flops"] = flops / _elements(arrays, lengths)
-    how |= {"rules": tuple(rules), "times": second.times, "leaves": step.module(second, left=True)}
-    how["enters"] = entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1]
-    return Op(second.name, text, operands, **how)
+    if flops := sum(op.work.flops * _elements(op.arrays, step.lengths) for op in (first, second)):
+        how["flops"] = flops / _elements([arrays[i] for i in shown], step.lengths)
+    return Op(
+        name=second.name,
+        text=f"{', '.join(str(arrays[i]) or '()' for i in order)} {ARROW} {arrays[shown[-1]]}",
+        operands=tuple(name[i] for i in order),
+        rules=tuple(rule for rule in dict.fromkeys(rules) if {*rule} != {REPLICAS}),
+        times=second.times,
+        enters=entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1],
+        leaves=step.module(second, left=True),
+        inside=tuple(text for text, _ in inside),
+        **how,
+    )
 
 
 def _misses(first: Op, second: Op, rows: Rows, step: TrainingStep) -> bool:
     """Whether a rule of a product is lost, or of what a free operation joins, though a move could use it."""
-    if not step.moves_anywhere:
-        return False
-    for side, (op, beside) in enumerate(((first, second), (second, first))):
-        numbers = set(range(len(op.axis_rules) - 1)) - {origin[side] for _, origin in rows}
-        if numbers and not _is_free(op) and (op.kind not in LIGHT or _is_free(beside)):
-            return True
-    return False
+    n = len(first.every)
+    sides = (first, second, {row[:n] for row in rows}), (second, first, {row[n:] for row in rows})
+    return step.moves_anywhere and any(
+        not _is_free(op) and (op.kind not in LIGHT or _is_free(beside)) and {*op.axis_rules} - found
+        for op, beside, found in sides
+    )
 
 
-def _same(
-    arrays: list[Names], rows: Rows, i: int, j: int, lengths: dict[str, int], cut: int = 0
-) -> tuple[list[Names], Rows]:
-    """Arrays i and j are one: their dims are split into common factors, by names of i if it has them.
-
-    Rules stay if they do the same in both. cut: where arrays of a second operation begin.
-    """
-    meaning = dict[str, list[str]]()
-    for pair in zip(arrays[i], arrays[j], strict=True):
-        factors = common_factors(*([lengths[n] for n in dim] for dim in pair))
-        names = {f: f"n{n}{FIRST}{len(lengths) + f}" for f, n in enumerate(factors.lengths)}
-        both = [list(zip(dim, of, strict=True)) for dim, of in zip(pair, factors[1:], strict=True)]
-        names |= {of[0]: name for side in reversed(both) for name, of in side if len(of) == 1}
-        lengths |= {name: factors.lengths[f] for f, name in names.items()}
-        for name, of in (each for side in both for each in side):
-            if meaning.setdefault(name, new := [names[f] for f in of]) != new:
-                return arrays, []  # a transposed copy
-    arrays = [[[new for n in dim for new in meaning.get(n, [n])] for dim in names] for names in arrays]
-    refined = ((new, origin) for row, origin in rows for new in _refined(row[:cut], row[cut:], meaning))
-    return arrays, [(row, origin) for row, origin in refined if row[i] == row[j]]
+def _same(rows: Rows, arrays: Sequence[Layout], lengths: Mapping[str, int], i: int, j: int) -> Rows:
+    """The rules that do the same in two arrays: they shard parts of one dim that overlap, or have one tag."""
+    spans = [list[tuple[int, int, int]](), list[tuple[int, int, int]]()]
+    for own, array in zip(spans, (arrays[i], arrays[j]), strict=True):
+        for d, parts in enumerate(_parts(array, lengths)):
+            own += [(d, *ends) for ends in pairwise(accumulate(parts, mul, initial=1))]
+    equal = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
+    for (a, (d, low, high)), (b, (e, start, end)) in product(*map(enumerate, spans)):
+        equal |= {(a, b)} if d == e and low < end and start < high else set()
+    return [row for row in rows if (row[i], row[j]) in equal]
 
 
-def _refined(one: Row, other: Row, meaning: Mapping[str, list[str]]) -> Iterable[Row]:
-    """Rules of two operations after a change of names: an axis shards either factor of a dim.
-
-    If it shards dims of several names, that is the first factor.
-    """
-
-    def each(row: Row) -> list[Row]:
-        names = {part for part in row if isinstance(part, str)}
-        n = max((len(meaning.get(name, [name])) for name in names), default=1) if len(names) == 1 else 1
-        return [tuple(meaning.get(p, [p])[f] if isinstance(p, str) else p for p in row) for f in range(n)]
-
-    return ((*a, *b) for a, b in product(each(one), each(other)))
+def _parts(array: Layout, lengths: Mapping[str, int]) -> list[list[int]]:
+    """The lengths of the dims that are one dim of an array, for each of these."""
+    return [[lengths[name] for name in parts_of(dim)] for dim in array.dims]
 
 
-def _plain(arrays: Sequence[Names], known: Mapping[str, int], lengths: dict[str, int]) -> dict[Any, str]:
-    """Names without marks for those that have one."""
-    plain, names = dict[Any, str](), list(dict.fromkeys(n for each in arrays for n in _flat(each)))
-    taken = {name for name in names if FIRST not in name}
-    for name in names:
-        if FIRST in name:
-            new, i, n = (wanted := name.partition(FIRST)[0]), 1, known[name]
-            while new in taken or lengths.get(new, n) != n:
-                i += 1
-                new = f"{wanted}_{i}"
-            plain[name], lengths[new] = new, n
-            taken.add(new)
-    return plain
+def _column(rows: Rows, array: Layout, i: int, d: int) -> tuple[str, tuple[int, ...]]:
+    """A dim of array i and its part that each rule shards."""
+    names, parts = dims_of(array), parts_of(array.dims[d])
+    held = (names[row[i]] if row[i] >= 0 else "" for row in rows)
+    return array.dims[d].name, tuple(parts.index(n) if n in parts else REPLICAS for n in held)
 
 
-def _rows(op: Op, arrays: Sequence[Names]) -> list[Row]:
-    flat = list(map(_flat, arrays))
-    return [tuple(d[p] if p >= 0 else p for p, d in zip(rule, flat, strict=True)) for rule in op.axis_rules]
-
-
-def _arrays(op: Op, mark: str = "") -> list[Names]:
-    """The dims of operands and result, with a mark after their names."""
-    return [[[name + mark for name in parts_of(dim)] for dim in array.dims] for array in op.arrays]
-
-
-def _flat(names: Names) -> list[str]:
-    return [name for dim in names for name in dim]
-
-
-def _elements(arrays: Sequence[Names], lengths: Mapping[str, int]) -> int:
+def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
     """Elements of the space of all dims."""
-    return math.prod(lengths[name] for name in {name for names in arrays for name in _flat(names)})
+    return math.prod(lengths[name] for name in {name for array in arrays for name in dims_of(array)})

@@ -48,8 +48,16 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     stream = dims_of(next((op.result for op in step.ops if op.kind == "carry"), step.ops[0].result))
     weights = [dim for name in step.parameters for dim in dims_of(step.arrays[name])]
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
-    tensor = [*(dim for dim in weights if dim not in stream), *sequence]
-    lasts = {"batch": [step.batch], "sequence": sequence, "tensor": tensor, "heads": sequence}
+    tensor = [dim for dim in weights if dim not in stream]
+    for op in step.ops:  # other names of these dims
+        rules = (zip(op.dims, rule, strict=False) for rule in op.axis_rules)
+        names = [[dims[way] for dims, way in rule if way >= 0] for rule in rules]
+        for operand, array in zip(op.operands, op.arrays, strict=False):
+            ends = zip(step.arrays[operand].dims, array.dims, strict=True)
+            names += [[*parts_of(made), *parts_of(used)] for made, used in ends]
+        for same in (same for same in names if {*same} & {*tensor}):
+            tensor += [dim for dim in same if dim not in (*tensor, *stream)]
+    lasts = {"batch": [step.batch], "sequence": sequence, "tensor": [*tensor, *sequence], "heads": sequence}
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
     for node in problem.nodes:
         ways, op = node.ways, step.by_name.get(node.name)
@@ -60,7 +68,7 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
         elif op is None:
             flags.append(np.ones(len(ways), bool))
         else:
-            last = tensor if (plan.last, op.kind) == ("heads", "attention") else lasts[plan.last]
+            last = lasts["tensor"] if (plan.last, op.kind) == ("heads", "attention") else lasts[plan.last]
             ranks = _ranks(op, ways[..., :-1], [step.batch]) + _ranks(op, ways[..., -1:], last)
             weight = max((sizes[name] for name in op.operands if name in sizes), default=0)
             is_free = weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss")

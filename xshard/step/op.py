@@ -83,7 +83,8 @@ class Op:
     operation that gives the operand of a `carry` from the second time on.
     enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
-    flops, accesses, saved: they replace the numbers of its class (`Kind`).
+    flops, accesses, saved: they replace the numbers of its class (`Kind`). inside: in a chain of operations,
+    the dims of arrays between them, after the result in `rules`.
     Raises NotationError, PlanError.
 
     >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
@@ -104,6 +105,7 @@ class Op:
     flops: float | None = None
     accesses: float | None = None
     saved: float | None = None
+    inside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("operands", "whole"):
@@ -127,6 +129,11 @@ class Op:
         """The arrays of the operands, then of the result; dims that are one have a name such as `(g d)`."""
         return parse_arrays(self.text)
 
+    @cached_property
+    def every(self) -> tuple[Layout, ...]:
+        """The arrays of the operands, of the result, and inside."""
+        return (*self.arrays, *(parse_arrays(f"{ARROW} {text}")[0] for text in self.inside))
+
     @property
     def result(self) -> Layout:
         """The array of the result."""
@@ -145,9 +152,9 @@ class Op:
 
     @cached_property
     def axis_rules(self) -> tuple[tuple[int, ...], ...]:
-        """For each rule of one axis the dim that it shards in every array, or a tag; the last is idle."""
+        """For each rule of one axis the dim that it shards in `every` array, or a tag; the last is idle."""
         *operands, result = self.dims
-        idle, kind = (REPLICAS,) * len(self.dims), KINDS[self.kind]
+        idle, kind = (REPLICAS,) * len(self.every), KINDS[self.kind]
         if self.rules is not None or self.kind == "opaque":
             return (*map(self._parsed, self.rules or ()), idle)
         rules = []
@@ -159,7 +166,9 @@ class Op:
 
     def text_of(self, rule: Sequence[int]) -> str:
         """A rule as a contraction over the axis `x`."""
-        *sides, result = (str(layout_of([way], dims, "x")) for way, dims in zip(rule, self.dims, strict=True))
+        *sides, result = (
+            str(layout_of([way], dims, "x")) for way, dims in zip(rule, self.dims, strict=False)
+        )
         return f"{', '.join(sides)} {ARROW} {result}".strip()
 
     def _parsed(self, text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -218,10 +227,10 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> NDArray[np.int
     table, n_axes = np.array(op.axis_rules), len(mesh.axes)
     chosen = np.indices((len(table),) * n_axes).reshape(n_axes, -1).T
     ways, fits = np.swapaxes(table[chosen], 1, 2).copy(), np.ones(len(chosen), bool)
-    for j, array in enumerate(op.arrays):
+    for j, array in enumerate(op.every):
         ways[:, j], fitting = _in_array(ways[:, j], array, lengths, mesh)
         fits &= fitting
-    ways = ways[fits]
+    ways = ways[fits, : len(op.arrays)]
     first = np.unique(ways, axis=0, return_index=True)[1]  # rules over dims that are one are the same layouts
     return ways[np.sort(first)]
 
