@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import xshard as xs
 from tests.torch_bridge.helpers import RECENT, error_of, on_ranks
 from torch_bridge.compat import spmd_types as ours
 from xshard import compat
+
+pytest.importorskip("spmd_types", reason="spmd_types, beside which this is tested, is not installed")
 
 WHOLE = ("R", "I", "P")  # types of which every rank has all elements
 
@@ -63,15 +68,68 @@ def _transitions() -> None:
     assert ours.redistribute(uneven, None, src="S(0)", dst="R", shape=(5,)).tolist() == list(range(5))
 
 
-def _without_warnings() -> None:
+def _quiet(function: Callable[[], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs calls what torch renames
-        _transitions()
+        function()
 
 
 @pytest.mark.skipif(not RECENT, reason="theirs exchanges lists, which gloo does since torch 2.13")
 def test_every_transition_has_their_values_and_gradients() -> None:
-    on_ranks(2, _without_warnings)
+    on_ranks(2, functools.partial(_quiet, _transitions))
+
+
+def _several_axes() -> None:
+    """Beside their own moves, an axis at a time; and what these refuse: a dim that two axes shard."""
+    import spmd_types as theirs
+    from spmd_types import S, TensorSharding
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank, own, whole = dist.get_rank(), theirs.redistribute, torch.arange(64.0).reshape(8, 8)
+    pairs = itertools.permutations(itertools.product(("R", "I", "P", "S(0)", "S(1)"), repeat=2), 2)
+    for src, dst in list(pairs)[::17]:
+        first = int(src[0] == dst[1] or dst[0] not in "RIP")  # what ends a shard goes first
+        between = (dst[0], src[1]) if first == 0 else (src[0], dst[1])
+        if any(a == b and "S" in a for a, b in (src, between, dst)):
+            continue  # two axes shard a dim: below
+        types = {text: S(int(text[2])) if "(" in text else getattr(theirs, text) for text in {*src, *dst}}
+        at = mesh.get_coordinate()
+        x = torch.arange(16.0).reshape(4, 4) + sum(100 * at[i] for i in range(2) if src[i] not in "RI")
+        results = []
+        for planned in (False, True):
+            y = leaf = x.clone().requires_grad_()
+            if planned:
+                with ours.planned():
+                    ends = ({"dp": types[end[0]], "tp": types[end[1]]} for end in (src, dst))
+                    y = theirs.redistribute(y, mesh, src=next(ends), dst=next(ends))
+            else:
+                for i in (first, 1 - first):
+                    if src[i] != dst[i]:
+                        y = theirs.redistribute(y, mesh.get_group(i), src=types[src[i]], dst=types[dst[i]])
+            w = torch.arange(y.numel()).reshape(y.shape) + sum(
+                7.0 * at[i] for i in range(2) if dst[i] not in "IP"
+            )
+            gradient = torch.autograd.grad(y, leaf, w)[0]
+            for i in range(2):  # addends are compared by their sum
+                for tensor in (*([y.detach()] * (dst[i] == "P")), *([gradient] * (src[i] == "R"))):
+                    dist.all_reduce(tensor, group=mesh.get_group(i))
+            results.append((y, gradient))
+        assert all(map(torch.equal, *results)), (src, dst)
+    blocks = distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).requires_grad_()
+    ends = TensorSharding(("dp", "tp")), TensorSharding("tp", "dp")
+    with pytest.raises(NotImplementedError):
+        theirs.spmd_redistribute(blocks, *ends)
+    with ours.planned():
+        y = theirs.spmd_redistribute(blocks, *ends)
+    assert theirs.redistribute is own
+    assert list(y.placements) == [Shard(1), Shard(0)] and torch.equal(y.full_tensor(), whole)
+    (y.to_local() * (rank + 1)).sum().backward()
+    assert blocks.grad.to_local().tolist() == [[1.0 + rank // 2] * 4 + [3.0 + rank // 2] * 4] * 2
+
+
+@pytest.mark.skipif(not RECENT, reason="theirs exchanges lists, which gloo does since torch 2.13")
+def test_moves_over_several_axes_are_planned_inside_the_context() -> None:
+    on_ranks(4, functools.partial(_quiet, _several_axes))
 
 
 MESH = xs.Mesh(dp=2, cp=2, tp=2)

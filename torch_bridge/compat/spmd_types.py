@@ -8,13 +8,15 @@ layout moves along several axes at once, and has means, orders and halos, for wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bridge import dtensor
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.redistribution import redistribute as moved
 from xshard import Layout, compat
@@ -72,6 +74,53 @@ def redistribute(
         x = moved(x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels)
         x = (x.squeeze(0) if after == "V" else x).to(out_dtype or op_dtype or x.dtype)
     return x
+
+
+@contextmanager
+def planned() -> Iterator[None]:
+    """Inside, moves of spmd_types over several axes are one plan; moves over one axis remain its own.
+
+    `spmd_types.redistribute(x, mesh, src=, dst=)` then also takes types of several axes, as `from_types`
+    does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)` plans all axes of a
+    DTensor together, also for dims that several axes shard. Raises as `redistribute` and `from_types` do.
+
+    >>> import spmd_types, torch, torch_bridge as xt
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch_bridge.compat.spmd_types import planned
+    >>> def turn():
+    ...     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    ...     x = torch.full((1, 2), mesh.get_rank())
+    ...     with planned():
+    ...         y = spmd_types.redistribute(x, mesh, src={"dp": "S(0)", "tp": "P"}, dst={"dp": "S(1)"})
+    ...     return y.tolist()
+    >>> xt.testing.run_ranks(2, turn)[0]
+    [[0], [1]]
+    """
+    import spmd_types
+    from spmd_types import _dtensor
+
+    theirs, dtensors = spmd_types.redistribute, _dtensor.spmd_redistribute
+
+    def of_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:
+        if not isinstance(getattr(src, "local_type", src), Mapping):
+            return theirs(x, axis, src=src, dst=dst, **options)
+        layouts = (from_types(types, x.ndim) for types in (src, dst))
+        return moved(x, " -> ".join(map(str, layouts)), axis)
+
+    def of_dtensors(x: Any, src: Any, dst: Any) -> Any:
+        before, after = (
+            dtensor.to_placements(from_types({}, x.ndim, spec), x.device_mesh) for spec in (src, dst)
+        )
+        changed = zip(x.placements, before, after, strict=True)
+        return dtensor.redistribute(x, [now if one == other else other for now, one, other in changed])
+
+    spmd_types.redistribute, spmd_types.spmd_redistribute = of_blocks, of_dtensors
+    _dtensor.spmd_redistribute = of_dtensors
+    try:
+        yield
+    finally:
+        spmd_types.redistribute, spmd_types.spmd_redistribute = theirs, dtensors
+        _dtensor.spmd_redistribute = dtensors
 
 
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
