@@ -18,8 +18,8 @@ from typing import Any
 
 import xshard as xs
 from benchmarks import record
-from benchmarks.planner.timing import clear_caches
 from tests.fuzz.chains import random_layout
+from xshard.notation.maps import empty_caches
 
 SIZES, LENGTHS = (2, 2, 3, 4, 4), (7, 10, 36, 48, 60, 64, 96, 100, 128, 128, 256, 256, 512, 1024, 2048, 4096)
 MACHINES = ("h100", "h100", "h100:4", "a100:2", "bandwidth", "gloo", "tpu_v5e")
@@ -51,7 +51,7 @@ def measured(kind: str, seed: int) -> dict[str, Any]:
     text = f"{', '.join(map(str, layouts[:-1]))} -> {layouts[-1]}"
     shape = [tuple(lengths[d] for d in names) for names in arrays[:-1]]
     dtype, machine = rng.choice(("float32", "bfloat16")), rng.choice(MACHINES)
-    clear_caches()
+    empty_caches()
     gc.collect()
     start = time.process_time()
     whole = shape if kind == "einsum" else shape[0]

@@ -5,13 +5,13 @@ Planning is one thread's work, so processor time is measured: other processes do
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import xshard as xs
 from benchmarks.cases import Case
+from xshard.notation.maps import empty_caches
 
 REPEATS = 3  # the quickest cold plan counts: the others were disturbed
 LOOK_UPS = 2000
@@ -47,15 +47,6 @@ def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
     }
 
 
-def clear_caches() -> None:
-    """Empty every `lru_cache` of the package."""
-    for name, module in list(sys.modules.items()):
-        if name == "xshard" or name.startswith("xshard."):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-
-
 def look_up_s(calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> float:
     """Processor seconds to get a plan again, the median of the calls of `xs.plan`."""
     seconds = []
@@ -72,7 +63,7 @@ def quickest(work: Callable[[], object]) -> float:
     """Processor seconds of the quickest of some calls, each with every cache of the package empty."""
     seconds = []
     for _ in range(REPEATS):
-        clear_caches()
+        empty_caches()
         gc.collect()
         start = time.process_time()
         work()

@@ -17,6 +17,7 @@ from tests.fuzz.chains import random_needs, random_owners
 from tests.fuzz.run import fuzz
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import pieces, runs
+from xshard.notation import maps
 from xshard.notation.parser import Dim
 
 MESH = xs.Mesh(gp=2)
@@ -129,6 +130,32 @@ def test_moved_rows_and_their_new_owners():
         owners = owners.moved(rows, to)
         assert [owners.part(i).tolist() for i in range(4)] == lists
         assert xs.Owners(owners.owner, 4).sizes == owners.sizes
+
+
+def test_caches_let_go_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty moves of a thousand rows: caches keep ten maps at most, and texts of dead ones are refused."""
+    rng, mesh, n = np.random.default_rng(0), xs.Mesh(gp=8), 1000
+    monkeypatch.setattr(maps, "MOST_NEW_ROWS", 10 * n)
+    before = xs.Owners(rng.integers(0, 8, n))
+    gc.collect()
+    alive = len(maps._KNOWN)
+    for _ in range(50):
+        after = before.moved(rng.choice(n, n // 10, replace=False), rng.integers(0, 8, n // 10))
+        both = {"before": before, "after": after}
+        plan = xs.plan("n/by(gp,before) -> n/by(gp,after)", mesh, (n,), "int8", maps=both)
+        lacks = np.bincount(after.owner[after.owner != before.owner])
+        assert plan.bytes_received == plan.bytes_lower_bound == max(lacks)
+        before, text = after, str(plan.dst)
+    del plan, both
+    gc.collect()
+    assert len(maps._KNOWN) <= alive + 12
+    digest = after.digest
+    assert xs.Layout.parse(text) == xs.Layout.parse("n/by(gp,after)", {"after": after})
+    del before, after, lacks
+    maps.empty_caches()
+    gc.collect()
+    with pytest.raises(NotationError, match=f"the map 'after@{digest}' is not in this process"):
+        xs.Layout.parse(text)
 
 
 def test_the_bytes_of_a_need_are_the_rows_that_parts_lack():

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import xshard as xs
-from benchmarks.planner.timing import clear_caches
+from xshard.notation.maps import empty_caches
 from xshard.plans import kept
 from xshard.search.a_star import Search
 
@@ -41,7 +41,7 @@ def again(tmp_path, monkeypatch):
     monkeypatch.setenv("XSHARD_CACHE", str(tmp_path))
 
     def start(plans=program):
-        clear_caches()
+        empty_caches()
         searches.clear()
         return plans(), len(searches)
 

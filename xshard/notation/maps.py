@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -19,6 +20,8 @@ from xshard.errors import NotationError, ShapeError
 
 Numbers = NDArray[np.int64]
 MOST_ROWS = 2**31  # in all parts of a map together
+MOST_NEW_ROWS = 2**22  # of new maps; then all caches are emptied: at 60 to 80 bytes a row they hold 0.3 GiB
+HOLD_MAPS = ("xshard", "torch_bridge.calls", "torch_bridge.lower.rules", "torch_bridge.contractions")
 DIGEST = r"@[0-9a-f]{16}"  # how a text names the content of a map
 
 _KNOWN: WeakValueDictionary[str, RowMap] = WeakValueDictionary()  # by digest: maps that texts may name
@@ -28,6 +31,7 @@ class RowMap:
     """For every part a list of rows; equal by content. `str` is its text in a layout: a name and a digest."""
 
     name = "map"
+    _new_rows = 0  # in new maps since the caches were empty
 
     def __init__(self, rows: Numbers, starts: Numbers) -> None:
         self.rows, self.starts = rows, starts  # the rows of all parts, and the place where each part begins
@@ -40,6 +44,10 @@ class RowMap:
         self._first = None
         if (first := _KNOWN.setdefault(self.digest, self)) is not self:  # known as long as either lives
             self._first, self.rows, self.starts = first, first.rows, first.starts
+            return
+        RowMap._new_rows += len(rows)
+        if RowMap._new_rows > MOST_NEW_ROWS:
+            empty_caches()
 
     @classmethod
     def of_rows(cls, rows: Any) -> Self:
@@ -317,6 +325,15 @@ def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
     """Places of keys 0 to `n` - 1 by key, those of one key in ascending order, and where each key begins."""
     starts = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=n))]).astype(np.int64)
     return np.argsort(keys.astype(np.min_scalar_type(n)), kind="stable"), starts  # short keys sort fast
+
+
+def empty_caches() -> None:
+    """Empty every cache of results for layouts: an entry keeps the maps of its layouts."""
+    RowMap._new_rows, kind = 0, type(lru_cache(len))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(HOLD_MAPS):
+            for cache in [value for value in vars(module).values() if isinstance(value, kind)]:
+                cache.cache_clear()
 
 
 def unique_rows(rows: Numbers) -> Numbers:
