@@ -43,6 +43,7 @@ class Case:
 CELLS = xs.Owners([3, 0, 0, 3, 1, 3, 0, 3, 1], parts=4)
 NEAR = xs.Needs.of_rows([[8, 4], [], [0, 1, 4, 8], [1, 8]])
 TURNED = xs.Owners.of_rows([[5, 3], [0, 8, 1], [7], [6, 2, 4]])
+ONE_WAY = xs.Needs.of_rows([[], [], [3], []])
 ALL = xs.Needs.of_rows([[5, 7, 6, 4], [0, 1, 2, 3]])
 
 CASES = (
@@ -233,6 +234,7 @@ CASES = (
     Case("reads-of-sum", f"n d | sum(b) -> n/a:reads({ALL}) d", "a=2,b=2", (8, 3)),
     Case("reads-and-halo", f"n/a d/b -> n/a:reads({ALL}) d/b:halo(1,1)", "a=2,b=2", (8, 4)),
     Case("reads-folded", f"n/by(a,{CELLS}):fold(reads({NEAR})) d -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
+    Case("reads-one-way", f"n/a d -> n/a:reads({ONE_WAY}) d", "a=4", (8, 2)),
     Case("reads-migrate", f"n/by(a,{CELLS}):reads({NEAR}) -> n/by(a,{TURNED})", "a=4", (9,)),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,6 +80,36 @@ def _owners() -> None:
     assert torch.equal(product, x @ whole[:2])
 
 
+def _forces() -> None:
+    """A network on a directed graph of systems with rows on all ranks: energies and forces of one device."""
+    rng, mesh, n = np.random.default_rng(0), xs.Mesh(a=4), 24
+    cells, (senders, receivers) = xs.Owners(rng.integers(0, 4, n), 4), rng.integers(0, n, (2, 96))
+    near, edges = xs.Needs.of_edges(cells, senders, receivers)
+    maps = {"cells": cells, "near": near}
+    shapes = (n, 3), (3, 8), (11, 8), (11, 8)
+    place, *weights = (torch.from_numpy(rng.normal(size=shape)) for shape in shapes)
+    system, own = (torch.tensor(rows) for rows in (rng.integers(0, 3, n), cells.part(dist.get_rank())))
+
+    def energies(place, system, graph, read):
+        sender, receiver = map(torch.tensor, graph)
+        h = place @ weights[0]
+        for w in weights[1:]:
+            ends = [read(h)[sender], read(place)[sender] - place[receiver]]
+            h = h + torch.zeros_like(h).index_add(0, receiver, torch.tanh(torch.cat(ends, -1) @ w))
+        return torch.zeros(3, dtype=h.dtype).index_add(0, system, h.square().sum(1))
+
+    def read(x):
+        return xt.redistribute(x, "n/by(a,cells) d -> n/by(a,cells):reads(near) d", mesh, maps=maps)
+
+    mine, place = place[own].requires_grad_(), place.requires_grad_()
+    expected = energies(place, system, (senders, receivers), lambda x: x)
+    share = energies(mine, system[own], edges[dist.get_rank()][1:], read)
+    found = xt.redistribute(share, "s | sum(a) -> s", mesh)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=0)
+    forces, everyone = (torch.autograd.grad(e.sum(), p)[0] for e, p in ((found, mine), (expected, place)))
+    assert (forces - everyone[own]).abs().max() <= 1e-13 * everyone.abs().max() and len(forces) == len(own)
+
+
 def _files(folder: str) -> None:
     """A checkpoint has its maps, and its rows are there for other owners."""
     mesh, shape = xs.Mesh(a=4), (9, 2)
@@ -91,7 +122,7 @@ def _files(folder: str) -> None:
 
 
 def test_positions_and_live_activations_between_contiguous_and_zigzag() -> None:
-    on_ranks(4, in_turn, _positions, _reshard, _owners)
+    on_ranks(4, in_turn, _positions, _reshard, _owners, _forces)
 
 
 def test_files_have_their_maps(tmp_path) -> None:
