@@ -295,6 +295,8 @@ def test_graphs_that_are_not_symmetric(parts: int) -> None:
     crossing = cells.owner[senders] != cells.owner[receivers]
     backwards = [np.unique(receivers[crossing & (cells.owner[senders] == part)]) for part in range(parts)]
     assert [b.tolist() for b in backwards] != [needs.part(part).tolist() for part in range(parts)]
-    for block, (number, sender, _) in zip(xs.reference.run(plan, scattered(plan, x)), edges, strict=True):
+    found = xs.reference.run(plan, scattered(plan, x))
+    for part, (block, (number, sender, _)) in enumerate(zip(found, edges, strict=True)):
+        assert np.array_equal(number, np.flatnonzero(cells.owner[receivers] == part))
         assert np.array_equal(block[sender], x[senders[number]])
     oracle.assert_right(plan, rng)

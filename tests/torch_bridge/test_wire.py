@@ -96,6 +96,12 @@ def _exact_sums() -> None:
     exact = torch.tensor(1 + 3 * 2.0**-8).bfloat16()
     y = xt.redistribute(small, "n | sum(a) -> n", MESH, comm_dtype=torch.float32)
     assert y.dtype == torch.bfloat16 and (y == exact).all()
+    rank, maps = torch.distributed.get_rank(), {"near": xs.Needs.of_rows([[], [0], [0], [0]])}
+    addends = torch.tensor([0, 0.4] if rank else [1e7])  # where neighbours differ by 1
+    y = xt.redistribute(
+        addends, "n/a:fold(reads(near)) -> n/a", MESH, shape=(4,), comm_dtype=torch.float64, maps=maps
+    )
+    assert y.tolist() == [0 if rank else 1e7 + 1] and y.dtype == torch.float32
 
 
 def _eight_bits() -> None:
