@@ -30,18 +30,10 @@ _LEAST = 3  # sizes: a launch, a speed, and something to check them by
 def calibrate_command(
     backend: Annotated[str, Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}.")],
     mesh: MeshText,
-    output: Annotated[
-        Path | None, Option(metavar="FILE", help="Where to write the profile; by default nowhere.")
-    ] = None,
-    largest: Annotated[
-        str, Option(metavar="BYTES", help="The largest block that is measured, as in 256KiB.")
-    ] = "16MiB",
-    rounds: Annotated[
-        int, Option(min=1, help="How often every plan is measured; the median counts.")
-    ] = ROUNDS,
-    disk: Annotated[
-        Path | None, Option(metavar="FOLDER", help="Where weights are: its disk is measured too.")
-    ] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="Where to write the profile.")] = None,
+    largest: Annotated[str, Option(metavar="BYTES", help="The largest block, as in 256KiB.")] = "16MiB",
+    rounds: Annotated[int, Option(min=1, help="Runs of every plan; the median counts.")] = ROUNDS,
+    disk: Annotated[Path | None, Option(metavar="FOLDER", help="Also measure the disk of weights.")] = None,
     every: Annotated[bool, Option("--plans", help="Print a row per plan, not per kind.")] = False,
 ) -> None:
     """Measure collectives on this machine, fit a profile, and print how far it predicts their times.

@@ -20,9 +20,7 @@ MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
 SIZES_HELP = "Length of every dim of a contraction, as in b=8,s=64."
 
-ExpressionText = Annotated[
-    str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction of several, quoted.')
-]
+ExpressionText = Annotated[str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction.')]
 MeshText = Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)]
 MeshOrNone = Annotated[str | None, Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeOrNone = Annotated[str | None, Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]

@@ -32,36 +32,18 @@ def plan_command(
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
-    src_mesh: Annotated[
-        str | None, Option(metavar="AXES", help="Instead of --mesh: that of the left layout.")
-    ] = None,
-    dst_mesh: Annotated[str | None, Option(metavar="AXES", help="That of the right layout.")] = None,
-    src_devices: Annotated[
-        str | None,
-        Option(metavar="NUMBERS", help="Of the left mesh, in its order, as in 0-3,6; default: 0, 1, ..."),
-    ] = None,
-    dst_devices: Annotated[
-        str | None, Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
-    ] = None,
+    src_mesh: Annotated[str | None, Option(metavar="AXES", help="Of the left layout, not --mesh.")] = None,
+    dst_mesh: Annotated[str | None, Option(metavar="AXES", help="Of the right layout.")] = None,
+    src_devices: Annotated[str | None, Option(metavar="NUMBERS", help="Of --src-mesh, as in 0-3,6.")] = None,
+    dst_devices: Annotated[str | None, Option(metavar="NUMBERS", help="Of --dst-mesh; may overlap.")] = None,
     dtype: options.Dtype = "float32",
-    profile: Annotated[
-        str, Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
-    ] = "h100",
-    memory_limit: Annotated[
-        str | None, Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB.")
-    ] = None,
+    profile: Annotated[str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")] = "h100",
+    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Of a device, as in 2GiB.")] = None,
     objective: Annotated[
-        str | None,
-        Option(
-            metavar="|".join(OBJECTIVES), help="Which cost to minimize; of a contraction by default both."
-        ),
+        str | None, Option(metavar="|".join(OBJECTIVES), help="The cost to minimize; of a contraction both.")
     ] = None,
-    explain: Annotated[
-        bool, Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
-    ] = False,
-    page: Annotated[
-        Path | None, Option("--html", metavar="FILE", help="Write a page with pictures of every step.")
-    ] = None,
+    explain: Annotated[bool, Option("--explain", help="Also print why alternatives cost more.")] = False,
+    page: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page of pictures.")] = None,
     json: Annotated[bool, Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, or of a contraction, and the gradient's steps.
@@ -109,14 +91,12 @@ def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def show(
-    layout: Annotated[
-        str, Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted.")
-    ],
+    layout: Annotated[str, Argument(metavar="LAYOUT", help="'s/cp c | sum(tp)', or a contraction, quoted.")],
     mesh: options.MeshText,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     dims: Annotated[
-        str, Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
+        str, Option(metavar="NAMES", help="One or two dims to draw; else the first two cut.")
     ] = "",
 ) -> None:
     """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.

@@ -82,19 +82,13 @@ EXAMPLES = (
 
 def selfcheck(
     expression: options.ExpressionText = "",
-    every: Annotated[
-        bool, Option("--all", help="The showcase: every expression on a mesh of its own.")
-    ] = False,
+    every: Annotated[bool, Option("--all", help="Many expressions, each on a mesh of its own.")] = False,
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     dtype: options.Dtype = "float32",
-    runtime: Annotated[
-        str, Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
-    ] = "",
-    timeout: Annotated[
-        float, Option(metavar="SECONDS", help="The longest time without progress of a runtime.")
-    ] = 600,
+    runtime: Annotated[str, Option(metavar="NAMES", help=f"Of {_NAMES}; else all that know the mesh.")] = "",
+    timeout: Annotated[float, Option(metavar="SECONDS", help="The longest time without progress.")] = 600,
 ) -> None:
     """Run plans on numpy, torch and JAX, forward and backward; exit with 1 if any differs or fails.
 

@@ -58,9 +58,7 @@ def show_state(
 def convert(
     path: PathArgument,
     output: Annotated[Path, Argument(metavar="OUT", help="A folder.")],
-    names: Annotated[
-        str, Option(metavar="NAMES", help="A JSON file of relations, or as llama-to-fused:32,8,128.")
-    ] = "",
+    names: Annotated[str, Option(metavar="NAMES", help="A JSON file, or llama-to-fused:32,8,128.")] = "",
     rules: Annotated[str, Option(metavar="FILE", help="JSON: a layout for every pattern of names.")] = "",
     mesh: Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)] = "",
     dtype: Annotated[str, Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
@@ -94,9 +92,7 @@ def convert(
 def diff(
     a: PathArgument,
     b: Annotated[Path, Argument(metavar="PATH", help="The other one.")],
-    before: Annotated[
-        Path | None, Option(metavar="PATH", help="An older state of the other one: what was not updated.")
-    ] = None,
+    before: Annotated[Path | None, Option(metavar="PATH", help="An older state of the other one.")] = None,
 ) -> None:
     """Name the arrays that differ, and how: transposed, gate and up swapped, another order, not updated.
 

@@ -22,14 +22,10 @@ def suggest_command(
     mesh: MeshText,
     batch: Annotated[int, Option(min=1, help="Examples in a step, on all devices together.")],
     sequence: Annotated[int, Option(min=1, help="Tokens in an example.")] = 1,
-    memory: Annotated[
-        str | None, Option(metavar="BYTES", help="Bytes of a device, as in 80GiB; by default enough.")
-    ] = None,
+    memory: Annotated[str | None, Option(metavar="BYTES", help="Bytes of a device, as in 80GiB.")] = None,
     profile: Annotated[str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")] = "h100",
     dtype: Dtype = "bfloat16",
-    fixed: Annotated[
-        list[str] | None, Option(metavar="NAME=LAYOUT", help="A layout to keep, as in 'input_ids=b/dp s'.")
-    ] = None,
+    fixed: Annotated[list[str] | None, Option(metavar="NAME=LAYOUT", help="A layout to keep.")] = None,
     why: Annotated[list[str] | None, Option(metavar="NAME", help="Also print the next best layout.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print only the rules, as JSON.")] = False,
     page: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page with bars.")] = None,

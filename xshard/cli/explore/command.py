@@ -16,9 +16,7 @@ from xshard.pictures.terminal import console
 def explore(
     expression: Annotated[str | None, Argument(metavar="EXPR", help="What the page shows first.")] = None,
     mesh: Annotated[str | None, Option(metavar="AXES", help="As in dp=2,cp=4.")] = None,
-    shape: Annotated[
-        str | None, Option("--shape", "--sizes", metavar="LENGTHS", help="As in 2,64,32, or b=2,s=64.")
-    ] = None,
+    shape: Annotated[str | None, Option("--shape", "--sizes", metavar="LENGTHS", help="Or b=2,s=64.")] = None,
     port: Annotated[int, Option(metavar="N", help="On 127.0.0.1; 0: a free one.")] = 0,
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:

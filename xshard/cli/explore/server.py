@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from queue import PriorityQueue
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -69,10 +70,8 @@ class Server(uvicorn.Server):
 def serve(listener: socket.socket) -> None:
     """Answer until it is interrupted."""
     running("planner 0", {})  # started now: the first answer would wait for it
-    config = uvicorn.Config(
-        application(), log_level="warning", limit_concurrency=32, h11_max_incomplete_event_size=16_384
-    )
-    Server(config).run(sockets=[listener])
+    limits: Any = {"limit_concurrency": 32, "h11_max_incomplete_event_size": 16_384}
+    Server(uvicorn.Config(application(), log_level="warning", **limits)).run(sockets=[listener])
 
 
 async def _page(_: Request) -> HTMLResponse:
