@@ -87,7 +87,7 @@ def checks_of(
     check = ReplicaCheck(plan.source, mesh or plan.source.mesh, plan.dtype, text, False, name)
     if not plan.dst.is_linear:
         return check, None
-    dual = plan.target.with_layout(plan.target.layout.dual)
+    dual = plan.target.dual
     return check, check._replace(sharding=dual, mesh=mesh or dual.mesh, cotangents=True)
 
 

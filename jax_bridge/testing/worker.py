@@ -31,7 +31,7 @@ from xshard.runtimes.processes import FunctionError
 from xshard.testing.functions import called, derivatives, draw, leaves, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen
 from xshard.testing.plans import arrays_of, is_linear
-from xshard.testing.question import OUTPUT, Answer, Devices, Question, Slopes, StructureError, Tree
+from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Slopes, StructureError, Tree
 
 Arrays = list[jax.Array]
 
@@ -67,7 +67,7 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
     return recorder.seen
 
 
-def apply(plan: Plan | ContractionPlan, *blocks: jax.Array) -> jax.Array:
+def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
     """A plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
         return einsum_blocks(plan, blocks, None, plan.shapes, Choices(plan.profile, NEVER))
@@ -250,10 +250,8 @@ class _UserProgram:
         outputs, gradients, updated = parts
         numbers = self.question.update.arrays if self.question.update and updated else ()
         pulled = dict(zip(self.question.differentiable, gradients, strict=True)) if has_gradients else None
-        named, stepped = (
-            dict(zip(*pair, strict=True)) for pair in ((self.names, outputs), (numbers, updated))
-        )
-        return Answer(named, pulled, stepped, tree=self.tree)
+        stepped = dict(zip(numbers, updated, strict=True))
+        return Answer(dict(zip(self.names, outputs, strict=True)), pulled, stepped, tree=self.tree)
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
@@ -263,9 +261,8 @@ def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
         if sharding.mesh.size(axis) > 1:
             why = f"{name} of the JAX function varies along {axis!r}, where its layout holds one value"
             hint = f"redistribute it to its layout, or say in layouts= what it is: sum({axis}), copy({axis})"
-            raise StructureError(
-                why, text=str(sharding.layout), hint=f"{hint}; check_vma=False takes its word"
-            )
+            hint += "; check_vma=False takes its word"
+            raise StructureError(why, text=str(sharding.layout), hint=hint)
         y = lax.psum(y, axis)  # over one device: only its type changes
     return as_varying(y, sharding.layout.axes)
 
@@ -274,7 +271,7 @@ TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from
 MOST_CALLS = 100
 
 
-def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, _timeout_s: float) -> list[float]:
+def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
     # All are measured once before any is measured again: a slow spell of the machine falls on all.
@@ -282,15 +279,13 @@ def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, _time
     return [statistics.median(times) for times in zip(*by_round, strict=True)]
 
 
-def seconds_of_products(
-    n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
-) -> list[float]:
-    """The median time per dtype of a product of square matrices, on all devices at once."""
-    mesh, medians = jax.make_mesh((n_devices,), ("all",)), []
+def seconds_of_products(n: int, rows: int, dtypes: Sequence[str], rounds: int, _: float) -> list[float]:
+    """The median time per dtype of a product of square matrices, on all `n` devices at once."""
+    mesh, medians = jax.make_mesh((n,), ("all",)), []
     multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
     with jax.enable_x64(True):
         for dtype in dtypes:
-            ones, times = jnp.ones((n_devices, rows, rows), dtype), []
+            ones, times = jnp.ones((n, rows, rows), dtype), []
             x = jax.device_put(ones, jax.NamedSharding(mesh, jax.P("all")))
             for _ in range(1 + rounds):
                 start = time.perf_counter()
@@ -303,7 +298,7 @@ def seconds_of_products(
 class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
-    def __init__(self, plan: Plan | ContractionPlan) -> None:
+    def __init__(self, plan: AnyPlan) -> None:
         counter = Sharding(Layout(()), plan.mesh, ())
         (*sources, target), dtype, n = arrays_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
@@ -321,7 +316,7 @@ class Timer:
         return (time.perf_counter() - start) / self.calls
 
 
-def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+def _loop(plan: AnyPlan, calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The plan on one device's blocks, `calls` times, each waiting for the one before."""
 
     def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:

@@ -31,7 +31,7 @@ from xshard.steps.base import Block
 from xshard.testing.functions import called, derivatives, draw, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen, merged
 from xshard.testing.plans import arrays_of
-from xshard.testing.question import OUTPUT, Answer, Devices, Question, Slopes, StructureError, Tree, Update
+from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Slopes, StructureError, Update
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
 RankAnswer = tuple[Answer, list[int], list[int]]
@@ -154,9 +154,7 @@ def _answer_plan(question: Question) -> RankAnswer:
     return answer, forward.received, backward.received
 
 
-def _forward(
-    plan: Plan | ContractionPlan, blocks: list[Tensor]
-) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
+def _forward(plan: AnyPlan, blocks: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
     """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
 
     def run(*operands: Tensor) -> Tensor:
@@ -197,7 +195,7 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     return Answer(outputs, arrays, updated, drawn, numbered(returned), slopes, draws=draws), [], []
 
 
-def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Tree]:
+def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
     """Leaves of autograd with the values of the blocks, and what the function returns for them."""
     # Each rank has its own copy, which the function may write to.
     inputs = [tensor_of(block).clone() for block in blocks]
@@ -221,7 +219,7 @@ def _derivatives(question: Question, gradients: dict[int, Devices], cotangents: 
     return derivatives(loss, [block for (block,) in question.inputs], gradients)
 
 
-def _agreed(returned: Tree, question: Question, rank: int) -> tuple[dict[str, Tensor], bool | StructureError]:
+def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Tensor], bool | StructureError]:
     """The outputs by name; True if some rank has a block that its cotangent does not fit, or an error of one:
     the same on all ranks."""
     named: dict[str, Tensor] = {}
@@ -267,7 +265,7 @@ TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
 
 
-def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, timeout_s: float) -> list[float]:
+def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
     return list(map(_median, by_rank(plans, _time_all, rounds, timeout_s=timeout_s)))
 
@@ -298,7 +296,7 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
     return [times[1:] for times in seconds.values()]  # the first round warms up
 
 
-def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list[float]]:
+def _time_all(plans: Sequence[AnyPlan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round, so that a slow spell falls on all."""
     timers = [_PlanTimer(plan) for plan in plans]
     return list(map(list, zip(*([timer.seconds() for timer in timers] for _ in range(rounds)), strict=True)))
@@ -307,15 +305,13 @@ def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list
 class _PlanTimer:
     """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
 
-    def __init__(self, plan: Plan | ContractionPlan) -> None:
+    def __init__(self, plan: AnyPlan) -> None:
         processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
-        self.run: Callable[..., Any] = (
-            functools.partial(einsum, plan, mesh=plan.mesh)
-            if isinstance(plan, ContractionPlan)
-            else lower(plan, processes, torch.device("cpu"))
-        )
+        self.run: Callable[..., Any] = functools.partial(einsum, plan, mesh=plan.mesh)
+        if isinstance(plan, Plan):
+            self.run = lower(plan, processes, torch.device("cpu"))
         self.calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())

@@ -68,6 +68,11 @@ class Sharding(Pictured):
     def with_layout(self, layout: Layout) -> Sharding:
         return Sharding(layout, self.mesh, self.shape)
 
+    @property
+    def dual(self) -> Sharding:
+        """The sharding of cotangents."""
+        return self.with_layout(self.layout.dual)
+
     def in_order(self, names: Sequence[str]) -> Sharding:
         """The sharding of the array with its dims in the order of `names`."""
         if tuple(names) == self.layout.names:

@@ -13,11 +13,11 @@ from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.diagnosis.evidence import in_double
+from xshard.testing.diagnosis.evidence import in_double, whole
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.moves import find_wrong, in_turn
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, Problem, RunAnswer, Runs, Side, Truth, wanted_gradient, whole
+from xshard.testing.runs import SIDES, Problem, RunAnswer, Runs, Side, Truth, wanted_gradient
 from xshard.tolerances import DERIVATIVE, rounding
 
 KINDS = ("output", "gradient", "parameter")
@@ -35,8 +35,7 @@ class ComparedArray:
 
     @property
     def blocks(self) -> Sharding:
-        layout = self.sharding.layout
-        return self.sharding.with_layout(layout.dual if self.kind == "gradient" else layout)
+        return self.sharding.dual if self.kind == "gradient" else self.sharding
 
     @property
     def want(self) -> Devices:

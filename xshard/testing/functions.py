@@ -59,10 +59,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
 
 
 def _sorted_children(tree: Tree) -> dict[Any, Any] | None:
-    branches = children(tree)
-    if isinstance(tree, dict):
-        return {key: tree[key] for key in sorted(tree, key=str)}
-    return branches
+    return {key: tree[key] for key in sorted(tree, key=str)} if isinstance(tree, dict) else children(tree)
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
@@ -76,9 +73,8 @@ def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:
     """Call the function, with `mesh=` if it has such a parameter."""
-    if mesh.axes and "mesh" in parameters_of(function):
-        return function(*arguments, mesh=mesh)
-    return function(*arguments)
+    options = {"mesh": mesh} if mesh.axes and "mesh" in parameters_of(function) else {}
+    return function(*arguments, **options)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -94,10 +90,8 @@ def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: st
     outputs = leaves(returned, OUTPUT)
     if results is not None and list(outputs) != list(results):
         own, others = (", ".join(names) or "nothing" for names in (outputs, results))
-        hint = "dicts, lists and tuples of arrays with the same names on both sides"
-        raise StructureError(
-            f"the {runtime} function returns {own}, the reference returns {others}", hint=hint
-        )
+        what = f"the {runtime} function returns {own}, the reference returns {others}"
+        raise StructureError(what, hint="dicts, lists and tuples of arrays with the same names on both sides")
     return outputs
 
 

@@ -132,8 +132,7 @@ class EquivalenceError(AssertionError):
         if any(m.subject.against != DIFFERENCES for m in alone):
             parts.append("they differ on one device already: the functions differ, not their sharding")
         parts += map(mismatch_text, self.mismatches[:_SHOWN])
-        more = len(self.mismatches) - _SHOWN
-        if more > 0:
+        if (more := len(self.mismatches) - _SHOWN) > 0:
             parts.append(f"and {more} more: .mismatches has all")
         return "\n\n".join(parts)
 

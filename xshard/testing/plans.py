@@ -19,9 +19,9 @@ from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
 from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
 from xshard.runtimes.processes import FunctionError
-from xshard.steps.base import Block, Blocks
+from xshard.steps.base import Block
 from xshard.steps.local import Scale
-from xshard.testing.diagnosis.evidence import largest_error, settle
+from xshard.testing.diagnosis.evidence import largest_error, settle, whole
 from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
 from xshard.tolerances import EXACT
 
@@ -57,10 +57,9 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
         hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
         raise ShapeError(f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint)
     unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
-    dual = target.with_layout(target.layout.dual if target.layout.is_linear else target.layout)
-    *inputs, cotangents = (
-        tuple(random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit)) for s in (*sources, dual)
-    )
+    every = *sources, target.dual if target.layout.is_linear else target
+    random = (random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit) for s in every)
+    *inputs, cotangents = map(tuple, random)
     arrays = tuple(range(len(sources))), tuple(inputs), tuple(sources)
     results, wide = {OUTPUT: Result(target, cotangents)}, itemsize(plan.dtype) >= 8
     return Question(plan, plan.mesh, *arrays, results, wide=wide)
@@ -105,21 +104,20 @@ def audit(question: Question, answer: Answer) -> Verdict:
     if isinstance(plan, ContractionPlan):
         sources, target = tuple(move.source for move in plan.moves), plan.result.target
     inputs = map(reference.by_name, question.inputs, shardings, sources)
-    arrays = [_named(x, source) for x, source in zip(inputs, sources, strict=True)]
+    arrays = [(source.layout.names, [whole(x, source)]) for x, source in zip(inputs, sources, strict=True)]
     [result] = reference.contract(arrays, target.layout.names)
     forward = _error_in_array(reference.by_name(answer.outputs[OUTPUT], end, target), result, target)
     if not is_linear(plan):
         return Verdict(forward, None)
     cotangents, errors = reference.by_name(question.cotangents, end, target), [0.0]
-    cotangent = _named(cotangents, target.with_layout(target.layout.dual))
+    cotangent = target.layout.names, [whole(cotangents, target.dual)]
     for i, source in enumerate(sources):
         others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
         [gradient] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
         if (scale := source.scale / target.scale) != 1:
             [gradient] = Scale(scale).run([gradient], source)
-        dual = source.with_layout(source.layout.dual)
         own = reference.by_name((answer.gradients or {})[i], shardings[i], source)
-        errors.append(_error_in_array(own, gradient, dual))
+        errors.append(_error_in_array(own, gradient, source.dual))
     return Verdict(forward, max(errors))
 
 
@@ -127,12 +125,6 @@ def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> f
     if got.keys() != want.keys():
         return float("inf")
     return max((largest_error(got[key], want[key]) for key in want), default=0.0)
-
-
-def _named(blocks: Blocks, sharding: Sharding) -> tuple[tuple[str, ...], list[Block]]:
-    """The dims of the array in some blocks, and the array."""
-    array = reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
-    return sharding.layout.names, [array]
 
 
 def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -> float:

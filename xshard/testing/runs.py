@@ -19,6 +19,7 @@ from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.runtimes.backends import BACKENDS, check_size, kit_process
 from xshard.steps.base import Block
+from xshard.testing.diagnosis.evidence import whole
 from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
@@ -100,16 +101,15 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
 
 def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
     """The cotangent of a global array -> its blocks: under the dual layout, times 1/n for a mean."""
-    blocks = blocks_of(c, sharding.with_layout(sharding.layout.dual), seed)
+    blocks = blocks_of(c, sharding.dual, seed)
     scale = float(sharding.scale)
     return tuple((block * scale).astype(c.dtype) for block in blocks) if scale != 1 else blocks
 
 
 def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
     """The gradient of a whole array -> gradients of its blocks, as far as the layout determines them."""
-    dual = sharding.layout.dual
     scale = gradient.dtype.type(float(sharding.scale))
-    return tuple(block * scale for block in reference.scatter(gradient, dual, sharding.mesh))
+    return tuple(block * scale for block in reference.scatter(gradient, sharding.layout.dual, sharding.mesh))
 
 
 def _titles(function: Callable[..., Any], n: int) -> list[str]:
@@ -238,8 +238,8 @@ class Runs:
         return Truth(
             {name: whole(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
             declared,
-            {name: whole(blocks, dual(outputs[name])) for name, blocks in answer.cotangents.items()},
-            {i: whole(blocks, dual(shardings[i])) for i, blocks in (answer.gradients or {}).items()},
+            {name: whole(blocks, outputs[name].dual) for name, blocks in answer.cotangents.items()},
+            {i: whole(blocks, shardings[i].dual) for i, blocks in (answer.gradients or {}).items()},
             {i: whole(blocks, shardings[i]) for i, blocks in answer.updated.items()},
             "the reference" if is_whole else f"{runtime} on one device",
             mesh,
@@ -291,21 +291,8 @@ def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:
     return Mesh({axis: 1 for mesh in meshes for axis in mesh.axes})
 
 
-def whole(blocks: Devices, sharding: Sharding) -> Block:
-    """The array that blocks stand for."""
-    return reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
-
-
-def dual(sharding: Sharding) -> Sharding:
-    """The sharding of an array's cotangents."""
-    return sharding.with_layout(sharding.layout.dual)
-
-
 def updates_of(
-    problem: Problem,
-    args: Sequence[Tree],
-    parameters: Sequence[int],
-    optimisers: tuple[Function, Function] | None,
+    problem: Problem, args: Sequence[Tree], parameters: Sequence[int], optimisers: Sequence[Function] | None
 ) -> dict[str, Update]:
     """The optimiser step of each runtime. Raises StructureError for parameters that cannot have one."""
     if bool(parameters) != (optimisers is not None):

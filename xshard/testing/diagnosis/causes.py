@@ -37,7 +37,6 @@ def likely_cause(case: Case) -> Cause | None:
     'summed'
     """
     for name, find in CAUSES.items():
-        text = find(case)
-        if text is not None:
+        if text := find(case):
             return Cause(name, text)
     return None

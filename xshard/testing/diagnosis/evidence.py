@@ -27,13 +27,17 @@ def settled(layout: Layout) -> Layout:
     return Layout(dims)
 
 
+def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
+    """The array that blocks stand for."""
+    return reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
+
+
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
     """Blocks under any layout -> under its settled one; addends and contributions are added."""
     layout = sharding.layout
     if not layout.tagged("sum", "mean", "max", "min") and settled(layout).dims == layout.dims:
         return tuple(blocks)
-    whole = reference.gather(blocks, layout, sharding.mesh, sharding.shape)
-    return tuple(reference.scatter(whole, settled(layout), sharding.mesh))
+    return tuple(reference.scatter(whole(blocks, sharding), settled(layout), sharding.mesh))
 
 
 def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
@@ -89,9 +93,8 @@ class Case:
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
         """Per device, which elements are wrong."""
-        return tuple(
-            ~self._close(in_double(a), in_double(b)) for a, b in zip(self.got, self.want, strict=True)
-        )
+        pairs = zip(map(in_double, self.got), map(in_double, self.want), strict=True)
+        return tuple(~self._close(got, want) for got, want in pairs)
 
     @property
     def agrees(self) -> bool:
@@ -117,14 +120,14 @@ class Case:
 
     @cached_property
     def whole_want(self) -> Block:
-        return self._whole(self.want)
+        return in_double(whole(self.want, self.sharding))
 
     @cached_property
     def whole_got(self) -> Block | None:
         """The array that the blocks stand for; None if copies of a row differ."""
-        whole = self._whole(self.got)
-        again = reference.scatter(whole, self.sharding.layout, self.sharding.mesh)
-        return whole if all(map(self.near, again, self.got)) else None
+        array = in_double(whole(self.got, self.sharding))
+        again = reference.scatter(array, self.sharding.layout, self.sharding.mesh)
+        return array if all(map(self.near, again, self.got)) else None
 
     @cached_property
     def whole_wrong(self) -> Mask:
@@ -135,10 +138,6 @@ class Case:
             inside = np.ix_(*(np.flatnonzero(r != FILL) for r in rows))
             wrong[np.ix_(*(r[r != FILL] for r in rows))] |= mask[inside]
         return wrong
-
-    def _whole(self, blocks: Sequence[Block]) -> Block:
-        sharding = self.sharding
-        return in_double(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
 
 
 def in_double(x: Any) -> Block:

@@ -34,8 +34,7 @@ def moved_rows(case: Case) -> str | None:
             continue
         if (came != _NOWHERE).all():
             return _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
-        shifted = _shifted(came, dim)
-        if shifted is not None:
+        if shifted := _shifted(came, dim):
             return shifted
     return None
 

@@ -90,9 +90,7 @@ def own_factors(case: Case) -> str | None:
 def not_averaged(case: Case) -> str | None:
     """Values of single devices in place of their mean."""
     along = first_of(case.free_axes, lambda axes: all(map(case.near, _over(case, axes, np.mean), case.want)))
-    return along and (
-        f"the blocks along {along} differ and their mean is right: a mean over {along} is missing"
-    )
+    return along and f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
 
 
 def summed(case: Case) -> str | None:
