@@ -23,6 +23,7 @@ from xshard.ops import Grad, Shape
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
+Sizes = Sequence[int] | None
 
 # Dtypes that are added in another one: booleans are counted, and sums of bfloat16 are rounded once.
 _ADDED_AS = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
@@ -59,9 +60,7 @@ class AllGatherGradOverwrite:
         return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
 
 
-def all_gather_grad(
-    x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sequence[int] | None = None
-) -> Tensor:
+def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sizes = None) -> Tensor:
     """The blocks of all ranks along `batch_dim`: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
 
     sizes: the rows of each rank. shape: the global shape, if the first ranks have a row more. Without either,
@@ -144,9 +143,7 @@ def _world() -> MeshLike:
     return group_mesh(None, AXIS)
 
 
-def _gathered(
-    x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sequence[int] | None = None
-) -> Tensor:
+def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block

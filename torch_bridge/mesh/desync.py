@@ -172,9 +172,8 @@ class _Channel:
             try:
                 reports = within(timeout, self._meet, store, rank, number, mine, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
-                what = (
-                    f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store"
-                )
+                others = _ranks_text(self.ranks)
+                what = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"
                 hint = f"the process or node that has it has ended, or cannot be reached: {error}"
                 raise DesyncError(what, hint=hint) from error
         return reports

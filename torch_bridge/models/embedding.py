@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -31,9 +31,7 @@ class ShardedEmbedding(nn.Embedding):
         return F.embedding(row[..., 0] % n, self.weight, self.padding_row).masked_fill(row == n, 0)
 
 
-def shard_embedding(
-    module: nn.Module, path: str, used: Sharding, sums: Collection[str], process: int
-) -> None:
+def shard_embedding(module: nn.Module, path: str, used: Sharding, sums: Iterable[str], process: int) -> None:
     """Let an embedding with sharded rows look up its own; code around `super().forward` stays. sums: axes
     over which the output of module `path` is a sum, by its rule. Raises PlanError."""
     axes, kind = used.layout.dims[0].axes if used.shape else (), type(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse
 
 Values = dict[Any, Any]  # arguments by position or name
+Uses = Mapping[str, ParameterUse]
 
 
 @dataclass(eq=False, repr=False)
@@ -53,9 +54,8 @@ class RoutedExperts:
             return None
         there, width = self._under_way.pop()
         if not isinstance(result, Tensor):
-            raise ShapeError(
-                f"experts return a {type(result).__name__}", hint="a tensor, with a result per row"
-            )
+            hint = "a tensor, with a result per row"
+            raise ShapeError(f"experts return a {type(result).__name__}", hint=hint)
         if not len(result):  # gradients of unused experts are zeros, as on one device
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
@@ -71,10 +71,7 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def route_experts(
-    hooks: Mapping[str, Any],
-    context: ParallelContext,
-    parameters: Sequence[ShardedParameter],
-    uses: Mapping[str, ParameterUse],
+    hooks: Mapping[str, Any], context: ParallelContext, parameters: list[ShardedParameter], uses: Uses
 ) -> list[tuple[nn.Module, str, int, int]]:
     """Give modules with the rule their experts -> `num_experts` of each, the whole and this process's."""
     counts = []
@@ -93,11 +90,7 @@ def route_experts(
 
 
 def _experts_of_each(
-    name: str,
-    axes: tuple[str, ...],
-    context: ParallelContext,
-    parameters: Sequence[ShardedParameter],
-    uses: Mapping[str, ParameterUse],
+    name: str, axes: tuple[str, ...], context: ParallelContext, parameters: list[ShardedParameter], uses: Uses
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """A module of experts by its name, and the experts of each process along the axes."""
     ranks, mesh, shares, owner = context.processes.ranks, context.axes, set[Any](), None

@@ -45,9 +45,7 @@ def explain(model: nn.Module) -> str:
     for name, hooks in parallel.hooks.items():
         for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
             for one in (one for one in rules if one.rule.moves):
-                received: Any = (None, None)
-                if one.last is not None:
-                    received = _received(one.rule, axes, profile, *one.last)
+                received = _received(one.rule, axes, profile, *one.last) if one.last else (None, None)
                 moves.append((f"{name or 'the model'}, {side}", one.rule.text, *received))
         if each := hooks.experts:
             text = next(one.rule.text for one in hooks.inputs if one.rule.routed)

@@ -56,9 +56,7 @@ class ParallelModel:
         if self.arrives is not None:
             return self.arrives(values)
         roots = [self.hooks[""]] if "" in self.hooks else []
-        return {
-            root.argument(each.key, values): (each.rule.src, None) for root in roots for each in root.inputs
-        }
+        return {root.argument(x.key, values): (x.rule.src, None) for root in roots for x in root.inputs}
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A hook of the model, before its forward pass."""
@@ -78,9 +76,7 @@ class ParallelModel:
         """A hook of modules with blocks, before `state_dict()`; keep_vars asks for the tensors themselves."""
         if not keep_vars:
             what = f"state_dict() of a parallel model has blocks, as of {self.sharded[0].name}"
-            hint = (
-                "xt.state_dict(model) has DTensors, .full_tensor() is a whole one; keep_vars=True has blocks"
-            )
+            hint = "xt.state_dict(model) has DTensors, .full_tensor() is whole; keep_vars=True has blocks"
             raise XshardError(what, hint=hint)
 
     @property
@@ -103,10 +99,9 @@ class ParallelModel:
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""
+        # Statistics, which are buffers, may differ.
         trained = [each for each in self.parameters if isinstance(each.tensor, nn.Parameter)]
-        pairs = [
-            (each, what) for each in trained for what in ("", "the gradient of ")
-        ]  # statistics may differ
+        pairs = [(each, what) for each in trained for what in ("", "the gradient of ")]
         blocks = ((what + x.name, x.tensor.grad if what else x.tensor, x.sharding) for x, what in pairs)
         self.context.compare(each for each in blocks if each[1] is not None and not each[1].is_meta)
 

@@ -17,7 +17,7 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.embedding import shard_embedding
-from torch_bridge.models.experts import route_experts
+from torch_bridge.models.experts import Uses, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
@@ -30,7 +30,7 @@ from xshard.models import ParameterUse, rule_of, use_of, written
 from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
-Uses = Mapping[str, ParameterUse]
+Hooks = Mapping[str, ModuleHooks]
 
 
 @explained(params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh")
@@ -160,14 +160,11 @@ def _hooks(
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
         if any(name in names for names in (*rules, gathering)):
-            incoming, outgoing = (
-                _tensor_rules(each.get(name), name, context, each is rules[0]) for each in rules[:2]
-            )
+            sides = [_tensor_rules(each.get(name), name, context, each is rules[0]) for each in rules[:2]]
             parent = _around(name, hooks)
-            axes = models.varying(parent.varying if parent else (), [each.rule for each in incoming])
+            axes = models.varying(parent.varying if parent else (), [each.rule for each in sides[0]])
             signature = list(inspect.signature(module.forward).parameters)
-            sides = incoming, outgoing, axes, name in gathering
-            hooks[name] = ModuleHooks(name, signature, context, parent, *sides)
+            hooks[name] = ModuleHooks(name, signature, context, parent, *sides, axes, name in gathering)
     return hooks
 
 
@@ -207,7 +204,7 @@ def _path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _around(path: str, hooks: Mapping[str, ModuleHooks], what: str = "inputs") -> ModuleHooks | None:
+def _around(path: str, hooks: Hooks, what: str = "inputs") -> ModuleHooks | None:
     """This module, or the nearest around it, that has rules for its inputs or outputs, or that gathers."""
     each = hooks.get(path)
     if each is not None and getattr(each, what):
@@ -216,11 +213,7 @@ def _around(path: str, hooks: Mapping[str, ModuleHooks], what: str = "inputs") -
 
 
 def _parameters(
-    model: nn.Module,
-    context: ParallelContext,
-    rules: Rules,
-    hooks: Mapping[str, ModuleHooks],
-    keep: bool | Pattern = True,
+    model: nn.Module, context: ParallelContext, rules: Rules, hooks: Hooks, keep: bool | Pattern = True
 ) -> tuple[list[ShardedParameter], dict[str, ParameterUse]]:
     """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -266,7 +259,7 @@ def _parameters(
     return list(sharded.values()), uses
 
 
-def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, ModuleHooks], kept: Rules) -> None:
+def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Hooks, kept: Rules) -> None:
     """Let the nearest modules that gather gather the parameter for its uses."""
     each.later = models.summed_later([uses[name] for name in each.names])
     for name, owner in zip(each.names, each.owners, strict=True):
@@ -286,7 +279,7 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Mapping[str, Module
             gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape, is_kept))
 
 
-def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Mapping[str, ModuleHooks]) -> None:
+def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Hooks) -> None:
     """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded."""
     for path, names in groupby(sorted(uses, key=_path), _path):
         sums = hooks[path].sums if path in hooks else ()

@@ -29,9 +29,8 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
     """
     parallel = parallel_of(model)
-    state = {
-        n: x.detach() if isinstance(x, Tensor) else x for n, x in model.state_dict(keep_vars=True).items()
-    }
+    own = model.state_dict(keep_vars=True).items()
+    state = {name: x.detach() if isinstance(x, Tensor) else x for name, x in own}
     for each in parallel.sharded:
         x = _stored(each, parallel.context)
         state.update((name, x) for name in each.names if name in state)

@@ -58,31 +58,27 @@ def each(value: Any, rank: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,) * rank
 
 
-def conv(
-    x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
-) -> Outputs:
+def conv(x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the outputs; raises before anything is sent."""
-    rank, flat = len(convolution.kernel), _own_padding(placement, convolution.padding)
-    mode = "constant" if convolution.padding_mode == "zeros" else convolution.padding_mode
+    rank, flat = len(form.kernel), _own_padding(placement, form.padding)
+    mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
     def convolve(rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
         padded = F.pad(rows, flat, mode=mode) if any(flat) else rows
-        options = convolution.stride, 0, convolution.dilation, convolution.groups
-        return _CONV[rank - 1](padded, weight, bias, *options)
+        return _CONV[rank - 1](padded, weight, bias, form.stride, 0, form.dilation, form.groups)
 
-    geometry = _conv_geometry(placement, convolution, weight.shape)
+    geometry = _conv_geometry(placement, form, weight.shape)
     return apply_windows(x, placement, geometry, convolve, weight, bias)
 
 
 @lru_cache(maxsize=4096)
-def _conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> Geometry:
-    kernel, pads = convolution.kernel, convolution.padding
-    check_channels(placement, len(placement.shape) - len(kernel) - 1, weight_shape[1] * convolution.groups)
-    _check_padding(placement, pads, convolution.padding_mode)
-    boundary = Boundary(BOUNDARIES[convolution.padding_mode])
-    numbers = zip(kernel, convolution.stride, convolution.dilation, pads, strict=True)
-    windows = [Window(*some, convolution.outputs, boundary, boundary) for some in numbers]
-    return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
+def _conv_geometry(placement: Placement, form: Convolution, weights: torch.Size) -> Geometry:
+    check_channels(placement, len(placement.shape) - len(form.kernel) - 1, weights[1] * form.groups)
+    _check_padding(placement, form.padding, form.padding_mode)
+    boundary = Boundary(BOUNDARIES[form.padding_mode])
+    numbers = zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
+    windows = [Window(*some, form.outputs, boundary, boundary) for some in numbers]
+    return geometry_of(placement, window_frames(placement, windows), weights[0])
 
 
 def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
@@ -122,9 +118,7 @@ def check_channels(placement: Placement, dim: int, channels: int) -> None:
         raise ShapeError(what, text=str(placement.layout))
 
 
-def conv_transpose(
-    layer: Any, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
-) -> Outputs:
+def conv_transpose(layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
     options, extra = (layer.kernel_size, layer.stride, layer.dilation, layer.padding), layer.output_padding
     rank, groups = len(layer.kernel_size), layer.groups
@@ -151,10 +145,10 @@ def conv_transpose(
 
 @lru_cache(maxsize=4096)
 def _transposed_geometry(
-    placement: Placement, windows: Windows, weight_shape: torch.Size, groups: int
+    placement: Placement, windows: Windows, weights: torch.Size, groups: int
 ) -> Geometry:
     first, frames = len(placement.shape) - len(windows), []
-    check_channels(placement, first - 1, weight_shape[0])
+    check_channels(placement, first - 1, weights[0])
     for d, (k, s, dilation, p, extra) in enumerate(windows, first):
         if not 0 <= extra < max(s, dilation):
             what = f"output_padding {extra} with stride {s} and dilation {dilation}"
@@ -165,7 +159,7 @@ def _transposed_geometry(
         if frames[-1].length < 1:
             what = f"no output: {length} rows of dim {dim.name!r}, padding {p}"
             raise ShapeError(what, text=str(placement.layout))
-    return geometry_of(placement, frames, weight_shape[1] * groups)
+    return geometry_of(placement, frames, weights[1] * groups)
 
 
 def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
@@ -182,7 +176,7 @@ def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation:
 
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the block of the maxima."""
-    pooled, windows, padding = _pool_geometry(placement, *_pool(layer, Boundary("constant", float("-inf"))))
+    pooled, windows, padding = _pooling(placement, *_pool(layer, Boundary("constant", float("-inf"))))
 
     def maxima(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
         options = layer.kernel_size, layer.stride, padding, layer.dilation
@@ -194,7 +188,7 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the block of the averages."""
     own, ceil = _pool(layer, Boundary())
-    pooled, windows, padding = _pool_geometry(placement, own, ceil)
+    pooled, windows, padding = _pooling(placement, own, ceil)
     options = placement.shape[-len(windows) :], windows, tuple(w.padding[0] for w in own)
     kernel, stride = (tuple(getattr(w, name) for w in windows) for name in "ks")
 
@@ -220,9 +214,7 @@ def _pool(layer: Any, beyond: Boundary) -> tuple[PoolWindows, bool]:
 
 
 @lru_cache(maxsize=4096)
-def _pool_geometry(
-    placement: Placement, windows: PoolWindows, ceil: bool
-) -> tuple[Geometry, PoolWindows, Ints]:
+def _pooling(placement: Placement, windows: PoolWindows, ceil: bool) -> tuple[Geometry, PoolWindows, Ints]:
     """The geometry of a pool, its windows, and the rows that torch pads, per spatial dim."""
     wider, padding = [], []
     for i, window in enumerate(windows, len(placement.shape) - len(windows)):

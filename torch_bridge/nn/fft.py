@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.nn.placed import Placement, placed_as, record
+from torch_bridge.nn.placed import Lengths, Placement, placed_as, record
 from xshard import Layout, XshardError
 from xshard.notation.parser import Dim, Shard
 
@@ -26,7 +26,7 @@ def fft(
     kind: str = "fft",
     lengths: Sequence[int] | None = None,
     norm: str | None = None,
-    shape: Sequence[int | None] | None = None,
+    shape: Lengths = None,
 ) -> Tensor:
     """A block -> the block of the Fourier transform of the array, under the same layout.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike, positions
 from torch_bridge.nn.attention import attention
-from torch_bridge.nn.placed import placed_as
+from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError
@@ -20,7 +20,6 @@ from xshard.nn.attention import AUTO
 # stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
 _MASKS = ["causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks"]
 _MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
-Lengths = Sequence[int | None] | None
 _REFUSED = ("s_aux", "position_bias", "cache", "head_mask")
 
 
@@ -46,16 +45,9 @@ def register_attention(
     order = [roles.get(dim, 0) for dim in layout.names]  # dims of theirs: batch, heads, rows, width
 
     def computed(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        documents: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **options: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        documents, position_ids = (options.get(name) for name in ("documents", "position_ids"))
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
             hint = "attention over a sharded sequence lacks it"
             raise XshardError(f"{name!r} with {refused[0]}", hint=hint)
@@ -85,9 +77,7 @@ def register_attention(
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 
-    def padding(
-        *_: Any, mask_function: Any, attention_mask: Tensor | None = None, **__: Any
-    ) -> Tensor | None:
+    def padding(*_: Any, mask_function: Any, attention_mask: Any = None, **__: Any) -> Tensor | None:
         for part in _parts(mask_function):
             if part not in _MASKS:
                 raise XshardError(f"{name!r} with a mask of {part}", hint=f"it has: {', '.join(_MASKS)}")

@@ -13,7 +13,7 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, conv, each, padding_pairs
-from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
+from torch_bridge.nn.placed import Lengths, Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Layout, Mesh, XshardError
@@ -38,7 +38,7 @@ class Layer:
     form: Form
     layout: Layout
     mesh: MeshLike
-    shape: tuple[int | None, ...] | None
+    shape: Lengths
     path: str
     outputs: str
     in_model: bool
@@ -50,11 +50,9 @@ class Layer:
     def forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
         try:
             if self.in_model and recorded(input) is None:
-                raise ShapeError(
-                    f"nothing is known of an input of shape {tuple(input.shape)}",
-                    hint="it comes from a function that cannot be followed, or not from the model's inputs; "
-                    "activations are checkpointed by xt.nn.checkpoint",
-                )
+                what = f"nothing is known of an input of shape {tuple(input.shape)}"
+                hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
+                raise ShapeError(what, hint=hint + "activations are checkpointed by xt.nn.checkpoint")
             placement = placed_as(input, self.layout, self.mesh, self.shape)
             with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
                 y, result = self.form.compute(self, input, placement, *arguments, **named)
@@ -72,7 +70,7 @@ def layer_of(
     layout: Layout | str,
     mesh: MeshLike,
     *,
-    shape: Sequence[int | None] | None = None,
+    shape: Lengths = None,
     path: str = "",
     outputs: str = "",
     in_model: bool = False,
@@ -110,16 +108,12 @@ def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 _BY_RANK = {
-    "AdaptiveAvgPool": Form(
-        convs.global_avg_pool, "output_size", 1, "for sharded dims, only 1 has an exact form here"
-    ),
+    "AdaptiveAvgPool": Form(convs.global_avg_pool, "output_size", 1, "1 has an exact form for sharded dims"),
     "AvgPool": Form(convs.avg_pool),
     "BatchNorm": Form(norms.batch_norm),
     "Conv": Form(_conv),
     "ConvTranspose": Form(convs.conv_transpose),
-    "InstanceNorm": Form(
-        norms.instance_norm, "track_running_stats", False, "False: statistics of one sample at a time"
-    ),
+    "InstanceNorm": Form(norms.instance_norm, "track_running_stats", False, "statistics of one sample"),
     "MaxPool": Form(convs.max_pool, "return_indices", False, "positions in the whole array are not computed"),
 }
 # Every torch class with a layer -> its form; sizes and `normalized_shape` are global.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.nn.conv import check_channels
-from torch_bridge.nn.placed import Outputs, Placement, check_whole
+from torch_bridge.nn.placed import Outputs, Placement
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError
 from xshard.ops import move, tag
@@ -82,11 +82,8 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(b, c, ...)`, normalised over all dims except c. All devices have equal running statistics."""
-    check_whole(placement, (1,), "this layer")
     layer._check_input_dim(x)
-    if placement.shape[1] != layer.num_features:
-        what = f"{placement.shape[1]} channels, the layer has {layer.num_features}"
-        raise ShapeError(what, text=str(placement.layout))
+    check_channels(placement, 1, layer.num_features)
     weight, bias = copies = placement.copied(layer.weight, layer.bias)
     if not layer.training and layer.running_mean is not None:
         statistics = layer.running_mean, layer.running_var

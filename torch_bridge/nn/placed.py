@@ -52,8 +52,7 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that shard the array, in the order of the mesh."""
-        used = {axis for dim in self.layout.dims for axis in dim.axes}
-        return tuple(axis for axis in self.sharding.mesh.axes if axis in used)
+        return tuple(axis for axis in self.sharding.mesh.axes if axis in self.layout.axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -96,6 +95,7 @@ class Placement:
 
 
 Outputs = tuple[Tensor, Placement]
+Lengths = Sequence[int | None] | None  # of dims; None for the lengths of equal blocks
 
 
 def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
@@ -135,9 +135,7 @@ def placement_of(x: Tensor) -> Placement:
     return placement
 
 
-def placed_as(
-    x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Sequence[int | None] | None = None
-) -> Placement:
+def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = None) -> Placement:
     """The placement of a block: recorded, else under `layout`; lengths of None are equal blocks' lengths."""
     lengths = None if shape is None else tuple(shape)
     return recorded(x) or _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)

@@ -46,9 +46,7 @@ class RouteCall(NamedTuple):
         check_rows(blocks[0].shape, to.shape, whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
         if torch._C._functorch.is_batchedtensor(to) or to.is_meta:
-            what = (
-                "to says where rows go by its values, and has none that are known, or one set for each batch"
-            )
+            what = "to says where rows go by its values: none are known, or there is one set for each batch"
             raise PlanError(what, hint="vmap(..., in_dims) with None for to; real tensors, not meta")
         rows = str([(x.dtype, tuple(x.shape[1:])) for x in blocks])
         sent = {"rows": rows, "choices": str(to.shape[1:]), "options": str(self[2:5])}
