@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jax_bridge.mesh.context import AnyMesh, axis_span, check_block_here, machin
 from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_of
 from jax_bridge.versions import manual_type, unreduced_kind
-from xshard import Layout, Plan, Profile, XshardError, planner
+from xshard import Layout, Plan, ProfileLike, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
 from xshard.errors import DtypeError, NotationError, Span, located
 from xshard.layout.lengths import global_shape
@@ -40,7 +39,7 @@ class BlockCall(NamedTuple):
     plan_given: Plan | None
     mesh: AnyMesh | None = None
     shape: tuple[int, ...] | None = None
-    profile: str | Path | Profile = "auto"
+    profile: ProfileLike = "auto"
     check_replicated: bool | None = None
     ad: str = "linear"
 
@@ -179,7 +178,7 @@ def redistribute(
     mesh: AnyMesh | None = None,
     *,
     shape: Any = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
     maps: Maps | None = None,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jax_bridge.autodiff.product import multiplied
 from jax_bridge.calls import execute, with_entry_type
 from jax_bridge.lower.row_tables import mine, row_table
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
-from xshard import ContractionPlan, Mesh, Plan, Profile, Sharding, planner
+from xshard import ContractionPlan, Mesh, Plan, ProfileLike, Sharding, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
@@ -37,7 +36,7 @@ Given = Contraction | ContractionPlan
 class Choices(NamedTuple):
     """How a contraction is planned, and how local products are made: options of `jnp.einsum`."""
 
-    profile: str | Path | Profile
+    profile: ProfileLike
     overlap: str
     dtype: Any = None
     precision: Any = None

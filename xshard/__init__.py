@@ -11,6 +11,7 @@ from xshard import reference
 from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import load_profile, use_profile
 from xshard.cost.model import Link, Profile
+from xshard.cost.model import ProfileLike as ProfileLike
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.maps import Needs, Owners

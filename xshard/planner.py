@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
-from pathlib import Path
 from typing import Any, overload
 
 from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
@@ -15,7 +14,7 @@ from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths, written
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
-from xshard.cost.model import Profile
+from xshard.cost.model import ProfileLike
 from xshard.dtypes import name_of, precision
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout import Mesh
@@ -43,7 +42,7 @@ def plan(
     src_devices: Sequence[int] | None = None,
     dst_devices: Sequence[int] | None = None,
     relabel: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
     memory_limit: int | str | None = None,
     objective: str | None = None,
     maps: Maps | None = None,
@@ -56,7 +55,7 @@ def plan(
     dtype: object = "float32",
     *,
     sizes: Mapping[str, int] | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
     memory_limit: int | str | None = None,
     flops_limit: int | None = None,
     objective: str | None = None,
@@ -75,7 +74,7 @@ def plan(
     src_devices: Sequence[int] | None = None,
     dst_devices: Sequence[int] | None = None,
     relabel: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
     memory_limit: int | str | None = None,
     flops_limit: int | None = None,
     objective: str | None = None,
@@ -157,7 +156,7 @@ def plan_contraction(
     mesh: Mesh,
     shapes: Shapes,
     dtype: object,
-    profile: str | Path | Profile,
+    profile: ProfileLike,
     memory_limit: int | None,
     flops_limit: int | None,
     objective: str | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax_bridge.calls import are_keys, as_array
 from jax_bridge.einsum import Choices, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
-from xshard import ContractionPlan, Profile
+from xshard import ContractionPlan, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
@@ -35,7 +34,7 @@ def einsum(
     mesh: AnyMesh | None = None,
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     overlap: str = NEVER,
     preferred_element_type: Any = None,
     precision: Any = None,

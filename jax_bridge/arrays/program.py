@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes
 from jax_bridge.specs import storage_sharding
 from jax_bridge.versions import Batch, linear_primitive, with_sharding
-from xshard import Plan, Profile, planner
+from xshard import Plan, ProfileLike, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
@@ -49,7 +48,7 @@ def make_program(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[np.dtype, ...],
     donate: bool,
-    profile: str | Path | Profile,
+    profile: ProfileLike,
     paths: tuple[str, ...] = (),
 ) -> Program:
     """The program for one array per expression. paths: names of the arrays, for errors."""

@@ -5,7 +5,6 @@ store them. A global array has one gradient, so `copy` and `sum` need Explicit a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expre
 from jax_bridge.mesh.context import jax_mesh, machine
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_of
-from xshard import Layout, Plan, Profile, Rules
+from xshard import Layout, Plan, ProfileLike, Rules
 from xshard.errors import MeshError, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
@@ -34,7 +33,7 @@ def reshard(
     layouts: Any,
     mesh: JaxMesh | AbstractMesh | None = None,
     *,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     donate: bool = False,
     maps: Maps | None = None,
 ) -> Any:
@@ -126,7 +125,7 @@ def place(
     layouts: Any,
     mesh: JaxMesh | AbstractMesh,
     *,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     maps: Maps | None = None,
 ) -> Any:
     """A tree of arrays -> the same tree of global `jax.Array`s, each under its layout.
@@ -167,7 +166,7 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     return StoredArray.of(target, mesh, text)
 
 
-def _placed(x: Any, target: StoredArray, profile: str | Path | Profile) -> jax.Array:
+def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     array, mesh = target.array, target.mesh.own
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)

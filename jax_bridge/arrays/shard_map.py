@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest, remember
 from jax_bridge.calls import BlockCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
-from xshard import Profile, XshardError
+from xshard import ProfileLike, XshardError
 from xshard.arguments import shown
 from xshard.errors import NotationError, located
 from xshard.layout.layout import check_axes, parse_layouts
@@ -37,7 +36,7 @@ def shard_map(
     mesh: JaxMesh | AbstractMesh | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     check_vma: bool = True,
     donate_argnums: int | Sequence[int] = (),
     maps: Maps | None = None,
@@ -125,7 +124,7 @@ class _MappedFunction:
     sizes: Mapping[str, int]
     typed: bool
     donated: tuple[int, ...]
-    profile: str | Path | Profile
+    profile: ProfileLike
     layouts: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 

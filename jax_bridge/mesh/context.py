@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
-from xshard import Layout, Mesh, Profile, Sharding, load_profile
+from xshard import Layout, Mesh, Profile, ProfileLike, Sharding, load_profile
 from xshard.arguments import lengths_of
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 from xshard.errors import MeshError, ShapeError, Span
@@ -84,7 +83,7 @@ def check_block_here(
 
 
 def machine_here(
-    mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: str | Path | Profile
+    mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: ProfileLike
 ) -> tuple[Mesh, Profile]:
     """The part of the mesh, or of the context's, with the axes of the layouts, and the profile for it."""
     here, context = _mesh_here(mesh, layouts, text)
@@ -150,7 +149,7 @@ def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
     return next(spans, layout)
 
 
-def machine(profile: str | Path | Profile, mesh: Any = None) -> str | Path | Profile:
+def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
     """The profile; for "auto" the one of the mesh's devices, or of JAX's own if it lacks devices."""
     asked = asked_for(profile)
     if asked != AUTO:

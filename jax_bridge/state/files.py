@@ -22,7 +22,7 @@ from jax_bridge.arrays.stored import at_rest, order_of, remember
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
-from xshard import Layout, Mesh, Profile, Rules, Sharding, XshardError, load_profile
+from xshard import Layout, Mesh, ProfileLike, Rules, Sharding, XshardError, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, located
 from xshard.state import Names
@@ -107,7 +107,7 @@ def load(
     like: Any = None,
     strict: bool = True,
     dtype: Any = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
     """Load a checkpoint -> its arrays by name, or a tree of them, each under its layout.

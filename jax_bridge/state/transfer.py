@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax_bridge.arrays.reshard import place
 from jax_bridge.arrays.stored import are_the_same, check_even, check_order, known_layout, mesh_of, remember
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
-from xshard import Layout, Profile, Rules, Sharding, XshardError
+from xshard import Layout, ProfileLike, Rules, Sharding, XshardError
 from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
@@ -39,7 +38,7 @@ def transfer(
     donate: bool = False,
     progress: Progress = None,
     dry_run: bool = False,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
 ) -> Any:
     """Move a tree of arrays to another mesh; with `names` the result is a dict by destination names.
 

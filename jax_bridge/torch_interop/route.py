@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_of
 from torch_bridge.mesh.machine import machine as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Plan, Profile, Sharding, XshardError, plan
+from xshard import Layout, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -32,8 +31,7 @@ from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides_or_one
 
 SIDES = ("torch", "jax")
-AnyProfile = str | Path | Profile
-Profiles = AnyProfile | Mapping[str, AnyProfile]
+Profiles = ProfileLike | Mapping[str, ProfileLike]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Options:
         return _route(layout, meshes, *array, self.profiles, self.via, _torch_refuses(meshes), to_jax)
 
     @property
-    def profiles(self) -> tuple[AnyProfile, ...]:
+    def profiles(self) -> tuple[ProfileLike, ...]:
         """The machines that torch and JAX plan for."""
         one = self.profile
         in_torch, in_jax = (one[side] if isinstance(one, Mapping) else one for side in SIDES)
@@ -107,7 +105,7 @@ def _route(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     dtype: str,
-    profiles: tuple[AnyProfile, ...],
+    profiles: tuple[ProfileLike, ...],
     via: str | None,
     torch_refuses: str | None,
     to_jax: bool,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,21 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
+from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, sent_facts
 from torch_bridge.mesh.machine import machine
-from torch_bridge.mesh.process_mesh import (
-    MeshLike,
-    ProcessMesh,
-    as_mesh,
-    callers,
-    check_device,
-    mesh_of,
-    process_mesh,
-    world,
-)
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world
 from xshard.arguments import lengths_of
 from xshard.cost.machine import AUTO, asked_for, load_profile, located
-from xshard.cost.model import Profile
+from xshard.cost.model import Profile, ProfileLike
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
 from xshard.layout import Mesh, Sharding
@@ -57,7 +48,7 @@ class MoveCall(NamedTuple):
     expression: Expression
     mesh: MeshLike
     shape: tuple[int, ...] | None = None  # the global shape; None: inferred
-    profile: str | Path | Profile = AUTO
+    profile: ProfileLike = AUTO
     comm_dtype: CommDtypeLike = None
 
     @classmethod
@@ -66,7 +57,7 @@ class MoveCall(NamedTuple):
     ) -> MoveCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
         expression = expression if type(expression) is str else as_expression(expression)
-        mesh = mesh if type(mesh) is DeviceMesh else as_mesh(mesh)
+        mesh = mesh if type(mesh) is DeviceMesh else meshes.as_mesh(mesh)
         shape = None if shape is None else lengths_of(shape)
         comm_dtype = None if comm_dtype is None else comm_dtypes(comm_dtype)
         return cls(expression, mesh, shape, asked_for(profile), comm_dtype)
@@ -97,7 +88,7 @@ class MoveCall(NamedTuple):
         """The plan, and the processes that run it. Raises ShapeError unless the block fits."""
         local_shape, block_dtype, tensor_device = block
         processes = process_mesh(self.mesh)
-        check_device(tensor_device)
+        meshes.check_device(tensor_device)
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
         src, dst, text = both = sides(self.expression)
         for layout in (src, dst):
@@ -178,7 +169,7 @@ def check_no_transform() -> None:
         raise PlanError("torch.func inside torch.compile does not reach through a redistribution", hint=hint)
 
 
-def links_along(profile: str | Path | Profile, axes: Sequence[str], processes: ProcessMesh) -> Profile:
+def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMesh) -> Profile:
     """The profile for some axes of a mesh. Nodes are runs of ranks, wherever these are in the mesh."""
     machine = located(load_profile(profile), processes.mesh, processes.ranks)
     return machine.along(axes, processes.mesh)
@@ -199,7 +190,7 @@ class TransferCall(NamedTuple):
     shape: tuple[int, ...] | None  # None, as the dtype, if unknown
     dtype: str | None
     relabel: bool = False
-    profile: str | Path | Profile = AUTO
+    profile: ProfileLike = AUTO
 
     def plan(self) -> Plan:
         """The plan; its device numbers are global ranks. Raises MeshError, ShapeError if one is missing."""
@@ -239,7 +230,7 @@ class TransferCall(NamedTuple):
 
 def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
     """The global rank of every device of a mesh, in its order."""
-    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else callers(mesh)
+    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else meshes.callers(mesh)
 
 
 def check_part(x: Tensor | None, plan: Plan) -> None:

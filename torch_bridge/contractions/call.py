@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.desync import CallFacts, derivatives_of, sent_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
-from xshard import Profile
+from xshard import ProfileLike
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
@@ -46,7 +45,7 @@ class EinsumCall(NamedTuple):
     expression: str | ContractionPlan
     mesh: MeshLike | None
     shapes: Shapes | None  # the operands' global shapes; None: inferred from blocks
-    profile: str | Path | Profile
+    profile: ProfileLike
     memory_limit: int | None
     comm_dtype: CommDtypeLike
     overlap: str

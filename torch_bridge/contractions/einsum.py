@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from xshard import Profile
+from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of, written
@@ -33,7 +32,7 @@ def einsum(
     mesh: MeshLike | None = None,
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     memory_limit: int | str | None = None,
     save: Literal["used", "given"] = "used",
     overlap: str = NEVER,

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.calls.move import MoveCall, TransferCall
-from torch_bridge.dtensor.placements import dtensor_of, from_placements, layout_of_gradient, to_placements
+from torch_bridge.dtensor.placements import dtensor_of, from_placements, gradient_layout, to_placements
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
 from torch_bridge.mesh.process_mesh import callers, check_world, dtensor_axes, dtensor_mesh, takes_part, world
-from xshard import Layout, Mesh, Profile, Sharding, dtypes
+from xshard import Layout, Mesh, ProfileLike, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
@@ -56,7 +55,7 @@ class DTensorMove:
     dst: End
     op_dtype: torch.dtype
     out_dtype: torch.dtype
-    profile: str | Path | Profile
+    profile: ProfileLike
     backward_dtype: torch.dtype | None = None  # None, as for the gradient: the input's
     gradient: Placements | None = None
     by_block: bool = False  # the gradient is the blocks', as `DTensor.from_local` made the input
@@ -99,7 +98,7 @@ class _OfCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: Shape) -> DTensor:
-        ctx.gradient = mesh, to_placements(layout_of_gradient(layout), mesh, shape)
+        ctx.gradient = mesh, to_placements(gradient_layout(layout), mesh, shape)
         return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
 
     @staticmethod
@@ -120,7 +119,7 @@ def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[
     return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape)
 
 
-def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> DTensorMove:
+def move_of(x: DTensor, src: End, dst: End, profile: ProfileLike, **options: Any) -> DTensorMove:
     """The move of a DTensor, in its own dtype unless the options say otherwise."""
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     options = {"op_dtype": x.dtype, "out_dtype": x.dtype, **options}

@@ -118,7 +118,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
 def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
     """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
     check_placed(x, layout, text, span)
-    gradient = to_placements(layout_of_gradient(layout), x.device_mesh, tuple(x.shape))
+    gradient = to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape))
     return x.to_local(grad_placements=gradient)
 
 
@@ -136,7 +136,7 @@ def positional(layout: Layout, ndim: int) -> Layout:
     return replace(layout, dims=dims).named([f"d{d}" for d in range(len(dims))])
 
 
-def layout_of_gradient(layout: Layout) -> Layout:
+def gradient_layout(layout: Layout) -> Layout:
     """The layout of a block's gradient: the dual, with the operands of a max or min as addends."""
     return with_kind(layout, "sum").dual
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +18,13 @@ from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.dtensor import function as moves
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor
-from torch_bridge.dtensor.placements import (
-    check_placed,
-    layout_of_gradient,
-    positional,
-    tag_of,
-    to_placements,
-)
+from torch_bridge.dtensor.placements import check_placed, gradient_layout, positional, tag_of, to_placements
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivatives_of
 from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, dtensor_mesh, takes_part
 from torch_bridge.replicas import comparison_of
-from xshard import Layout, Profile, Sharding, XshardError
+from xshard import Layout, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError
@@ -50,7 +43,7 @@ def redistribute(
     grad_placements: Sequence[Placement] | None = None,
     src_layout: Layout | str | None = None,
     dst_layout: Layout | str | None = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     debug: bool = False,
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
@@ -209,7 +202,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     check_placed(x, src, text)
     src, dst = (positional(side, x.ndim) for side in (src, dst.in_order(src.names)))
     travels = comm_dtype_of(call.comm_dtype, x.dtype)
-    mesh, gradient = x.device_mesh, to_placements(layout_of_gradient(src), x.device_mesh, x.shape)
+    mesh, gradient = x.device_mesh, to_placements(gradient_layout(src), x.device_mesh, x.shape)
     here, there = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
     options: Any = {"op_dtype": travels.forward, "backward_dtype": travels.backward, "gradient": gradient}
     return moves.move_of(x, here, there, call.profile, **options)

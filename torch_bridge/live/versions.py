@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
-from xshard import Profile, XshardError, load_profile
+from xshard import ProfileLike, XshardError, load_profile
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
 
@@ -38,7 +37,7 @@ class Publisher(Endpoint):
     """
 
     is_trainer = True
-    profile: str | Path | Profile = "auto"
+    profile: ProfileLike = "auto"
 
     def publish(
         self, tree: Any, shapes: Mapping[str, Sequence[int]] | None = None, progress: Progress = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.failures import timeout_of, within
-from xshard import Profile
+from xshard import Profile, ProfileLike
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
 
-def machine(profile: str | Path | Profile, device: torch.device | None = None) -> str | Path | Profile:
+def machine(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
     """The profile, or for "auto" the devices' own. device: the blocks', if any is here."""
     asked = asked_for(profile)
     if asked != AUTO:

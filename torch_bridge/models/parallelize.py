@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from torch_bridge.redistribution.blocks import tensor_device_of
-from xshard import Mesh, Profile, Rules, Sharding, XshardError, models
+from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, rule_of, use_of, written
@@ -48,7 +47,7 @@ def parallelize(
     keep: bool | Pattern = False,
     bucket_bytes: int | str | None = "25MiB",
     comm_dtype: CommDtypeLike = None,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
 ) -> nn.Module:
     """Shard a model of whole tensors in place, by layouts that go by name, and return it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
-from xshard import Layout, Mesh, Profile, Sharding, XshardError
+from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.models import written
 from xshard.replicas import ReplicaCheck
@@ -29,7 +28,7 @@ class ParallelContext:
     """The mesh and the options that all parts of a parallel model, and its copies, share."""
 
     mesh: MeshLike
-    profile: str | Path | Profile = "auto"
+    profile: ProfileLike = "auto"
     comm_dtype: CommDtypeLike = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Profile, Sharding, load_profile
+from xshard import Layout, ProfileLike, Sharding, load_profile
 from xshard.contractions.attention import AttentionCall
 from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
@@ -62,7 +61,7 @@ class ProcessAttention(AttentionCall):
     """A call in this process. like: an empty tensor of the queries' dtype and device."""
 
     processes: ProcessMesh
-    profile: str | Path | Profile
+    profile: ProfileLike
     like: Tensor
     xp, empty = torch, float("-inf")
 

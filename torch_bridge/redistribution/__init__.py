@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -17,7 +16,7 @@ from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
-from xshard.cost.model import Profile
+from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError, PlanError
 from xshard.notation.maps import Maps
 from xshard.plans.plan import Plan
@@ -51,7 +50,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     device: torch.device | str | None = None,
     requires_grad: bool = False,
     relabel: bool = False,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | str | None = None,
     async_op: bool = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivatives_of
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
 from torch_bridge.replicas import Expect, checked, comparisons_between
-from xshard import Profile, replicas
+from xshard import ProfileLike, replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError
@@ -36,7 +35,7 @@ class Endpoints(NamedTuple):
     device: torch.device | str | None
     requires_grad: bool
     relabel: bool
-    profile: str | Path | Profile
+    profile: ProfileLike
 
 
 def redistribute_between(

@@ -19,7 +19,7 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from xshard import Profile, Rules, XshardError, dtypes, errors, load_profile
+from xshard import Profile, ProfileLike, Rules, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
 from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
@@ -102,7 +102,7 @@ def load(
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
     """Load files -> local blocks by name: each process reads the rows that it needs, and no others.

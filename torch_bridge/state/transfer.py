@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state import facts as tree_facts
-from xshard import Profile
+from xshard import ProfileLike
 from xshard.errors import MeshError
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
@@ -40,7 +39,7 @@ def transfer(
     donate: bool = False,
     progress: Progress = None,
     dry_run: bool = False,
-    profile: str | Path | Profile = "auto",
+    profile: ProfileLike = "auto",
     device: torch.device | str | None = None,
 ) -> Any:
     """Move a tree of local blocks to another mesh; returns new tensors.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
-from xshard.cost.model import Profile
+from xshard.cost.model import ProfileLike
 from xshard.errors import XshardError
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
@@ -196,7 +195,7 @@ class Verb(Generic[A, M]):
         kv_length: int | None = None,
         sequence: str = "s",
         heads: str = "h",
-        profile: str | Path | Profile = "auto",
+        profile: ProfileLike = "auto",
         implementation: str | None = None,
     ) -> Any:
         """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.
@@ -250,7 +249,7 @@ class Verb(Generic[A, M]):
         label_smoothing: float = 0.0,
         shape: Sequence[int | None] | None = None,
         classes: str = "v",
-        profile: str | Path | Profile = "auto",
+        profile: ProfileLike = "auto",
     ) -> A:
         """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from xshard.arguments import did_you_mean, parse_number, shown
-from xshard.cost.model import Link, Profile
+from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import ProfileError
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
 
 
-def load_profile(profile: str | Path | Profile) -> Profile:
+def load_profile(profile: ProfileLike) -> Profile:
     """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError.
 
     A file that was rewritten is read again.
@@ -110,11 +110,11 @@ LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MP
 
 RACKS = ("gb200",)  # their nodes are larger than the hosts of a launcher
 
-_USED: ContextVar[str | Path | Profile | None] = ContextVar("xshard_profile", default=None)
+_USED: ContextVar[ProfileLike | None] = ContextVar("xshard_profile", default=None)
 
 
 @contextmanager
-def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
+def use_profile(profile: ProfileLike) -> Iterator[Profile]:
     """Plan for this machine wherever `profile="auto"` would look for one, also with XSHARD_PROFILE set.
 
     Raises ProfileError for one that does not exist. All processes use the same.
@@ -132,7 +132,7 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
         _USED.reset(token)
 
 
-def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
+def asked_for(profile: ProfileLike) -> ProfileLike:
     """The profile itself, a file's read; for "auto" the one of `use_profile` or XSHARD_PROFILE, if any."""
     asked = profile if profile != AUTO else _USED.get() or os.environ.get(VARIABLE) or AUTO
     return asked if isinstance(asked, Profile) or asked in (AUTO, *shipped()) else load_profile(asked)
@@ -165,7 +165,7 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
     return load_profile(f"{profile.name}:{node_devices}")
 
 
-def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
+def without_devices(profile: ProfileLike) -> ProfileLike:
     """The profile itself; for "auto", without a known device, the overriding one, else DEFAULT."""
     asked = asked_for(profile)
     return DEFAULT if asked == AUTO else asked

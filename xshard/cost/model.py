@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from xshard.arguments import shown, whole_number
@@ -189,6 +190,9 @@ class Profile:
         if math.isinf(self.copy_bytes_per_s):
             data["copy_bytes_per_s"] = None
         return json.dumps(data, indent=2) + "\n"
+
+
+ProfileLike = str | Path | Profile  # the name of one, its file, or itself
 
 
 @dataclass(frozen=True)

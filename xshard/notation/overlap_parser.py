@@ -9,17 +9,7 @@ from typing import Any, TypeVar
 from xshard.arguments import MOST_DIGITS, did_you_mean
 from xshard.errors import NotationError, Span
 from xshard.notation.maps import DIGEST, Maps, Needs, RowMap, find_map
-from xshard.notation.overlap import (
-    BOUNDARIES,
-    OUTPUT_RULES,
-    Boundary,
-    Fold,
-    Halo,
-    Overlap,
-    Reads,
-    Width,
-    Window,
-)
+from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Reads, Window
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"
@@ -204,7 +194,7 @@ def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
     return both
 
 
-def parse_width(scanner: Scanner) -> Width:
+def parse_width(scanner: Scanner) -> int | tuple[int, ...]:
     """A number, or several in brackets, as in `[1,0,2]`."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xshard.cost.machine import load_profile, node_processes
-from xshard.cost.model import Link, Profile
+from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import MeshError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh
@@ -66,7 +66,7 @@ def held_out_plans(
 
 
 def _random_plan(
-    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: str | Path | Profile
+    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: ProfileLike
 ) -> Plan:
     src, dst = _random_sides(axes, rng)
     size = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()

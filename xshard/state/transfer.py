@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from xshard import arguments, trees
 from xshard.cost.machine import load_profile
-from xshard.cost.model import Profile
+from xshard.cost.model import Profile, ProfileLike
 from xshard.dtypes import itemsize
 from xshard.errors import NotationError, located
 from xshard.layout import Layout, Mesh, Sharding
@@ -38,7 +37,7 @@ def plan_transfer(
     dst_devices: Sequence[int] | None = None,
     names: Names | None = None,
     dtypes: Dtypes | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
     bucket_bytes: int | str | None = BUCKET,
 ) -> TreePlan:
     """Plan the transfer of a tree to another mesh; its messages travel together, bucket by bucket.

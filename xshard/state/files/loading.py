@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from xshard import dtypes
 from xshard.cost.machine import load_profile
-from xshard.cost.model import Link, Profile
+from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import DtypeError, ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
@@ -50,7 +49,7 @@ def plan_load(
     dtype: object = None,
     like: Mapping[str, Any] | None = None,
     strict: bool = True,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
 ) -> dict[str, Load]:
     """Plan the load of every array of a checkpoint. rules: layouts by the names in this program, to which
     `names` maps stored names; None: replicated. dtype: for all floats. like: the arrays to fill. strict:
