@@ -54,10 +54,8 @@ class Copies:
         def ragged(x: jax.Array) -> jax.Array:
             starts = jnp.arange(len(sent)) * (len(x) // len(sent))
             places = jnp.full_like(starts, lax.axis_index(self.axis) * (len(x) // len(sent)))
-            tables = (
-                as_varying(t.astype(jnp.int32), varying_axes(x)) for t in (starts, sent, places, received)
-            )
-            empty = as_varying(jnp.zeros_like(x), varying_axes(x))
+            tables = (table.astype(jnp.int32) for table in (starts, sent, places, received))
+            empty, *tables = (as_varying(y, varying_axes(x)) for y in (jnp.zeros_like(x), *tables))
             return lax.ragged_all_to_all(x, empty, *tables, axis_name=self.axis)
 
         return lax.platform_dependent(x, cpu=padded, default=ragged)  # XLA has no ragged one for CPUs

@@ -180,9 +180,8 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 def tag(kind: str, axis: Axes) -> str:
     """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
     if not isinstance(kind, str):
-        raise XshardError(
-            f"the operation {shown(kind)} is not text", hint='it is "sum", "mean", "max" or "min"'
-        )
+        hint = 'it is "sum", "mean", "max" or "min"'
+        raise XshardError(f"the operation {shown(kind)} is not text", hint=hint)
     return f" | {kind}({_axis_names(axis)})"
 
 

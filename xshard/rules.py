@@ -217,9 +217,8 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
-        raise NotationError(
-            f"{shown(pattern)} is not a pattern", hint="text such as '**.weight', or re.compile(...)"
-        )
+        hint = "text such as '**.weight', or re.compile(...)"
+        raise NotationError(f"{shown(pattern)} is not a pattern", hint=hint)
     return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
 
 

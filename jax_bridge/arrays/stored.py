@@ -199,9 +199,7 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
-        reason = (
-            f"a jax.Array cannot have uneven blocks: {array.shape} does not divide under '{array.layout}'"
-        )
+        reason = f"a jax.Array cannot have uneven blocks: {array.shape} does not divide by '{array.layout}'"
         hint = "pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks"
         raise ShapeError(reason, text=text, hint=hint)
 

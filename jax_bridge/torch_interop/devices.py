@@ -87,9 +87,8 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
 def check_one_block(meshes: MeshPair, what: str) -> None:
     """Raise MeshError if a process has several blocks but `what` one."""
     if not meshes.is_one_each:
-        reason = (
-            f"a process has several devices in JAX's mesh {dict(meshes.jax_mesh.shape)}, {what} one block"
-        )
+        mesh = dict(meshes.jax_mesh.shape)
+        reason = f"a process has several devices in JAX's mesh {mesh}, {what} one block"
         raise MeshError(reason, hint="one tensor per local device, in a list")
 
 

@@ -69,9 +69,8 @@ class Redistribute(torch.autograd.Function):
         executable = ctx.executable
         if executable.is_linear:
             return Redistribute.apply(executable.tangent, *tangents)
-        return Redistribute.apply(
-            executable.winners[3], tangents[0] * _shares(executable, *ctx.saved_tensors)
-        )
+        shares = _shares(executable, *ctx.saved_tensors)
+        return Redistribute.apply(executable.winners[3], tangents[0] * shares)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor) -> tuple[Any, Any]:

@@ -132,9 +132,8 @@ def local_block(x: DTensor) -> Tensor:
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             what = f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike placements"
-            raise PlanError(
-                what, hint="DTensor.redistribute(placements=...) brings it to the order of the mesh"
-            )
+            hint = "DTensor.redistribute(placements=...) brings it to the order of the mesh"
+            raise PlanError(what, hint=hint)
     with torch.no_grad():
         block = x.to_local()
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
@@ -188,15 +187,11 @@ def _executables(
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     """The layouts that a move passes: both ends, and one between a max that ends and a sum that begins. Equal
     values are their own max, so replicas may take the tag of a max."""
-    kept = {(kind, a) for kind, a in _tags(src) if kind in NONLINEAR} if same else set()
-    kept &= set(_tags(dst))
-    ended, begun = (
-        [a for kind, a in _tags(end) if kind in NONLINEAR and (kind, a) not in kept] for end in (src, dst)
-    )
-    target = without_tags(dst, tuple(begun))
-    if ended and target.tags:
-        return [src, without_tags(src, tuple(ended)), target]
-    return [src, target]
+    ends = [{tag for tag in _tags(end) if tag[0] in NONLINEAR} for end in (src, dst)]
+    kept = ends[0] & ends[1] if same else set()
+    ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in ends)
+    target = without_tags(dst, begun)
+    return [src, without_tags(src, ended), target] if ended and target.tags else [src, target]
 
 
 def _gradient_end(move: DTensorMove, here: End, shape: Shape) -> End:

@@ -236,9 +236,7 @@ def _uneven(factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | No
     part = Mesh({axis: mesh.size(axis) for axis in factors})
     held = [_rows(length, factors, part, device) for device in range(part.n_devices)]
     if order is None:
-        intervals = [
-            tuple(end for run in runs for end in (run.start, run.start + run.length)) for runs in held
-        ]
+        intervals = [tuple(e for run in runs for e in (run.start, run.start + run.length)) for runs in held]
         return (Cut(part.axes, INTERVALS, tuple(numbers or (0, 0) for numbers in intervals)),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = Sharding(Layout((Dim("_", nested),)), part, (length,))

@@ -211,9 +211,8 @@ def _always_equal(a: int, b: int) -> bool:
 
 def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
     # None stands for all rows of a dim, which meet any others.
-    return a == b or all(
-        x is None or y is None or bool(common_segments(x, y)) for x, y in zip(a, b, strict=True)
-    )
+    pairs = zip(a, b, strict=True)
+    return a == b or all(x is None or y is None or bool(common_segments(x, y)) for x, y in pairs)
 
 
 def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:

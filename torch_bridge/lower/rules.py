@@ -30,20 +30,16 @@ from xshard.steps.permute import senders
 Lengths = Mapping[str, int] | None  # as in `Site`
 
 
-def lower(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths = None
-) -> Executable:
+def lower(plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None) -> Executable:
     """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
     if lengths is None and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-        return _kept(plan, processes, tensor_device)
-    return _lowered(plan, processes, tensor_device, lengths or {})  # tensors made here are part of a trace
+        return _kept(plan, processes, device)
+    return _lowered(plan, processes, device, lengths or {})  # tensors made here are part of a trace
 
 
-def _lowered(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths = None
-) -> Executable:
-    again = functools.partial(lower, processes=processes, tensor_device=tensor_device, lengths=lengths)
-    moves = list(_moves(plan, processes, tensor_device, lengths))
+def _lowered(plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None) -> Executable:
+    again = functools.partial(lower, processes=processes, device=device, lengths=lengths)
+    moves = list(_moves(plan, processes, device, lengths))
     return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
 
 

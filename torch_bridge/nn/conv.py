@@ -126,7 +126,7 @@ def conv_transpose(layer: Any, x: Tensor, placement: Placement, output_size: Int
         lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
         extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths)
     windows = tuple(zip(*options, extra, strict=True))
-    transposed = _transposed_geometry(placement, windows, layer.weight.shape, groups)
+    transposed = _transposed(placement, windows, layer.weight.shape, groups)
 
     def spread(rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
         if 0 in rows.shape:  # outputs that no input reaches
@@ -144,9 +144,7 @@ def conv_transpose(layer: Any, x: Tensor, placement: Placement, output_size: Int
 
 
 @lru_cache(maxsize=4096)
-def _transposed_geometry(
-    placement: Placement, windows: Windows, weights: torch.Size, groups: int
-) -> Geometry:
+def _transposed(placement: Placement, windows: Windows, weights: torch.Size, groups: int) -> Geometry:
     first, frames = len(placement.shape) - len(windows), []
     check_channels(placement, first - 1, weights[0])
     for d, (k, s, dilation, p, extra) in enumerate(windows, first):

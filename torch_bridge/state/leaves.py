@@ -107,12 +107,9 @@ def local_arrays(
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         parallel, saved = parallel_of(tree), set(tree.state_dict(keep_vars=True))
         here = parallel.context.mesh, parallel.context.processes.ranks
-        kept = [
-            (each, each.tensor.detach()) for each in parallel.parameters if saved.intersection(each.names)
-        ]
-        return {
-            each.name: LocalArray(each.names, x, x.dtype, each.sharding, *here, each.put) for each, x in kept
-        }, {}
+        kept = [each for each in parallel.parameters if saved.intersection(each.names)]
+        blocks = ((x, x.tensor.detach()) for x in kept)
+        return {x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in blocks}, {}
     tensors, constants = tensors_and_constants(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -126,9 +126,7 @@ def run_node(
         elastic_launch(config, sys.executable)(*sent)
 
 
-def _node_rank(
-    folder: str, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _node_rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     _begin(timeout_s)
     file = Path(folder, f"{dist.get_rank()}.part")  # the function may make another world

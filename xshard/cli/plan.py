@@ -95,9 +95,7 @@ def show(
     mesh: options.MeshText,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
-    dims: Annotated[
-        str, Option(metavar="NAMES", help="One or two dims to draw; else the first two cut.")
-    ] = "",
+    dims: Annotated[str, Option(metavar="NAMES", help="Dims to draw, one or two; else the first cut.")] = "",
 ) -> None:
     """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.
 

@@ -98,9 +98,8 @@ class Profile:
         for dtype, rate in self.flops_per_s:
             if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
                 hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
-                raise ProfileError(
-                    f"no such rate: {shown(rate)} operations per second in {dtype!r}", hint=hint
-                )
+                what = f"no such rate: {shown(rate)} operations per second in {dtype!r}"
+                raise ProfileError(what, hint=hint)
 
     def __hash__(self) -> int:
         return hash(self.name)  # a part of the key of every cached call

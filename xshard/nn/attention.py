@@ -175,11 +175,9 @@ class Attention:
         """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
         return self.keys.max_local_shape[SEQUENCE]
 
-    def rotation(
-        self, block_shape: Sequence[int], by: int = 1
-    ) -> tuple[tuple[Layout, Layout], Sequence[int]]:
+    def rotation(self, block: Sequence[int], by: int = 1) -> tuple[tuple[Layout, Layout], Sequence[int]]:
         """The layouts and the global shape of a move of each device's block to the device `by` further on."""
-        n, (batch, heads, rows, width) = len(self.devices), block_shape
+        n, (batch, heads, rows, width) = len(self.devices), block
         shards = Shard(self.axes), rotated(self.axes, n, self.block_rows, by)
         before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
         return (before, after), (batch, heads, n * rows, width)

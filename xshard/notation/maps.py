@@ -124,9 +124,8 @@ class Owners(RowMap):
     def __init__(self, owner: ArrayLike, parts: int | None = None) -> None:
         of_row = _whole_rows(owner)
         if len(of_row) and of_row.min() < 0:
-            raise ShapeError(
-                f"row {int(of_row.argmin())} has part {of_row.min()}", hint="parts are 0, 1, ..."
-            )
+            what = f"row {int(of_row.argmin())} has part {of_row.min()}"
+            raise ShapeError(what, hint="parts are 0, 1, ...")
         least = int(of_row.max(initial=-1)) + 1
         parts = least if parts is None else parts
         if parts < least:

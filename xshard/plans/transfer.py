@@ -64,9 +64,7 @@ class Transfer(Step):
             len(self.senders) != len(self.pieces)
             or any(s not in piece.holders for s, piece in zip(self.senders, self.pieces, strict=True))
         ):
-            raise PlanError(
-                f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
-            )
+            raise PlanError(f"senders {self.senders} do not hold the {len(self.pieces)} pieces they send")
 
     @cached_property
     def is_in_place(self) -> bool:

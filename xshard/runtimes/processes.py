@@ -39,9 +39,7 @@ class Process:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         command = [*prefix, sys.executable, "-m", "xshard.runtimes.server"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._child = subprocess.Popen(
-            command, **pipes, env={**os.environ, **environment}, start_new_session=True
-        )
+        self._child = subprocess.Popen(command, **pipes, env=os.environ | environment, start_new_session=True)
         self._owner = os.getpid()
         atexit.register(self._leave)
 

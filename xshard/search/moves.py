@@ -178,10 +178,8 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
             for on_way, later in _before_gathers(grid, here, goal):
                 there = min(_exchange(grid, here, on_way), _in_turn(grid, here, on_way, ()))
                 estimates.append(seconds + there + later)
-    dims = range(len(state.cuts))
-    if state.sums == goal.sums and all(
-        grid.length(d, state.cuts[d]) == grid.length(d, goal.cuts[d]) for d in dims
-    ):
+    pairs = enumerate(zip(state.cuts, goal.cuts, strict=True))
+    if state.sums == goal.sums and all(grid.length(d, a) == grid.length(d, b) for d, (a, b) in pairs):
         estimates.append(move_cost(grid, Move("permute", (), goal), state).seconds)
     return min(estimates)
 

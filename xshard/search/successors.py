@@ -152,10 +152,9 @@ class Moves:
     def _permutes(self, state: State) -> Iterator[Move]:
         """Rearrangements that keep the length of every block: the goal itself, else others."""
         grid, n_found = self.grid, 0
-        lengths = [grid.length(d, cut)[0] for d, cut in enumerate(state.cuts)]
-        if state.sums == self.goal.sums and lengths == [
-            grid.length(d, cut)[0] for d, cut in enumerate(self.goal.cuts)
-        ]:
+        pairs = enumerate(zip(state.cuts, self.goal.cuts, strict=True))
+        fits = all(grid.length(d, cut)[0] == grid.length(d, aim)[0] for d, (cut, aim) in pairs)
+        if state.sums == self.goal.sums and fits:
             yield Move("permute", (), self.goal)
         if not grid.is_regular(state):
             return

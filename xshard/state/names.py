@@ -239,9 +239,8 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
         return None
     src, dst = layout.parse_expression(order)
     if src.axes or dst.axes:
-        raise XshardError(
-            f"'{shown(order)}' has mesh axes", hint="an order of dims alone, as in 'o i -> i o'"
-        )
+        hint = "an order of dims alone, as in 'o i -> i o'"
+        raise XshardError(f"'{shown(order)}' has mesh axes", hint=hint)
     return tuple(map(src.names.index, dst.names))
 
 

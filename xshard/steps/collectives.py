@@ -36,9 +36,8 @@ class AllGather(Step):
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
-        return gather_traffic(
-            before.max_local_size, group, base.lands_in_place(before, self.dim, self.shards)
-        )
+        in_place = base.lands_in_place(before, self.dim, self.shards)
+        return gather_traffic(before.max_local_size, group, in_place)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
@@ -111,9 +110,8 @@ class AllToAll(Step):
     dst_shards: tuple[Shard, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        if self.src_dim == self.dst_dim or sorted(axes_of(self.src_shards)) != sorted(
-            axes_of(self.dst_shards)
-        ):
+        leaves, arrives = (sorted(axes_of(shards)) for shards in (self.src_shards, self.dst_shards))
+        if self.src_dim == self.dst_dim or leaves != arrives:
             raise PlanError(f"'{self}' does not move the same axes between two dims")
         base.check_even(before, self.src_dim, self.src_shards)
         base.check_even(before, self.dst_dim, self.dst_shards)

@@ -25,6 +25,7 @@ from xshard.testing.diagnosis.evidence import Case, in_double
 from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
 
+Arrays = Mapping[str, Block]
 _HIDDEN_ORDERS = ("block", "zigzag")  # orders of a cut along an axis that an expression does not name
 
 
@@ -76,9 +77,7 @@ def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
     return calls[::-1] if cotangents else calls
 
 
-def find_wrong(
-    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Mapping[str, Block]
-) -> Mismatch | None:
+def find_wrong(one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays) -> Mismatch | None:
     """The difference in meaning between one device and a mesh; None if the layout does not say it."""
     source, layout = one.check.sharding, many.check.sharding.layout
     src, dst, _ = sides(many.check.text)
@@ -105,9 +104,7 @@ def find_wrong(
     return wrong
 
 
-def _case(
-    many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Mapping[str, Block]
-) -> Case | None:
+def _case(many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
     """The recorded blocks beside the global array's; None if their shapes do not fit the layout."""
     devices = range(mesh.n_devices)
     try:

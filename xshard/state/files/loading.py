@@ -74,9 +74,7 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetAr
     return (names or SAME).resolve(checkpoint.shapes, checkpoint.dtypes)
 
 
-def load_of(
-    checkpoint: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile
-) -> Load:
+def load_of(opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile) -> Load:
     """The load of one array. Raises DtypeError if floats would become whole numbers, ShapeError."""
     if _kind(array.dtype) > _kind(dtype):
         raise DtypeError(f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
@@ -84,7 +82,7 @@ def load_of(
         hint = "names= maps arrays"
         raise ShapeError(f"shape {array.shape} in the checkpoint, {target.shape} here", hint=hint)
     check_whole(target)
-    stored = checkpoint[array.pieces[0].src.name].dtype
+    stored = opened[array.pieces[0].src.name].dtype
     return Load(array._replace(dtype=dtype), stored, source_sharding(target, dtype, profile), target)
 
 
@@ -128,14 +126,12 @@ def in_both(
     return firsts
 
 
-def read_block(
-    checkpoint: Checkpoint, load: Load, device: int, out: NDArray[Any] | None = None
-) -> NDArray[Any]:
+def read_block(opened: Checkpoint, load: Load, device: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Read a device's block under the source sharding, as the carrier of the stored dtype, into `out`."""
     if out is None:
         out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
     for pair in box_pairs(load.array.pieces, load.source, device):
-        checkpoint.read(pair.name, pair.box, pair.view(out))
+        opened.read(pair.name, pair.box, pair.view(out))
     return out
 
 

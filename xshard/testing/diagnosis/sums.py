@@ -34,9 +34,7 @@ def only_first(case: Case) -> str | None:
         return all(not in_double(x).any() if index[d] else case.near(x, want) for d, (x, want) in pairs)
 
     along = first_of(case.free_axes, is_alone)
-    return along and (
-        f"only the first device along {along} has the value, the others have zeros: nothing sent it to them"
-    )
+    return along and f"only the first device along {along} has the value, others have zeros: nothing sent it"
 
 
 def not_summed(case: Case) -> str | None:
