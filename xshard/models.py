@@ -69,8 +69,7 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     if there and (src != placed or len(there) > 1 or there[0][0]):
         hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
         raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
-    routed = there[0][1] if there else ()
-    return ActivationRule(src, placed, text, routed)
+    return ActivationRule(src, placed, text, there[0][1] if there else ())
 
 
 def _placed(shard: Shard) -> Shard:

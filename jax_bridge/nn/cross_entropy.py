@@ -40,8 +40,7 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *o
     n = sharding.shape[d]
 
     def reduced(x: jax.Array, kind: str, axes: tuple[str, ...]) -> jax.Array:
-        text = move(x.shape, tag(kind, axes), "")
-        return redistribute(x, text, here, profile=machine) if axes else x
+        return redistribute(x, move(x.shape, tag(kind, axes), ""), here, profile=machine) if axes else x
 
     rest = replace(sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :]))
     tokens = Sharding(rest, here, (*sharding.shape[:d], *sharding.shape[d + 1 :]))

@@ -248,8 +248,7 @@ def _begin_read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Execut
 
     def read(i: int, offset: int) -> NDArray[Any]:
         block = memory[offset : offset + n].view(stored).reshape(source.local_shape(i))
-        block = read_block(checkpoint, load, i, block)
-        return block.view(numpy_dtype(load.stored)).astype(dtype, copy=False)
+        return read_block(checkpoint, load, i, block).view(numpy_dtype(load.stored)).astype(dtype, copy=False)
 
     firsts, starts = (devices[0] for devices in holders.values()), range(start, len(memory), step or 1)
     blocks = zip(holders.values(), threads.map(read, firsts, starts), strict=True)

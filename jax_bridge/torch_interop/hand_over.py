@@ -151,8 +151,7 @@ def prepare_to_jax(
     blocks = _local_blocks(x, layout, meshes)
     dtypes, local_shape = sorted({buffers.jax_name(block.dtype) for block in blocks}), tuple(blocks[0].shape)
     if len(dtypes) > 1:
-        what = f"the tensors are of several dtypes: {', '.join(dtypes)}"
-        raise DtypeError(what, hint="one array has one")
+        raise DtypeError(f"the tensors are of several dtypes: {', '.join(dtypes)}", hint="one array has one")
     blocks = blocks if meshes.local else []  # without the meta tensor
     devices = [meshes.devices[i] for i in meshes.local]
     if wrong := [block.device for block in blocks if block.device.type != meshes.kind]:

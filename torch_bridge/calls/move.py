@@ -171,8 +171,7 @@ def check_no_transform() -> None:
 
 def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMesh) -> Profile:
     """The profile for some axes of a mesh. Nodes are runs of ranks, wherever these are in the mesh."""
-    machine = located(load_profile(profile), processes.mesh, processes.ranks)
-    return machine.along(axes, processes.mesh)
+    return located(load_profile(profile), processes.mesh, processes.ranks).along(axes, processes.mesh)
 
 
 def ranked(mesh: MeshLike) -> str:

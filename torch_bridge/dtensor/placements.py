@@ -118,8 +118,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
 def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
     """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
     check_placed(x, layout, text, span)
-    gradient = to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape))
-    return x.to_local(grad_placements=gradient)
+    return x.to_local(grad_placements=to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape)))
 
 
 def dtensor_of(

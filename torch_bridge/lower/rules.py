@@ -123,8 +123,7 @@ def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
         site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
         for shape, dim, shards in sides
     )
-    collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
-    return packed(collective, sent, received)
+    return packed(Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True), sent, received)
 
 
 def _permute(step: steps.Permute, site: Site) -> Move:

@@ -207,8 +207,7 @@ def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> Pro
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
     if isinstance(mesh, Mesh) and axes.n_devices != size:
         hint = "an xshard.Mesh covers the world; for a part of it pass a DeviceMesh"
-        what = f"{axes!r} has {axes.n_devices} devices, the world has {size} processes"
-        raise MeshError(what, hint=hint)
+        raise MeshError(f"{axes!r} has {axes.n_devices} devices, the world has {size} processes", hint=hint)
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 

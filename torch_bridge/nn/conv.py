@@ -67,8 +67,7 @@ def conv(x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, f
         padded = F.pad(rows, flat, mode=mode) if any(flat) else rows
         return _CONV[rank - 1](padded, weight, bias, form.stride, 0, form.dilation, form.groups)
 
-    geometry = _conv_geometry(placement, form, weight.shape)
-    return apply_windows(x, placement, geometry, convolve, weight, bias)
+    return apply_windows(x, placement, _conv_geometry(placement, form, weight.shape), convolve, weight, bias)
 
 
 @lru_cache(maxsize=4096)

@@ -42,8 +42,7 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: MeshLik
     d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
 
     def reduced(x: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
-        text = move(x.shape, tag(kind, axes), "")
-        return redistribute(x, text, processes, profile=profile) if axes else x
+        return redistribute(x, move(x.shape, tag(kind, axes), ""), processes, profile=profile) if axes else x
 
     x = logits.movedim(d, -1)
     x, n, ignored = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1], labels == ignore_index

@@ -90,8 +90,7 @@ def _cuts(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
 
 def _part(layout: Layout, axis: str) -> str | None:
     """The tag of an axis, "cut", or None for replicas."""
-    tags = (kind for kind, axes in layout.tags if axis in axes)
-    return next(tags, "cut" if axis in layout.axes else None)
+    return next((kind for kind, axes in layout.tags if axis in axes), "cut" if axis in layout.axes else None)
 
 
 def _illegal(what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str) -> PlanError:

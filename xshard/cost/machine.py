@@ -34,8 +34,7 @@ def load_profile(profile: ProfileLike) -> Profile:
     if not isinstance(name, str | Path):
         raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(shipped())}, or a file")
     is_file = str(name).partition(":")[0] not in shipped() and os.path.isfile(name)
-    written_ns = os.stat(name).st_mtime_ns if is_file else 0
-    return _load(str(name), written_ns)
+    return _load(str(name), os.stat(name).st_mtime_ns if is_file else 0)
 
 
 @lru_cache(maxsize=1)

@@ -142,8 +142,7 @@ class Profile:
         nodes = self.node_devices
         if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
             return False
-        inside = math.prod(self._inside(axis, mesh) for axis in mesh.axes)
-        return inside != nodes
+        return math.prod(self._inside(axis, mesh) for axis in mesh.axes) != nodes
 
     def launch(self, kind: str) -> float:
         """Seconds to start a step of a kind."""
@@ -269,8 +268,7 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     buffer = traffic.copied if traffic.hops else 0
     result = 0 if step.kind in FREE else after.max_local_size
     held = before.max_local_size + result + buffer
-    seconds = fabric.seconds(step.kind, traffic, itemsize)
-    return Price(seconds, traffic.received * itemsize, held * itemsize)
+    return Price(fabric.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize)
 
 
 def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:

@@ -253,5 +253,4 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
         return Fold(aligned) if isinstance(overlap, Fold) else aligned
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     widths = (rows.rows.map.sizes,) if isinstance(rows, Reads) else widths
-    nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
-    return None if nothing else overlap
+    return None if all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths) else overlap

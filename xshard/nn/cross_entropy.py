@@ -25,8 +25,7 @@ def class_dim(
     if tuple(labels) != (tokens := (*block[:d], *block[d + 1 :])):
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
         raise ShapeError(what, text=str(sharding.layout), hint=f"labels are {tokens}, all dims but {name!r}")
-    token_axes = tuple(axis for dim in (*dims[:d], *dims[d + 1 :]) for axis in dim.axes)
-    return d, dims[d].axes, token_axes
+    return d, dims[d].axes, tuple(axis for dim in (*dims[:d], *dims[d + 1 :]) for axis in dim.axes)
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:

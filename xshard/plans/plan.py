@@ -340,8 +340,7 @@ def _as_numbered(request: Request, by_transfer: bool) -> Plan:
         check_reduction(request.dtype, "sum")
     if plan is None:
         paths = transfer_paths(free := replace(request, memory_limit=None))
-        least = min(_made(free, *way).peak_bytes for way in paths)
-        raise too_large(request.memory_limit, least)
+        raise too_large(request.memory_limit, min(_made(free, *way).peak_bytes for way in paths))
     return plan
 
 

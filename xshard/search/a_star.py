@@ -87,8 +87,7 @@ class Search:
 
     def _search(self) -> Path | None:
         # A path that comes nearer to the goal with every step is found soon, and bounds the others.
-        near = None if self.moves.complete else self._explored(None, nearest=True)
-        return self._explored(near)
+        return self._explored(None if self.moves.complete else self._explored(None, nearest=True))
 
     def _explored(self, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""

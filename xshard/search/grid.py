@@ -242,8 +242,7 @@ class Grid:
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, if it is known without counting per device."""
-        is_node_local = self.nodes and state.sums == after.sums
-        return None if is_node_local else self._even_exchange(state, after)
+        return None if self.nodes and state.sums == after.sums else self._even_exchange(state, after)
 
     @remembered
     def _even_exchange(self, state: State, after: State) -> Traffic | None:

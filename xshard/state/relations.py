@@ -107,8 +107,7 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
             yield [fill_stars(p, stars) for p in src], [fill_stars(p, stars) for p in dst]
     elif relation.splits:
         for name, stars in matches:
-            numbers = range(shapes[name][relation.dim])
-            yield [name], [fill_stars(dst[0], (*stars, str(i))) for i in numbers]
+            yield [name], [fill_stars(dst[0], (*stars, str(i))) for i in range(shapes[name][relation.dim])]
     else:
         members: dict[tuple[str, ...], int] = {}
         for _, (*outer, _) in matches:

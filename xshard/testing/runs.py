@@ -263,8 +263,7 @@ class Runs:
             cotangent = truth.cotangents.get(name)
             blocks = None if cotangent is None else cotangents_of(cotangent, sharding, i)
             results[name] = Result(sharding, blocks)
-        shardings = self.problem.shardings(mesh)
-        return self._question(runtime, self.functions[runtime], mesh, shardings, results)
+        return self._question(runtime, self.functions[runtime], mesh, self.problem.shardings(mesh), results)
 
     def _question(
         self, runtime: Side, function: bytes, mesh: Mesh, shardings: tuple[Sharding, ...], results: Any
@@ -272,8 +271,7 @@ class Runs:
         arrays = self.problem.arguments, self.problem.inputs(shardings), shardings
         wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
         mode, differences = "vma" if self.typed else "novma", self.differences and results is None
-        update = self.updates.get(runtime)
-        return Question(function, mesh, *arrays, results, update, wide, mode, differences)
+        return Question(function, mesh, *arrays, results, self.updates.get(runtime), wide, mode, differences)
 
     def _answer(self, runtime: Side, question: Question) -> Answer:
         answers: list[Answer] = self._ask(runtime, "answers", [question])

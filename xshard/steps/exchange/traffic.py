@@ -99,8 +99,7 @@ def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
 
 def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes with a sum, max or min that ends between the layouts."""
-    kinds = ("sum", "max", "min")
-    return tuple(a for kind in kinds for a in src.tagged(kind) if a not in dst.tagged(kind))
+    return tuple(a for kind in ("sum", "max", "min") for a in src.tagged(kind) if a not in dst.tagged(kind))
 
 
 def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:

@@ -23,8 +23,7 @@ Mask = NDArray[np.bool_]
 
 def settled(layout: Layout) -> Layout:
     """The layout without addends and contributions: cuts and overlaps alone, which determine the blocks."""
-    dims = tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims)
-    return Layout(dims)
+    return Layout(tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims))
 
 
 def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
