@@ -23,11 +23,8 @@ from xshard.routing import Groups, check_rows
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of this device's rows, on their way and back.
-
-    index: the row of each copy sent, by parts, or `n_rows` for padding: `[devices * capacity]`. counts:
-    copies to each device, and copies from each.
-    """
+    """Copies of this device's rows, on their way and back. index: the row of each copy sent, by parts, or
+    `n_rows` for padding: `[devices * capacity]`. counts: copies to each device, and copies from each."""
 
     axis: Any
     n_rows: int

@@ -41,12 +41,11 @@ class Batch(NamedTuple):
 def linear_primitive(
     name: str, *, transpose: Callable[..., jax.Array], **rules: Any
 ) -> Callable[..., jax.Array]:
-    """A linear operation on one array, with parameters as keywords, under every transformation of JAX.
-
-    run: the operation, made of other operations; on_platforms: the same for platforms that differ.
-    abstract_eval: type of the array -> type of the result, and effects; default: the same, none. transpose:
-    the cotangent's map. batch: the array, its batch dim or None, the batch -> the result and its batch dim;
-    default: the same operation."""
+    """A linear operation on one array, with parameters as keywords, under every transformation of JAX. run:
+    the operation, made of other operations; on_platforms: the same for platforms that differ. abstract_eval:
+    type of the array -> type of the result, and effects; default: the same, none. transpose: the cotangent's
+    map. batch: the array, its batch dim or None, the batch -> the result and its batch dim; default: the same
+    operation."""
     primitive = _primitive(name, **rules)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
     jet.deflinear(primitive)

@@ -66,9 +66,7 @@ class Comparison:
 
 def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None) -> None:
     """Compare blocks, all of the same callers, with few collectives; raises the first ReplicaError.
-
-    bucket_bytes: how much of the blocks is compared together; None for all.
-    """
+    bucket_bytes: how much of the blocks is compared together; None for all."""
     keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
     shape = len(pairs), len(pairs[0][0].ranks), max(len(axes) for axes, *_ in keys), 2
     differences = torch.zeros(shape, dtype=torch.float64, device=pairs[0][1].device)

@@ -21,9 +21,8 @@ from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
 
 
 class ActivationRule(NamedTuple):
-    """A rule for one array: its layouts before and after a move; other axes are left alone.
-
-    routed: axes along which rows go where values say; they come back before the output."""
+    """A rule for one array: its layouts before and after a move; other axes are left alone. routed: axes
+    along which rows go where values say; they come back before the output."""
 
     src: Layout
     dst: Layout
@@ -40,9 +39,8 @@ class ActivationRule(NamedTuple):
 
 
 def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
-    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError.
-
-    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`."""
+    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError. routes: allow
+    `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`."""
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
         raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
@@ -179,9 +177,7 @@ class ParameterUse(NamedTuple):
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
     """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError.
-
-    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`.
-    """
+    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`."""
     rule = rule_of(text, mesh)
     for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy", "mean"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):

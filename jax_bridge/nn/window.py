@@ -44,11 +44,9 @@ def apply_windows(
     order: Sequence[int] | None = None,
     features: Mapping[int, int] | None = None,
 ) -> Sharded:
-    """Apply a window op to a block. windows: by dim of the array, without boundary and output rule.
-
-    fill: the value that the op assumes beyond the ends. boundary: the user's rule there. base: dilation of
-    the rows. order: for every dim of the output its dim in the input. features: new lengths of other dims.
-    """
+    """Apply a window op to a block. windows: by dim of the array, without boundary and output rule. fill: the
+    value that the op assumes beyond the ends. boundary: the user's rule there. base: dilation of the rows.
+    order: for every dim of the output its dim in the input. features: new lengths of other dims."""
     if outputs not in ("", *OUTPUT_RULES):
         raise PlanError(f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty")
     names, shape, mesh = x.layout.names, x.sharding.shape, x.sharding.mesh

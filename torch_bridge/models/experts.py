@@ -21,10 +21,8 @@ Uses = Mapping[str, ParameterUse]
 
 @dataclass(eq=False, repr=False)
 class RoutedExperts:
-    """The experts of a module on this process. The module gets its rows by experts, one choice each.
-
-    last: the bytes that its last call received, forward and backward.
-    """
+    """The experts of a module on this process. The module gets its rows by experts, one choice each. last:
+    the bytes that its last call received, forward and backward."""
 
     module: nn.Module
     call: RouteCall

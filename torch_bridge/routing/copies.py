@@ -21,12 +21,10 @@ from xshard.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The rows of this process -> the copies of rows that others and itself send here; a linear map.
-
-    index: the row of each copy sent, by parts, if `padded` also `rows`. sent, received: copies per part.
-    home: the adjoint: copies go back, and are added up by row. batches: dims before the rows.
-    beside: numbers of each copy sent, which travel with the rows; `arrived` has them then.
-    """
+    """The rows of this process -> the copies of rows that others and itself send here; a linear map. index:
+    the row of each copy sent, by parts, if `padded` also `rows`. sent, received: copies per part. home: the
+    adjoint: copies go back, and are added up by row. batches: dims before the rows. beside: numbers of each
+    copy sent, which travel with the rows; `arrived` has them then."""
 
     group: Group
     index: Tensor
@@ -98,12 +96,10 @@ def _bytes(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Routed:
-    """Rows that came, by group, and the way back.
-
-    copies: a row for each row of a process with a choice here, by processes. groups: the group of each of
-    `rows`, by its number here. order: its number among all choices of all copies, `k` for each. dropped: how
-    many copies of this process's rows were not sent for a capacity, on the device.
-    """
+    """Rows that came, by group, and the way back. copies: a row for each row of a process with a choice here,
+    by processes. groups: the group of each of `rows`, by its number here. order: its number among all choices
+    of all copies, `k` for each. dropped: how many copies of this process's rows were not sent for a capacity,
+    on the device."""
 
     copies: Tensor
     groups: Tensor

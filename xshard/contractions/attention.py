@@ -17,13 +17,11 @@ from xshard.ops import A, M
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The options of `attention` in both bridges, and its flow.
-
-    documents: numbers for queries and for keys; for scores, with all rows: `[batch or 1, rows]`.
-    A bridge adds `xp`, its functions, and `empty`, the score of a key that does not count; `enter`, `move`,
-    `choose` and `compute` for the flow; `held`, the numbers of this device's batches, heads or queries;
-    `product` of rows and rows, `wide` constants, in the dtype of scores, and `whole` numbers.
-    """
+    """The options of `attention` in both bridges, and its flow. documents: numbers for queries and for keys;
+    for scores, with all rows: `[batch or 1, rows]`. A bridge adds `xp`, its functions, and `empty`, the score
+    of a key that does not count; `enter`, `move`, `choose` and `compute` for the flow; `held`, the numbers of
+    this device's batches, heads or queries; `product` of rows and rows, `wide` constants, in the dtype of
+    scores, and `whole` numbers."""
 
     how: str
     causal: bool

@@ -24,11 +24,9 @@ from xshard.steps.permute import block_keys
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
-    """Fewest elements the busiest device must receive between two shardings in normal form.
-
-    Those that its block lacks; their mean over a sum that begins, since any device may contribute an element;
-    the mean over all devices if a reduction ends.
-    """
+    """Fewest elements the busiest device must receive between two shardings in normal form. Those that its
+    block lacks; their mean over a sum that begins, since any device may contribute an element; the mean over
+    all devices if a reduction ends."""
     mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
     if ended_axes(src.layout, dst.layout):
         return -(-total_elements(src, dst) // mesh.n_devices)
@@ -41,12 +39,10 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
 
 
 def total_elements(src: Sharding, dst: Sharding) -> int:
-    """Fewest elements that all devices together must receive between two shardings in normal form.
-
-    If a reduction of n addends ends in m copies, an element takes n-1 + m-1 messages: n-1 until some device
-    has all, and one to every other owner. It takes one more if no owner holds an addend: then the first to
-    have all is not an owner, or it received all n. Every sum that stays multiplies that.
-    """
+    """Fewest elements that all devices together must receive between two shardings in normal form. If a
+    reduction of n addends ends in m copies, an element takes n-1 + m-1 messages: n-1 until some device has
+    all, and one to every other owner. It takes one more if no owner holds an addend: then the first to have
+    all is not an owner, or it received all n. Every sum that stays multiplies that."""
     mesh, ended, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
     if not ended:
         return int(_lacking(src, dst).sum())

@@ -41,11 +41,9 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of sharded arrays by one of `METHODS`.
-
-    kv: sharding of the keys with the values, `value_width` wide, beside them. A query stands at its number
-    plus `offset` among the keys, and sees `left` keys before that place and `right` after it; None: all.
-    """
+    """An attention of sharded arrays by one of `METHODS`. kv: sharding of the keys with the values,
+    `value_width` wide, beside them. A query stands at its number plus `offset` among the keys, and sees
+    `left` keys before that place and `right` after it; None: all."""
 
     q: Sharding
     kv: Sharding

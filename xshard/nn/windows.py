@@ -77,12 +77,10 @@ def transposed_frame(
 def interval_frame(
     dim: Dim, length: int, sizes: Sizes, outputs: int, reads: Reads, rule: str = "", beyond: Boundary = EMPTY
 ) -> Frame:
-    """The frame of an op in which the outputs of every part read one interval of rows.
-
-    rule: how outputs are sharded: like the rows, or aligned if the rows have given sizes (empty); `balanced`;
-    or `aligned`: a part has the same share of the outputs as of the rows. Without rows `beyond` the ends,
-    intervals end with the array. Raises ShapeError if the parts of the dim are not intervals.
-    """
+    """The frame of an op in which the outputs of every part read one interval of rows. rule: how outputs are
+    sharded: like the rows, or aligned if the rows have given sizes (empty); `balanced`; or `aligned`: a part
+    has the same share of the outputs as of the rows. Without rows `beyond` the ends, intervals end with the
+    array. Raises ShapeError if the parts of the dim are not intervals."""
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
         what = f"the parts of '{dim}' are not intervals"

@@ -28,12 +28,10 @@ ARROW = "->"
 
 @dataclass(frozen=True)
 class Shard:
-    """One sharding of a dim over mesh axes taken as one; the first axis is the slowest.
-
-    numbers: for `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded
-    alone; for `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every
-    part; for `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map.
-    """
+    """One sharding of a dim over mesh axes taken as one; the first axis is the slowest. numbers: for
+    `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded alone; for
+    `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every part; for
+    `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map."""
 
     axes: tuple[str, ...]
     order: str = "block"
@@ -100,9 +98,8 @@ _READS = {
 
 def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
     """Text of a kind in `_READS` -> its (left, right) sides, and the positions in it. Raises NotationError.
-
-    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named `i'1`.
-    """
+    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named
+    `i'1`."""
     parser = _Parser(text, {}, by_name=kind == "contraction")
     left = (parser.layout(),) if kind == "expression" else parser.operands()
     parser.expect(ARROW, hint=_READS[kind])

@@ -28,10 +28,8 @@ P = TypeVar("P", bound=Any)  # a kind of plan, with `to_json`
 
 
 def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None) -> P:
-    """The plan that an earlier run has kept for a request and options, or one that is made and kept.
-
-    A file counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
-    """
+    """The plan that an earlier run has kept for a request and options, or one that is made and kept. A file
+    counts only if the same code wrote it whole, for the same request, and its plan passes all checks."""
     if not (folder := os.environ.get(VARIABLE)):
         return make()
     values = {field.name: getattr(request, field.name) for field in fields(request)}

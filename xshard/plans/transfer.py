@@ -38,12 +38,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer(Step):
-    """Blocks of one sharding become blocks of another, on other devices, some of them, or the same.
-
-    Every reduction ends: addends are added where they arrive, in the order of their devices; an element of a
-    new sum goes to the first device along it. If every device has its block of `target` already, addends
-    included, nothing is sent and nothing ends: only the mesh is another. Raises MeshError, PlanError.
-    """
+    """Blocks of one sharding become blocks of another, on other devices, some of them, or the same. Every
+    reduction ends: addends are added where they arrive, in the order of their devices; an element of a new
+    sum goes to the first device along it. If every device has its block of `target` already, addends
+    included, nothing is sent and nothing ends: only the mesh is another. Raises MeshError, PlanError."""
 
     kind: ClassVar[str] = "transfer"
     source: Sharding  # in normal form, as the target

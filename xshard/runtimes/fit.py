@@ -57,12 +57,10 @@ def fit(
     rounds: bool = False,
     node_devices: int | None = None,
 ) -> Profile:
-    """The profile that predicts the samples best, by relative error. Needs scipy.
-
-    rounds: see `Profile`. node_devices: if given, one link is inside nodes and one across; else all axes
-    share one link, unless links of their own make the error smaller by a tenth or more.
-    Raises CalibrationError if no sample sends anything, for times that are not positive, and without scipy.
-    """
+    """The profile that predicts the samples best, by relative error. Needs scipy. rounds: see `Profile`.
+    node_devices: if given, one link is inside nodes and one across; else all axes share one link, unless
+    links of their own make the error smaller by a tenth or more. Raises CalibrationError if no sample sends
+    anything, for times that are not positive, and without scipy."""
     if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
         raise CalibrationError(f"nothing to fit links to: none of {len(samples)} measurements sends anything")
     for plan, seconds in samples:

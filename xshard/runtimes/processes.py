@@ -48,11 +48,10 @@ class Process:
         return self._child.poll() is None
 
     def ask(self, function: str, *arguments: Any, timeout_s: float, quiet: bool = False) -> Any:
-        """What `function(*arguments, timeout_s)` returns there. function: with its module.
-
-        timeout_s: the longest time without progress, see `Watch`; then the process ends, with all its forks.
-        quiet: do not show on standard error what it printed.
-        Raises the XshardError that the function raises; FunctionError for others, or if the process ends."""
+        """What `function(*arguments, timeout_s)` returns there. function: with its module. timeout_s: the
+        longest time without progress, see `Watch`; then the process ends, with all its forks. quiet: do not
+        show on standard error what it printed. Raises the XshardError that the function raises; FunctionError
+        for others, or if the process ends."""
         with self._turn:
             heard = os.fstat(self._stderr.fileno()).st_size
             try:
@@ -124,11 +123,10 @@ _RUNNING: dict[tuple[str, tuple[tuple[str, str], ...], int], Process] = {}
 
 
 class Watch:
-    """Looks at processes again and again; `why_over` says why they should be given up.
-
-    spent_s: seconds of processor time that they have used, None where the system does not say.
-    limit_s: the longest time without progress, and of processor time per core, which an idle machine cannot
-    spend sooner. grace_s: added to the limit, but not to the limit in the message."""
+    """Looks at processes again and again; `why_over` says why they should be given up. spent_s: seconds of
+    processor time that they have used, None where the system does not say. limit_s: the longest time without
+    progress, and of processor time per core, which an idle machine cannot spend sooner. grace_s: added to the
+    limit, but not to the limit in the message."""
 
     def __init__(self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0) -> None:
         self._spent_s, self._stated_s, self._limit_s = spent_s, limit_s, limit_s + grace_s
