@@ -1,7 +1,5 @@
-"""`route` inside `shard_map`: rows to devices that values name, and back; `xshard.routing` says what.
-
-Shapes are static: each device sends as many copies to each as the capacity says, the rest of them padding.
-"""
+"""`route` inside `shard_map`: rows to devices that values name, and back; `xshard.routing` says what. Shapes
+are static: each device sends as many copies to each as the capacity says, the rest of them padding."""
 
 from __future__ import annotations
 
@@ -31,10 +29,6 @@ class Copies:
     k: int
     index: jax.Array
     counts: tuple[jax.Array, jax.Array]
-
-    @property
-    def n_copies(self) -> int:
-        return len(self.index)
 
     def sent(self, x: jax.Array) -> jax.Array:
         return self._exchanged(x.at[self.index].get(mode="fill", fill_value=0), *self.counts)
@@ -85,7 +79,7 @@ class Routed:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
             factors = self._there.sent(weights.reshape(len(weights), -1)).reshape(-1)[self._choices]
             y = y * factors.reshape(-1, *ones).astype(y.dtype)
-        shares = jnp.zeros((self._there.n_copies, *y.shape[1:]), y.dtype)
+        shares = jnp.zeros((len(self._there.index), *y.shape[1:]), y.dtype)
         return self._there.home(shares.at[self._choices // self._there.k].add(y))
 
 

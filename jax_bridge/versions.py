@@ -118,8 +118,7 @@ def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | N
 
 
 def manual_type(x: Any) -> Any:
-    """The type of a value or aval along the manual axes: sets `varying`, `unreduced`, `reduced`, and `vur`,
-    their union. None under `vmap`."""
+    """The type along manual axes: sets `varying`, `unreduced`, `reduced`, `vur` (all). None under `vmap`."""
     return getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "manual_axis_type", None)
 
 

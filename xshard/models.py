@@ -1,8 +1,6 @@
-"""Whole models: the sums of gradients that follow from layouts of activations and parameters.
-
-By the table of `contractions.types`, the gradient of a parameter is summed over the axes along which
-activations vary (they shard, copy or sum where these arrive) and that do not shard the parameter.
-"""
+"""Whole models: the sums of gradients that follow from layouts of activations and parameters. By the table of
+`contractions.types`, the gradient of a parameter is summed over the axes along which activations vary (they
+shard, copy or sum where these arrive) and that do not shard the parameter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Rows that go where values say, as tokens to experts: their groups, and the order in which they arrive.
-
-Each row chooses groups, and each group is on one part of a mesh axis. A part gets one copy of a row if it has
-any of its groups. Copies lie by the part and the row that they come from; rows, one per choice, lie by group
-and then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first.
-"""
+"""Rows that go where values say, as tokens to experts: their groups, and the order in which they arrive. Each
+row chooses groups, and each group is on one part of a mesh axis. A part gets one copy of a row if it has any
+of its groups. Copies lie by the part and the row that they come from; rows, one per choice, lie by group and
+then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first."""
 
 from __future__ import annotations
 

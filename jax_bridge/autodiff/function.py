@@ -57,8 +57,7 @@ def batch_dim(plan: Plan, cut: tuple[str, ...]) -> Dim:
 
 @lru_cache(maxsize=1024)
 def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
-    """The same steps on an array with a new first dim of length `n`: whole, or cut over axes that they do not
-    use."""
+    """The same steps on an array with a new first dim of length `n`, whole or cut over other axes."""
     dim = batch_dim(plan, cut)
 
     def wider(layout: Layout) -> Layout:

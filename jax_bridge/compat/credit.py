@@ -1,7 +1,5 @@
-"""`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours.
-
-Layers are functions in `jax_bridge.nn`.
-"""
+"""`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours. Layers are
+functions in `jax_bridge.nn`."""
 
 from __future__ import annotations
 

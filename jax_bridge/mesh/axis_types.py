@@ -108,8 +108,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks are equal along the axes, as a plan that ends in replicas leaves them. This has
-    no derivative: `autodiff` wraps it."""
+    """Declare that the blocks are equal along the axes. This has no derivative: `autodiff` wraps it."""
     return _retyped(x, "invariant", (a for a in axes if is_typed(a)))
 
 

@@ -99,8 +99,7 @@ def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], 
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> tuple[Mesh, Mesh]:
-    """The part with the axes of the layouts, and all, of the mesh passed or else around the call. Raises
-    NotationError for an axis that it lacks."""
+    """The part with the layouts' axes, and all, of the mesh given or around the call. Raises as `check_axes`."""
     named = [axis for layout in layouts for axis in layout.axes]
     if mesh is None:
         manual = bound_sizes(named)
@@ -136,10 +135,8 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
 
 def _not_manual(axis: str, manual: Mapping[str, int], text: str) -> MeshError:
     where = "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
-    hint = f"manual are: {Mesh(manual).describe()}; {where}"
-    return MeshError(
-        f"mesh axis {axis!r} is not manual here", text=text, span=axis_span(axis, text), hint=hint
-    )
+    hint, span = f"manual are: {Mesh(manual).describe()}; {where}", axis_span(axis, text)
+    return MeshError(f"mesh axis {axis!r} is not manual here", text=text, span=span, hint=hint)
 
 
 def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:

@@ -121,11 +121,7 @@ class ReadOnlyTensor(Tensor):
                 raise XshardError(f"{func} would write to memory that a jax.Array shares", hint=hint)
         shared = [x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)]
         out = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {}))
-
-        def rewrapped(x: Tensor) -> Tensor:
-            return cls(x) if x.untyped_storage().data_ptr() in shared else x
-
-        return tree_map_only(Tensor, rewrapped, out)
+        return tree_map_only(Tensor, lambda x: cls(x) if x.untyped_storage().data_ptr() in shared else x, out)
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -154,8 +154,7 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
 
 
 def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[Executable | TransferExecutable, ...]:
-    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
-    Raises as `redistribute` does, and MeshError."""
+    """The executables of a move: one, two where a max ends before a sum begins, or none outside the mesh."""
     return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
 
 
@@ -185,8 +184,7 @@ def _executables(
 
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
-    """The layouts that a move passes: both ends, and one between a max that ends and a sum that begins. Equal
-    values are their own max, so replicas may take the tag of a max."""
+    """The layouts that a move passes; replicas take the tag of a max: equal values are their own."""
     ends = [{tag for tag in _tags(end) if tag[0] in NONLINEAR} for end in (src, dst)]
     kept = ends[0] & ends[1] if same else set()
     ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in ends)

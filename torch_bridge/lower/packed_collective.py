@@ -23,8 +23,7 @@ from torch_bridge.mesh.process_mesh import Group
 
 @dataclass(frozen=True, eq=False)
 class PackedCollective:
-    """A move by one collective. unpack: takes the block and all messages; place: the block and one flat
-    tensor per message."""
+    """A move by one collective. unpack takes the block and all messages, place a flat tensor per message."""
 
     collective: Collective
     sent: Packing

@@ -153,8 +153,7 @@ def _permute(step: steps.Permute, site: Site) -> Move:
 
 
 def _exchange(step: steps.Exchange, site: Site) -> Move:
-    """Messages in one collective of a group: some backends and torch.compile have no point-to-point calls. A
-    device copies rows for itself directly."""
+    """Messages in one collective: some backends and torch.compile have no point-to-point calls."""
     shardings, op = (site.before, site.after, site.device, step.node_devices), step.op(site.before)
     fills = tuple(site.fill(*fill) for fill in fill_boxes(site.after, site.device))
     # Near senders may differ from their receiver along any axis.

@@ -33,8 +33,7 @@ ABSENT = b"absent"  # in the place of a report that did not come in time
 
 
 class Sent(NamedTuple):
-    """Whatever changes what a call sends, now or in its backward pass: ranks that send to each other compare
-    all of it."""
+    """Whatever changes what a call sends, now or in its backward pass: all of it is compared."""
 
     shape: object
     dtype: object
@@ -146,8 +145,7 @@ def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator
 def compare_call(
     mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
 ) -> Compared | None:
-    """Raise on all `ranks`, or all of a mesh, as `compare_ranks` does. A rank outside returns None: its call
-    raises later."""
+    """Raise on all `ranks`, or a mesh's, as `compare_ranks` does. None on others, whose call raises later."""
     if not dist.is_initialized() or dist.get_rank() not in (ranks := ranks or callers(mesh)):
         return None
     part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
@@ -163,8 +161,7 @@ class _Channel:
     meetings: int = 0
 
     def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, dict]:
-        """The report of this rank -> the reports of all ranks, by rank. Skips meetings that the others have
-        given up waiting for it."""
+        """The report of this rank -> the reports of all, by rank, in the first meeting not yet given up."""
         store, rank = c10d._get_default_store(), dist.get_rank()
         reports: dict[int, dict] | None = None
         while reports is None:

@@ -21,8 +21,7 @@ Uses = Mapping[str, ParameterUse]
 
 @dataclass(eq=False, repr=False)
 class RoutedExperts:
-    """The experts of a module on this process. The module gets its rows by experts, one choice each. last:
-    the bytes that its last call received, forward and backward."""
+    """A module's experts here; it gets rows by experts, a choice each. last: bytes received, both ways."""
 
     module: nn.Module
     call: RouteCall

@@ -1,8 +1,6 @@
 """Gradients of a parallel model, summed over `ShardedParameter.later` in buckets during the backward pass.
-
 All processes send the same buckets in the same order: a parameter that a process did not use counts as zeros,
-and a parameter that no process used keeps the gradient that it had.
-"""
+and a parameter that no process used keeps the gradient that it had."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Records follow blocks through a model's own code, between its layers, and through checkpoints.
-
-A torch function has a rule if its result for a block is a block of its result for the array; its arguments
-are moved, and gradients of replicated ones summed. Others are refused: results could have the right shape.
-"""
+"""Records follow blocks through a model's own code, between its layers, and through checkpoints. A torch
+function has a rule if its result for a block is a block of its result for the array; its arguments are moved,
+and gradients of replicated ones summed. Others are refused: results could have the right shape."""
 
 from __future__ import annotations
 

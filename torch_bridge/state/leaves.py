@@ -58,8 +58,7 @@ def all_or_none(
 
 
 def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Do the work on all of these ranks: facts by name. Raises DesyncError on all ranks if one fails, or if
-    they differ; if all fail, each raises its error."""
+    """Do the work on all of these ranks: facts by name. Raises as `compare_ranks` does if one fails or differs."""
 
     def facts() -> CallFacts:
         return CallFacts({name: str(fact) for name, fact in work().items()}, {}, (), {})

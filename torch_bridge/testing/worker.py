@@ -220,8 +220,7 @@ def _derivatives(question: Question, gradients: dict[int, Devices], cotangents: 
 
 
 def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Tensor], bool | StructureError]:
-    """The outputs by name; True if some rank has a block that its cotangent does not fit, or an error of one:
-    the same on all ranks."""
+    """The outputs by name; on all ranks the error of one, or True if one has a block of another shape."""
     named: dict[str, Tensor] = {}
     mine: bool | StructureError = False
     try:

@@ -1,8 +1,6 @@
-"""Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest.
-
-If shards over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the other
-half is gathered. Every dim is sharded into the least common multiple of its parts, by free axes.
-"""
+"""Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest. If shards
+over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the other half is
+gathered. Every dim is sharded into the least common multiple of its parts, by free axes."""
 
 from __future__ import annotations
 

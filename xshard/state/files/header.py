@@ -1,7 +1,5 @@
 """The header of a safetensors file: 8 bytes with its length, JSON, and then data without gaps or overlaps.
-
-Source: https://huggingface.co/docs/safetensors.
-"""
+Source: https://huggingface.co/docs/safetensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The plan of a load: the layout of every array, and the layout under which it is read.
-
-Devices that need the same rows all read them, or read a part each and share it, if a profile's disk is slow.
-"""
+"""The plan of a load: the layout of every array, and the layout under which it is read. Devices that need the
+same rows all read them, or read a part each and share it, if a profile's disk is slow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A save: its plan, which is equal in all processes, and its files on the disk.
-
-Every element is written once; processes write into the same files at once. The files are in a folder of their
-own until all are written, and the index comes last: a killed save leaves the old checkpoint, and a folder
-that the next save removes."""
+"""A save: its plan, which is equal in all processes, and its files on the disk. Every element is written
+once; processes write into the same files at once. The files are in a folder of their own until all are
+written, and the index comes last: a killed save leaves the old checkpoint, and a folder that the next save
+removes."""
 
 from __future__ import annotations
 
