@@ -70,7 +70,7 @@ def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """credit's `shard_tensor`: `n` devices keep a part each. Raises ShapeError for uneven ones, unless asked."""
+    """credit's `shard_tensor`: `n` devices keep a part each. Raises ShapeError unless even or `uneven`."""
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
@@ -128,7 +128,7 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
 
 
 class Style(NamedTuple):
-    """A style of transformers. dim: its parameters' sharded one, of `parts` fused ones; its module's rules."""
+    """A style of transformers. dim: its parameters' sharded one, of fused `parts`; its module's rules."""
 
     dim: int | None = None
     inputs: Any = None

@@ -181,7 +181,7 @@ class _MappedFunction:
     def _at_border(
         self, mesh: ArrayMesh, path: str, given: Any, shape: tuple[int, ...], lengths: Lengths | None = None
     ) -> _BorderArray:
-        """A global array on its way in, or blocks on their way out. lengths: of results' dims, by name."""
+        """A global array on its way in, or blocks on their way out. lengths: results' dims, by name."""
         with located(path):
             src, dst, text = sides_or_one(given)
             axes = mesh.free((*src.axes, *dst.axes), text)

@@ -99,7 +99,7 @@ def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], 
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> tuple[Mesh, Mesh]:
-    """The part with the layouts' axes, and all, of the mesh given or around the call. Raises as `check_axes`."""
+    """The part with the layouts' axes, and all, of the mesh given or around. Raises as `check_axes` does."""
     named = [axis for layout in layouts for axis in layout.axes]
     if mesh is None:
         manual = bound_sizes(named)

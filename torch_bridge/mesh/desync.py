@@ -145,7 +145,7 @@ def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator
 def compare_call(
     mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
 ) -> Compared | None:
-    """Raise on all `ranks`, or a mesh's, as `compare_ranks` does. None on others, whose call raises later."""
+    """Raise on all `ranks`, or a mesh's, as `compare_ranks` does. None on others: they raise later."""
     if not dist.is_initialized() or dist.get_rank() not in (ranks := ranks or callers(mesh)):
         return None
     part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]

@@ -58,7 +58,7 @@ def all_or_none(
 
 
 def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Do the work on all of these ranks: facts by name. Raises as `compare_ranks` does if one fails or differs."""
+    """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:
         return CallFacts({name: str(fact) for name, fact in work().items()}, {}, (), {})
