@@ -26,22 +26,13 @@ if TYPE_CHECKING:
     from jax_bridge.step.suggest import suggest
 
 __all__ = [
-    "einsum",
-    "load",
-    "place",
-    "positions",
-    "redistribute",
-    "reshard",
-    "route",
-    "save",
-    "shard_map",
-    "stored_as",
-    "suggest",
-    "transfer",
-]
+    "einsum", "load", "place", "positions", "redistribute", "reshard", "route", "save", "shard_map",
+    "stored_as", "suggest", "transfer",
+]  # fmt: skip
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
-_LATER = {  # slow to import, so only when used
+# Slow to import, so only when used.
+_LATER = {
     "load": "state.files",
     "save": "state.files",
     "suggest": "step.suggest",

@@ -27,25 +27,7 @@ from xshard.step.suggestion import Suggestion
 __version__ = "0.1.0"
 
 __all__ = [
-    "ContractionPlan",
-    "Layout",
-    "Link",
-    "Mesh",
-    "Needs",
-    "Op",
-    "Owners",
-    "Plan",
-    "Profile",
-    "Rules",
-    "Sharding",
-    "Suggestion",
-    "TrainingStep",
-    "XshardError",
-    "load_profile",
-    "owned",
-    "plan",
-    "reference",
-    "show",
-    "suggest",
-    "use_profile",
-]
+    "ContractionPlan", "Layout", "Link", "Mesh", "Needs", "Op", "Owners", "Plan", "Profile", "Rules",
+    "Sharding", "Suggestion", "TrainingStep", "XshardError", "load_profile", "owned", "plan", "reference",
+    "show", "suggest", "use_profile",
+]  # fmt: skip

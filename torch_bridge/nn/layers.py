@@ -13,7 +13,7 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, conv, each, padding_pairs
-from torch_bridge.nn.placed import Lengths, Outputs, Placement, placed_as, record, recorded
+from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Layout, Mesh, XshardError
@@ -38,7 +38,6 @@ class Layer:
     form: Form
     layout: Layout
     mesh: MeshLike
-    shape: Lengths
     path: str
     outputs: str
     in_model: bool
@@ -53,7 +52,7 @@ class Layer:
                 what = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
                 raise ShapeError(what, hint=hint + "activations are checkpointed by xt.nn.checkpoint")
-            placement = placed_as(input, self.layout, self.mesh, self.shape)
+            placement = placed_as(input, self.layout, self.mesh)
             with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
                 y, result = self.form.compute(self, input, placement, *arguments, **named)
         except XshardError as error:
@@ -70,7 +69,6 @@ def layer_of(
     layout: Layout | str,
     mesh: MeshLike,
     *,
-    shape: Lengths = None,
     path: str = "",
     outputs: str = "",
     in_model: bool = False,
@@ -78,7 +76,6 @@ def layer_of(
     """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in errors."""
     layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
     layer.layout, layer.mesh = Layout.parse(layout), mesh
-    layer.shape = None if shape is None else tuple(shape)
     layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, in_model
     _, option, only, hint = layer.form
     if option and {*each(value := getattr(module, option), 1)} != {only}:

@@ -8,18 +8,6 @@ from xshard.steps.permute import Permute
 from xshard.steps.traffic import Traffic
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Embed",
-    "Exchange",
-    "Mask",
-    "Permute",
-    "ReduceScatter",
-    "Retag",
-    "Scale",
-    "Slice",
-    "Step",
-    "Traffic",
-    "Transpose",
-]
+    "AllGather", "AllReduce", "AllToAll", "Embed", "Exchange", "Mask", "Permute", "ReduceScatter", "Retag",
+    "Scale", "Slice", "Step", "Traffic", "Transpose",
+]  # fmt: skip

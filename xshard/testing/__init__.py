@@ -7,14 +7,6 @@ from xshard.testing.mismatch import EquivalenceError, Mismatch, Subject
 from xshard.testing.question import StructureError
 
 __all__ = [
-    "CAUSES",
-    "Cause",
-    "EquivalenceError",
-    "FunctionError",
-    "Mismatch",
-    "StructureError",
-    "Subject",
-    "assert_equivalent",
-    "assert_mesh_invariant",
-    "likely_cause",
-]
+    "CAUSES", "Cause", "EquivalenceError", "FunctionError", "Mismatch", "StructureError", "Subject",
+    "assert_equivalent", "assert_mesh_invariant", "likely_cause",
+]  # fmt: skip

@@ -11,13 +11,9 @@ from xshard.cost.machine import shipped
 
 # The fields, with their first values, and those that are choices.
 FIELDS = {
-    "expression": "n/(dp,tp) d -> n d/tp",
-    "mesh": "dp=2,tp=2",
-    "lengths": "n=64,d=32",
-    "dtype": "float32",
-    "profile": "h100",
-    "memory_limit": "",
-}
+    "expression": "n/(dp,tp) d -> n d/tp", "mesh": "dp=2,tp=2", "lengths": "n=64,d=32", "dtype": "float32",
+    "profile": "h100", "memory_limit": "",
+}  # fmt: skip
 CHOICES = {"dtype": ("float32", "bfloat16", "float16", "float64", "int32", "uint8"), "profile": shipped()}
 EXAMPLES = (
     ("Several steps", "n/(dp,tp) d -> n d/tp", "dp=2,tp=2", "n=64,d=32"),
