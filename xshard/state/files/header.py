@@ -17,7 +17,7 @@ LONGEST_BYTES = 100_000_000  # of a header, as of other readers
 _SHORT = {
     "bool": "BOOL", "bfloat16": "BF16", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "float8_e8m0fnu": "F8_E8M0", **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
 _LONG = {short: name for name, short in _SHORT.items()}
