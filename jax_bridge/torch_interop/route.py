@@ -113,8 +113,8 @@ def _route(
     """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
     src, dst, text = sides_or_one(layout)
     torch_end, jax_end = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    ends = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends
+    both = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = both
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
         check_axes(src, src_mesh, text)

@@ -185,9 +185,9 @@ def _executables(
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     """The layouts that a move passes; replicas take the tag of a max: equal values are their own."""
-    ends = [{tag for tag in _tags(end) if tag[0] in NONLINEAR} for end in (src, dst)]
-    kept = ends[0] & ends[1] if same else set()
-    ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in ends)
+    sides = [{tag for tag in _tags(end) if tag[0] in NONLINEAR} for end in (src, dst)]
+    kept = sides[0] & sides[1] if same else set()
+    ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in sides)
     target = without_tags(dst, begun)
     return [src, without_tags(src, ended), target] if ended and target.tags else [src, target]
 
