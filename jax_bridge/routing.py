@@ -46,8 +46,8 @@ class Copies:
             starts = jnp.arange(len(sent)) * (len(x) // len(sent))
             places = jnp.full_like(starts, lax.axis_index(self.axis) * (len(x) // len(sent)))
             tables = (table.astype(jnp.int32) for table in (starts, sent, places, received))
-            empty, *tables = (as_varying(y, varying_axes(x)) for y in (jnp.zeros_like(x), *tables))
-            return lax.ragged_all_to_all(x, empty, *tables, axis_name=self.axis)
+            arguments = (as_varying(y, varying_axes(x)) for y in (jnp.zeros_like(x), *tables))
+            return lax.ragged_all_to_all(x, *arguments, axis_name=self.axis)
 
         return lax.platform_dependent(x, cpu=padded, default=ragged)  # XLA has no ragged one for CPUs
 

@@ -180,8 +180,7 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 def tag(kind: str, axis: Axes) -> str:
     """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
     if not isinstance(kind, str):
-        hint = 'it is "sum", "mean", "max" or "min"'
-        raise XshardError(f"the operation {shown(kind)} is not text", hint=hint)
+        raise XshardError(f"the operation {shown(kind)} is not text", hint='"sum", "mean", "max" or "min"')
     return f" | {kind}({_axis_names(axis)})"
 
 

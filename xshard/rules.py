@@ -217,8 +217,7 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
-        hint = "text such as '**.weight', or re.compile(...)"
-        raise NotationError(f"{shown(pattern)} is not a pattern", hint=hint)
+        raise NotationError(f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)")
     return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
 
 

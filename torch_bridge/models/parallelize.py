@@ -159,11 +159,12 @@ def _hooks(
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
         if any(name in names for names in (*rules, gathering)):
-            sides = [_tensor_rules(each.get(name), name, context, each is rules[0]) for each in rules[:2]]
+            enter = _tensor_rules(rules[0].get(name), name, context, True)
+            leave = _tensor_rules(rules[1].get(name), name, context, False)
             parent = _around(name, hooks)
-            axes = models.varying(parent.varying if parent else (), [each.rule for each in sides[0]])
+            axes = models.varying(parent.varying if parent else (), [each.rule for each in enter])
             signature = list(inspect.signature(module.forward).parameters)
-            hooks[name] = ModuleHooks(name, signature, context, parent, *sides, axes, name in gathering)
+            hooks[name] = ModuleHooks(name, signature, context, parent, enter, leave, axes, name in gathering)
     return hooks
 
 

@@ -107,8 +107,8 @@ def local_arrays(
         parallel, saved = parallel_of(tree), set(tree.state_dict(keep_vars=True))
         here = parallel.context.mesh, parallel.context.processes.ranks
         kept = [each for each in parallel.parameters if saved.intersection(each.names)]
-        blocks = ((x, x.tensor.detach()) for x in kept)
-        return {x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in blocks}, {}
+        pairs = ((x, x.tensor.detach()) for x in kept)
+        return {x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in pairs}, {}
     tensors, constants = tensors_and_constants(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")

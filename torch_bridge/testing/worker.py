@@ -308,9 +308,11 @@ class _PlanTimer:
         processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
-        self.run: Callable[..., Any] = functools.partial(einsum, plan, mesh=plan.mesh)
+        self.run: Callable[..., Any]
         if isinstance(plan, Plan):
             self.run = lower(plan, processes, torch.device("cpu"))
+        else:
+            self.run = functools.partial(einsum, plan, mesh=plan.mesh)
         self.calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
