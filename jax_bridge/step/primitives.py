@@ -5,24 +5,14 @@ A text is in letters; `Trace` gives them names. A primitive that is not here is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
-from typing import Any, NamedTuple
+from typing import Any
 
-from xshard.notation.parser import ARROW
+from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, text_of
 
 Shape = Sequence[int]
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], "Written"]
-
-
-class Written(NamedTuple):
-    """An operation on the first operands, as many as the text has. whole: letters. work: as in `Op`."""
-
-    text: str
-    kind: str = "pointwise"
-    whole: Sequence[str] = ()
-    work: Mapping[str, Any] = {}
+Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
 
 
 _INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
@@ -36,7 +26,6 @@ _SOURCES = """create_token empty iota random_bits random_fold_in random_seed ran
     random_wrap rng_bit_generator threefry2x32"""
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
-FREE = {"accesses": 0.0}  # compilers make it part of what is before or after it
 _COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
 COPIES = frozenset(_COPIES.split())
 
@@ -45,53 +34,17 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     """A primitive with one result as an operation. shapes: the operands', None for a literal."""
     shown = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not shown:
-        return _placed([], out, kind="source")
+        return placed([], out, [], "source")
     if primitive in TABLE:
         return TABLE[primitive](params, shown, out)
     if primitive not in ELEMENTWISE:
-        return _placed(shown, out, [None] * max(map(len, shown)), kind="opaque")
+        return placed(shown, out, [[None] * len(shape) for shape in shown], "opaque")
     # Partial sums may pass sums of arrays, and products with numbers.
     sums = primitive in ("add", "add_any", "sub") and all(shapes)
     scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
     is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
     kind = "linear" if is_linear else "pointwise"
-    return _placed(shown, out, kind=kind, work=FREE if primitive in COPIES else {})
-
-
-def _text(operands: Sequence[str], result: str) -> str:
-    return f"{', '.join(' '.join(side) or '()' for side in operands)} {ARROW} {' '.join(result)}".strip()
-
-
-def _placed(
-    shapes: Sequence[Shape],
-    out: Shape,
-    places: Sequence[int | None] = range(26),
-    axes: Sequence[int] = (),
-    **how: Any,
-) -> Written:
-    """Operands with dims of the result, at `places`; None for a dim that the result lacks.
-
-    Whole are `axes` of the result, and dims of another length than there, but for a length of 1.
-    """
-    fresh, result = iter(ascii_letters[len(out) :]), ascii_letters[: len(out)]
-    sides, whole = list[str](), {result[a] for a in axes}
-    for shape in shapes:
-        side = ""
-        for n, place in zip(shape, places, strict=False):
-            side += next(fresh) if place is None or n != out[place] else result[place]
-            if place is not None and n not in (1, out[place]):
-                whole |= {side[-1], result[place]}
-        sides.append(side)
-    return Written(_text(sides, result), whole=sorted(whole), **{"kind": "linear", **how})
-
-
-def _reduced(
-    axes: Sequence[int], shapes: Sequence[Shape], out: Shape, whole: bool = False, **how: Any
-) -> Written:
-    rest = [d for d in range(len(shapes[0])) if d not in axes]
-    row = _placed(shapes, out, [rest.index(d) if d in rest else None for d in range(len(shapes[0]))], **how)
-    operand, _, result = row.text.partition(ARROW)
-    return row._replace(whole=sorted({*operand.split()} - {*result.split()})) if whole else row
+    return aligned(shown, out, kind, **(FREE if primitive in COPIES else {}))
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
@@ -101,22 +54,13 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     for i, j in zip((*left, *rows), (*right, *columns), strict=True):
         b[j] = a[i]
     free = [x for i, x in enumerate(a) if i not in (*left, *rows)] + [x for x in b if x not in a]
-    return Written(_text([a, "".join(b)], "".join([*(a[i] for i in rows), *free])), "contraction")
+    return Written(text_of([a, b, [*(a[i] for i in rows), *free]]), "contraction")
 
 
 def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    """Windows are whole; all dims are for channels in groups of several."""
-    numbers, n = params["dimension_numbers"], len(out) - 2
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    image, window, result = (ascii_letters[4 + n * i :][:n] for i in range(3))
-    each = groups == shapes[0][numbers.lhs_spec[1]] == out[numbers.out_spec[1]]
-    batch, inner, outer, taken = "acbc" if groups == 1 else "abbd" if each else "abcd"
-    dims = (batch + inner + image, outer + taken + window, batch + outer + result)
-    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
-    a, b, c = ("".join(d[spec.index(i)] for i in range(n + 2)) for spec, d in zip(specs, dims, strict=True))
-    whole = image + window + result if groups == 1 or each else a + b + c
-    flops = 2.0 / math.prod(shapes[0][d] for d in numbers.lhs_spec[2:])
-    return Written(_text([a, b], c), "contraction", whole, {"flops": flops})
+    numbers = params["dimension_numbers"]
+    orders = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    return convolution(shapes, out, params["feature_group_count"], orders)
 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
@@ -136,7 +80,7 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
             table += window if sizes[d] == n else next(fresh)
             whole += [] if sizes[d] == n else [window, table[-1]]
     index = next(fresh)
-    return Written(_text([table, "".join([*rows, index])], result), "lookup", [*whole, index])
+    return Written(text_of([table, [*rows, index], result]), "lookup", [*whole, index])
 
 
 def _along(key: str, kind: str = "pointwise", operands: int | None = None) -> Row:
@@ -145,8 +89,8 @@ def _along(key: str, kind: str = "pointwise", operands: int | None = None) -> Ro
     def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
         axes = params.get(key, ())
         if key in ("padding_config", "window_dimensions"):
-            axes = [d for d, along in enumerate(axes) if along not in (1, (0, 0, 0))]
-        return _placed(shapes[:operands], out, axes=[axes] if isinstance(axes, int) else axes, kind=kind)
+            axes = [d for d, way in enumerate(axes) if way not in (1, (0, 0, 0))]
+        return along(shapes[:operands], out, axes, kind)
 
     return row
 
@@ -155,33 +99,32 @@ def _rows(names: str, row: Row) -> dict[str, Row]:
     return dict.fromkeys(names.split(), row)
 
 
-# A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
-MAXIMUM: Mapping[str, Any] = {"kind": "contraction", "work": {"flops": 0.0}}
 TABLE: Mapping[str, Row] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _gathered,
-    "broadcast_in_dim": lambda p, s, out: _placed(s, out, p["broadcast_dimensions"], work=FREE),
-    "transpose": lambda p, s, out: _placed(
-        s, out, sorted(range(len(out)), key=p["permutation"].__getitem__), work=FREE
+    "broadcast_in_dim": lambda p, s, out: placed(s, out, [p["broadcast_dimensions"]], **FREE),
+    "transpose": lambda p, s, out: placed(
+        s, out, [[p["permutation"].index(d) for d in range(len(out))]], **FREE
     ),
-    "reduce_sum": lambda p, s, out: _reduced(p["axes"], s, out),
-    **_rows("reduce_max reduce_min", lambda p, s, out: _reduced(p["axes"], s, out, **MAXIMUM)),
+    "reduce_sum": lambda p, s, out: along(s, out, p["axes"], "linear", sums=True),
+    # A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
     **_rows(
-        "argmax argmin reduce_and reduce_or reduce_prod reduce_xor",
-        lambda p, s, out: _reduced(p["axes"], s, out, whole=True, kind="pointwise"),
+        "reduce_max reduce_min",
+        lambda p, s, out: along(s, out, p["axes"], "contraction", sums=True, flops=0.0),
     ),
+    **_rows("argmax argmin reduce_and reduce_or reduce_prod reduce_xor", _along("axes")),
     **_rows("cumlogsumexp cummax cummin cumprod cumsum top_k", _along("axis")),
     **_rows("reduce_window_max reduce_window_min reduce_window_sum", _along("window_dimensions")),
     **_rows("slice dynamic_slice", _along("", "linear", 1)),
-    "dynamic_update_slice": lambda p, s, out: _placed(
-        s[:2], out, axes=[d for d, n in enumerate(s[1]) if n != out[d]]
+    "dynamic_update_slice": lambda p, s, out: aligned(
+        s[:2], out, whole=[f"r{d}" for d, n in enumerate(s[1]) if n != out[d]]
     ),
     "sort": _along("dimension"),
     "rev": _along("dimensions", "linear"),
     "concatenate": _along("dimension", "linear"),
     "split": _along("axis", "linear"),
     "pad": _along("padding_config", "linear", 1),
-    SLICE: lambda _, s, out: _reduced([0], s, out, whole=True, work=FREE),
-    STACK: lambda _, s, out: _placed(s, out, range(1, len(out)), [0], work=FREE),
+    SLICE: lambda _, s, out: along(s, out, 0, "linear", **FREE),
+    STACK: lambda _, s, out: placed(s, out, [range(1, len(out))], whole=["r0"], **FREE),
 }

@@ -88,7 +88,7 @@ class Tracer:
         if kind in VIEWS and arrays:
             return self.trace.view(name, arrays[0], shape, **how)
         shapes = [None if o is None else self.trace.shapes[o] for o in operands]
-        text, group, whole, work = written(kind, params, shapes, shape)
+        text, group, whole, work, _ = written(kind, params, shapes, shape)
         n = len(text.partition(ARROW)[0].split(",")) if group != "source" else 0
         if group == "opaque":
             self.opaque.setdefault(kind, []).append(name)

@@ -31,7 +31,7 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
     if eqn.primitive.name in VIEWS:
         trace.view("y", names[0], out)
     else:
-        text, kind, whole, _ = written(eqn.primitive.name, eqn.params, shapes, out)
+        text, kind, whole, *_ = written(eqn.primitive.name, eqn.params, shapes, out)
         n = len(text.partition("->")[0].split(",")) if kind != "source" else 0
         trace.add("y", text, names[:n], out, kind, whole)
     return trace.ops[0], trace.lengths

@@ -92,8 +92,8 @@ class StepRecorder(TorchDispatchMode):
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
-        dims = re.findall(r"\([^)]*\)|\w+", call.text.partition(ARROW)[2])
-        if call.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
+        dims = re.findall(r"\([^)]*\)|\w+", call.op.text.partition(ARROW)[2])
+        if call.op.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
             self.sizes = tuple(n for n in self.sizes if isinstance(n, Length))[:1]
         for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
             letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
@@ -102,9 +102,9 @@ class StepRecorder(TorchDispatchMode):
                     links.setdefault(array, {})[d] = letter
             elif n != -1:  # a length that the code says is the whole's
                 whole.update(letters)
-        self.add(name, call._replace(whole={*call.whole, *whole}), out, links)
+        self.add(name, call._replace(op=call.op._replace(whole={*call.op.whole, *whole})), out, links)
         if call.added is not None:
-            self.add("bias", bias_call(out, call), out)
+            self.add("bias", bias_call(out, call.added, name == "convolution"), out)
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
         """An operation, by the name of its module and its own. links: arrays that it reads lengths from."""
@@ -112,19 +112,20 @@ class StepRecorder(TorchDispatchMode):
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        how, text, lengths = dict(call.how), call.text, call.lengths
+        text, kind, whole, work, lengths = call.op
+        how = dict(work)
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
-        kind, is_constant = call.kind, all(each in self.constants for each in operands)
+        is_constant = all(each in self.constants for each in operands)
         if links or (is_constant and operands):
             ndims = (len(self.trace.shapes[array]) for array in links)
             sides = zip(ndims, links.values(), strict=True)
             arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
-            text, how["rules"] = linked(call, list(arrays))
+            text, how["rules"] = linked(call.op, list(arrays))
             operands += links
         if is_constant:
             kind, how["accesses"] = "source", None
             self.constants.add(name)
-        self.trace.add(name, text, operands, out.shape, kind, call.whole, lengths, **INSIDE, **how)
+        self.trace.add(name, text, operands, out.shape, kind, whole, lengths, **INSIDE, **how)
         self.known[id(out)] = out, name
 
     def name_of(self, x: Tensor) -> str:
@@ -217,7 +218,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
         recorder.known[id(x)] = x, trace.parameter("|".join(names), x.shape)
         if len(names) > 1:  # stored once, and used in one way
             same = call_of("alias", {"self": x}, x, False)
-            recorder.add("tied", same._replace(kind="share", how={}), x)
+            recorder.add("tied", same._replace(op=same.op._replace(kind="share", work={})), x)
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
             entering = module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)

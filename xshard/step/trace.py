@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from xshard.notation.parser import ARROW
@@ -72,7 +73,7 @@ class Trace:
     ) -> str:
         """An operation; returns its name. shape: the result's. lengths: for letters in parentheses.
 
-        text, whole, and `rules` in `how`: as for `Op`, in any letters.
+        text, whole, and `rules` in `how`, as numbers: as for `Op`, in any letters.
         """
         parts = text.replace(ARROW, ",").split(",")[-1 - len(operands) :]
         arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", part)] for part in parts]
@@ -97,7 +98,12 @@ class Trace:
             if operand not in self.dims:
                 self.dims[operand], self.parameters[operand] = its_dims, side
         if how.get("rules") is not None:
-            how["rules"] = tuple(_in_names(rule, meaning) for rule in how["rules"])
+            counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
+            first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
+            how["rules"] = tuple(
+                tuple(at[way] if way >= 0 else way for at, way in zip(first, rule, strict=True))
+                for rule in how["rules"]
+            )
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in whole or self.lengths[n] == 1)
         text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
@@ -139,13 +145,3 @@ class Trace:
 def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
     """Of the names that operands have for a dim, the most factors count, then names from inputs."""
     return len(factors), " nsb".find((factors[0][0] or " ")[0])
-
-
-def _in_names(rule: str, meaning: Mapping[str, Sequence[str]]) -> str:
-    """A rule in letters -> in names; an axis shards the first of several."""
-
-    def names(match: re.Match[str]) -> str:
-        tag, letter, shard = match.groups()
-        return tag or " ".join([meaning[letter][0] + (shard or ""), *meaning[letter][1:]])
-
-    return re.sub(r"(\|[^,>]*)|(\w+)(/x)?", names, rule)

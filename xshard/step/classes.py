@@ -1,0 +1,106 @@
+"""Operations in letters, by shapes alone: what operations of torch and of JAX have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from xshard.notation.parser import ARROW
+
+FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
+Shape = Sequence[int]
+
+
+class Written(NamedTuple):
+    """An operation as for `Trace.add`, on as many first operands as the text has. work: as in `Op`."""
+
+    text: str
+    kind: str = "pointwise"
+    whole: Collection[str] = ()
+    work: Mapping[str, Any] = {}
+    lengths: Mapping[str, int] | None = None
+
+
+def letters(n: int, prefix: str = "r") -> list[str]:
+    """Names for the dims of an array."""
+    return [f"{prefix}{i}" for i in range(n)]
+
+
+def text_of(arrays: Sequence[Sequence[str]]) -> str:
+    """The dims of operands and result as text."""
+    *sides, result = (" ".join(dims) for dims in arrays)
+    return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
+
+
+def placed(
+    shapes: Sequence[Shape],
+    out: Shape,
+    places: Sequence[Sequence[int | None]],
+    kind: str = "linear",
+    whole: Collection[str] = (),
+    **work: Any,
+) -> Written:
+    """Dims at places of the result, or None; dims of other lengths are broadcast, or whole.
+
+    >>> placed([(8, 1), (4,)], (8, 4), [(0, 1), (1,)]).text
+    'r0 u0_1, r1 -> r0 r1'
+    """
+    arrays, odd = list[list[str]](), {*whole}
+    for k, shape in enumerate(shapes):
+        arrays.append([])
+        for d, (n, j) in enumerate(zip(shape, places[k], strict=True)):
+            is_same = j is not None and n == out[j]
+            arrays[k].append(f"r{j}" if is_same else f"u{k}_{d}")
+            odd |= {f"r{j}", f"u{k}_{d}"} if j is not None and 1 < n != out[j] else set()
+    arrays.append(letters(len(out)))
+    return Written(text_of(arrays), kind, odd & {d for dims in arrays for d in dims}, work)
+
+
+def aligned(
+    shapes: Sequence[Shape], out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
+) -> Written:
+    """The last dims are the result's."""
+    return placed(shapes, out, [range(len(out) - len(s), len(out)) for s in shapes], kind, whole, **work)
+
+
+def along(
+    shapes: Sequence[Shape],
+    out: Shape,
+    dims: int | Sequence[int],
+    kind: str = "pointwise",
+    *,
+    sums: bool = False,
+    **work: Any,
+) -> Written:
+    """Some dims of the first operand are whole, or sums; all others are the result's, in their order.
+
+    >>> along([(8, 4)], (8,), 1).whole, along([(8, 4)], (8,), 1, "linear", sums=True).whole
+    ({'u0_1'}, set())
+    """
+    ndim, left = len(shapes[0]), iter(range(len(out)))
+    named = {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
+    places = [next(left) if len(out) == ndim or d not in named else None for d in range(ndim)]
+    each = [places if len(s) == ndim else [None] * len(s) for s in shapes]
+    row = placed(shapes, out, each, kind, {f"r{places[d]}" for d in named}, **work)
+    mine = {f"u{k}_{d}" for k, s in enumerate(shapes) for d in range(len(s))} & {*row.text.split()}
+    return row._replace(whole=set() if sums else {*row.whole, *mine})
+
+
+def convolution(
+    shapes: Sequence[Shape], out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
+) -> Written:
+    """Windows are whole, and channels, if they are in groups of several.
+
+    orders: the numbers of batch, channels (a kernel's: result's, operand's) and windows in every array.
+    """
+    n = len(out) - 2
+    orders = orders or [range(n + 2)] * 3
+    in_groups = [shapes[0][orders[0][1]], out[orders[2][1]]] != [groups, groups] and groups > 1
+    inner, outer, taken = "coi" if in_groups else "coc" if groups == 1 else "ccd"
+    windows = [letters(n, letter) for letter in "lkm"]
+    dims = [["b", inner, *windows[0]], [outer, taken, *windows[1]], ["b", outer, *windows[2]]]
+    arrays = [[d[[*o].index(i)] for i in range(n + 2)] for o, d in zip(orders, dims, strict=True)]
+    whole = {name for each in windows for name in each} | ({"c", "o", "i"} if in_groups else set())
+    again = math.prod(shapes[0][d] for d in orders[0][1 if in_groups else 2 :])
+    return Written(text_of(arrays), "contraction", whole, {"flops": 2.0 / again})
