@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, text_of
+from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, text_of, view
 
 Shape = Sequence[int]
 Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
@@ -100,6 +100,7 @@ def _rows(names: str, row: Row) -> dict[str, Row]:
 
 
 TABLE: Mapping[str, Row] = {
+    **_rows("expand_dims reshape squeeze", lambda _, s, out: view(s[0], out)),
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _gathered,

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, written
-from xshard.notation.parser import ARROW
 from xshard.step.trace import Trace
 
 INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
-VIEWS = ("expand_dims", "reshape", "squeeze")
 Name = str | None  # of an array; None for a number
 Names = Sequence[Name]
 Shape = Sequence[int]
@@ -85,14 +83,10 @@ class Tracer:
         arrays, how = [o for o in operands if o is not None], {**INSIDE, "times": times}
         if not arrays and not shape:
             return None
-        if kind in VIEWS and arrays:
-            return self.trace.view(name, arrays[0], shape, **how)
-        shapes = [None if o is None else self.trace.shapes[o] for o in operands]
-        text, group, whole, work, _ = written(kind, params, shapes, shape)
-        n = len(text.partition(ARROW)[0].split(",")) if group != "source" else 0
-        if group == "opaque":
+        op = written(kind, params, [None if o is None else self.trace.shapes[o] for o in operands], shape)
+        if op.kind == "opaque":
             self.opaque.setdefault(kind, []).append(name)
-        return self.trace.add(name, text, arrays[:n], shape, group, whole, **work, **how)
+        return self.trace.add(name, op, arrays, shape, **how)
 
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """A block that runs `length` times: carries, and slices of what is stacked."""

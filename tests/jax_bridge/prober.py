@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_bridge.step.primitives import written
-from jax_bridge.step.tracer import VIEWS, body_of, is_number, places
+from jax_bridge.step.tracer import body_of, is_number, places
 from xshard import Op
 from xshard.step.op import COPY, SUM
 from xshard.step.trace import Trace
@@ -28,12 +28,7 @@ def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
     trace, out = Trace(1), eqn.outvars[0].aval.shape
     shapes = [None if is_number(v) else v.aval.shape for v in eqn.invars]
     names = [trace.parameter(f"x{i}", shape) for i, shape in enumerate(shapes) if shape is not None]
-    if eqn.primitive.name in VIEWS:
-        trace.view("y", names[0], out)
-    else:
-        text, kind, whole, *_ = written(eqn.primitive.name, eqn.params, shapes, out)
-        n = len(text.partition("->")[0].split(",")) if kind != "source" else 0
-        trace.add("y", text, names[:n], out, kind, whole)
+    trace.add("y", written(eqn.primitive.name, eqn.params, shapes, out), names, out)
     return trace.ops[0], trace.lengths
 
 

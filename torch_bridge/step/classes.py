@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from xshard.notation.parser import ARROW
-from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, text_of
+from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, text_of, view
 from xshard.step.op import COPY, REPLICAS, SUM, Op
-from xshard.step.views import view
 
 
 def _names(text: str) -> frozenset[str]:
@@ -54,8 +53,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         bias = tensors.pop(0) if "add" in name else None
         return Call(tensors, Written(MATRICES[name], "contraction"), bias)
     if name in VIEWS:
-        text, lengths, whole = view(first.shape, out.shape)
-        return Call([first], Written(text, "linear", whole, FREE, lengths))
+        return Call([first], view(first.shape, out.shape))
     if name in ("t", "transpose", "permute"):
         order = [*args.get("dims", range(first.ndim))]
         if name != "permute":
@@ -130,8 +128,8 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     return Call([out, bias], placed(shapes([out, bias]), out.shape, places, **FREE))
 
 
-def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[str, list[tuple[int, ...]]]:
-    """The text and the rules of an operation beside arrays that it reads lengths from, as operands.
+def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[tuple[int, ...]]]:
+    """The operation and its rules beside arrays that it reads lengths from, as operands.
 
     An axis shards the same in both; beside that, it does anything in the arrays.
     """
@@ -150,7 +148,7 @@ def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[str, list[tupl
             ways.append(same or [REPLICAS, SUM, COPY, *free])
         rules += [(*rule[:-1], *each, rule[-1]) for each in product(*ways)]
     text = f"{', '.join([*sides, *map(' '.join, arrays)])} {ARROW} {result}"
-    return text, [rule for rule in rules if {*rule} != {REPLICAS}]
+    return op._replace(text=text), [rule for rule in rules if {*rule} != {REPLICAS}]
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -26,13 +26,13 @@ from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, 
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
+from xshard.step.classes import Written, letters, text_of
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 from xshard.step.trace import Trace
 
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
 LARGEST = 2**20  # elements of numbers that have values
-FREE: dict[str, Any] = {"accesses": 0.0}
 NUMBERED = re.compile(r"(^|\.)\d+$")  # modules that may be repeated
 Links = dict[str, dict[int, str]]  # arrays -> their dims -> letters of a result with the same lengths
 INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}
@@ -112,20 +112,19 @@ class StepRecorder(TorchDispatchMode):
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        text, kind, whole, work, lengths = call.op
-        how = dict(work)
+        op, how = call.op, dict[str, Any](INSIDE)
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
         is_constant = all(each in self.constants for each in operands)
         if links or (is_constant and operands):
             ndims = (len(self.trace.shapes[array]) for array in links)
             sides = zip(ndims, links.values(), strict=True)
             arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
-            text, how["rules"] = linked(call.op, list(arrays))
+            op, how["rules"] = linked(op, list(arrays))
             operands += links
         if is_constant:
-            kind, how["accesses"] = "source", None
+            op = op._replace(kind="source", work={**op.work, "accesses": None})
             self.constants.add(name)
-        self.trace.add(name, text, operands, out.shape, kind, whole, lengths, **INSIDE, **how)
+        self.trace.add(name, op, operands, out.shape, **how)
         self.known[id(out)] = out, name
 
     def name_of(self, x: Tensor) -> str:
@@ -231,8 +230,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     if name not in trace.shapes:
         raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
     if shape := trace.shapes[name]:
-        dims = " ".join(f"r{i}" for i in range(len(shape)))
-        name = trace.add(":loss", f"{dims} ->", (name,), (), "loss", **INSIDE)
+        name = trace.add(":loss", Written(text_of([letters(len(shape)), []]), "loss"), (name,), (), **INSIDE)
     step = trace.step(name)
     unused = tuple(n for names in tied.values() for n in names if "|".join(names) not in step.parameters)
     return _with_modules(step, recorder), unused

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard.notation.parser import ARROW
+from xshard.step.views import common_factors, grouped
 
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
 Shape = Sequence[int]
@@ -85,6 +86,23 @@ def along(
     row = placed(shapes, out, each, kind, {f"r{places[d]}" for d in named}, **work)
     mine = {f"u{k}_{d}" for k, s in enumerate(shapes) for d in range(len(s))} & {*row.text.split()}
     return row._replace(whole=set() if sums else {*row.whole, *mine})
+
+
+def view(before: Shape, after: Shape) -> Written:
+    """A reshape; dims that no axis can shard are whole.
+
+    >>> view((64, 4096), (8, 8, 32, 128)).text
+    '(r0 r1) (r2 r3) -> r0 r1 r2 r3'
+    >>> view((4, 6, 5), (4, 10, 3))[:3]
+    ('r0 (r1 r2) r4 -> r0 (r1 r3) r5', 'linear', ('r2', 'r3', 'r4', 'r5'))
+    """
+    factors = common_factors(before, after)
+    names = letters(len(factors.lengths))
+    arrays = [[grouped([names[i] for i in dim]) for dim in side] for side in factors[1:]]
+    shared = {i for dim in factors.before for i in dim} & {i for dim in factors.after for i in dim}
+    whole = tuple(n for i, n in enumerate(names) if i not in shared and factors.lengths[i] > 1)
+    lengths = dict(zip(names, factors.lengths, strict=True))
+    return Written(text_of(arrays), "linear", whole, FREE, lengths)
 
 
 def convolution(

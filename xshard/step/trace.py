@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from xshard.notation.parser import ARROW
+from xshard.step.classes import Written
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
-from xshard.step.views import common_factors, grouped, view
+from xshard.step.views import common_factors, grouped
 
 Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
 
@@ -23,11 +24,13 @@ class Trace:
     batch: length of the first dim of inputs, named `b`; other dims of inputs are named `s512`, by length,
     all others `n4096`: equal layers have equal texts. dims, shapes: the arrays' so far, by name.
 
+    >>> from xshard.step.classes import view
     >>> trace = Trace(batch=64)
     >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
     ('x', 'up')
-    >>> flat = trace.view("flat", "x", (64 * 512, 128))
-    >>> print(trace.step(trace.add("y", "a c, d c -> a d", (flat, "up"), (64 * 512, 256))))
+    >>> flat = trace.add("flat", view((64, 512, 128), (64 * 512, 128)), ("x",), (64 * 512, 128))
+    >>> product = Written("a c, d c -> a d", "contraction")
+    >>> print(trace.step(trace.add("y", product, (flat, "up"), (64 * 512, 256))))
     flat  linear       b s512 s128 -> (b s512) s128               x
     y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
     """
@@ -55,30 +58,20 @@ class Trace:
         self.shapes[name] = (*shape,)
         return name
 
-    def view(self, name: str, operand: str, shape: Sequence[int], **how: Any) -> str:
-        """A reshape to `shape`; returns its name."""
-        text, lengths, whole = view(self.shapes[operand], shape)
-        return self.add(name, text, (operand,), shape, "linear", whole, lengths, accesses=0.0, **how)
+    def add(self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **how: Any) -> str:
+        """An operation, and the shape of its result; returns its name.
 
-    def add(
-        self,
-        name: str,
-        text: str,
-        operands: Sequence[str],
-        shape: Sequence[int],
-        kind: str = "contraction",
-        whole: Iterable[str] = (),
-        lengths: Mapping[str, int] | None = None,
-        **how: Any,
-    ) -> str:
-        """An operation; returns its name. shape: the result's. lengths: for letters in parentheses.
-
-        text, whole, and `rules` in `how`, as numbers: as for `Op`, in any letters.
+        how: fields of `Op`, `rules` as numbers.
         """
-        parts = text.replace(ARROW, ",").split(",")[-1 - len(operands) :]
-        arrays = [[dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", part)] for part in parts]
+        sides, _, result = op.text.partition(ARROW)
+        texts = [side for side in sides.split(",") if side.strip()]
+        operands, how = operands[: len(texts)], {**op.work, **how}
+        arrays = [
+            [dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", text)]
+            for text in (*texts, result)
+        ]
         shapes = [*(self.shapes[o] for o in operands), shape]
-        sizes = dict(lengths or {})
+        sizes = dict(op.lengths or {})
         for dims, each in zip(arrays, shapes, strict=True):
             sizes |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
         factors = {x: [("", n)] for x, n in sizes.items()}
@@ -105,9 +98,9 @@ class Trace:
                 for rule in how["rules"]
             )
         pairs = ((x, n) for x, names in meaning.items() for n in names)
-        whole = tuple(n for x, n in pairs if x in whole or self.lengths[n] == 1)
+        whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
         text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
-        self.ops.append(Op(name, text, tuple(operands), kind, whole, **how))
+        self.ops.append(Op(name, text, tuple(operands), op.kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 

@@ -1,10 +1,9 @@
-"""A reshape in the notation of operations: shapes before -> after as `"(a b) c -> a b c"`."""
+"""The common factors of two shapes of one array, and dims that are one dim of it as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from string import ascii_lowercase
 from typing import NamedTuple
 
 
@@ -42,22 +41,6 @@ def common_factors(before: Sequence[int], after: Sequence[int]) -> Factors:
                 products[side] *= (n := rest[side][index[side]])
                 add(n, side)
     return factors
-
-
-def view(before: Sequence[int], after: Sequence[int]) -> tuple[str, dict[str, int], tuple[str, ...]]:
-    """The text of a reshape, the lengths of its dims, and those that are whole: no axis can shard them.
-
-    >>> view((64, 4096), (8, 8, 32, 128))
-    ('(a b) (c d) -> a b c d', {'a': 8, 'b': 8, 'c': 32, 'd': 128}, ())
-    >>> view((4, 6, 5), (4, 10, 3))
-    ('a (b c) e -> a (b d) f', {'a': 4, 'b': 2, 'c': 3, 'd': 5, 'e': 5, 'f': 3}, ('c', 'd', 'e', 'f'))
-    """
-    factors = common_factors(before, after)
-    names = [ascii_lowercase[i] if i < 26 else f"d{i}" for i in range(len(factors.lengths))]
-    sides = [" ".join(grouped([names[i] for i in dim]) for dim in side) for side in factors[1:]]
-    shared = {i for dim in factors.before for i in dim} & {i for dim in factors.after for i in dim}
-    whole = tuple(n for i, n in enumerate(names) if i not in shared and factors.lengths[i] > 1)
-    return " -> ".join(sides), dict(zip(names, factors.lengths, strict=True)), whole
 
 
 def grouped(names: Sequence[str]) -> str:
