@@ -56,15 +56,20 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             varying[""] |= {*src.axes}
             known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
         around, named = _around(edge.place, varying), {*src.axes, *dst.axes}
-        src, dst = (_apart(each, named, known[around]) for each in (src, dst))
+        for each in around:
+            src, dst = _apart(src, named, known[each]), _apart(dst, named, known[each])
         if edge.enters and edge.place not in entered:
-            entered[edge.place], inside = _text(src, dst), varying[around] - named | {*dst.axes}
-            if src != dst or inside != varying[around]:
+            entered[edge.place] = _text(src, dst)
+            inside = [varying[each] - named | {*dst.axes} for each in around]
+            if src != dst or inside != [varying[each] for each in around]:
                 needed.add(edge.place)
-                varying[edge.place] = inside
+                varying[edge.place] = inside[0]
                 known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
             outputs[edge.place] = _text(src, dst)
+        maker = step.by_name.get(source.name)
+        if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
+            outputs.setdefault(step.module(maker, left=True), _text(src, src))
     first = {spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)}
     inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
@@ -78,14 +83,16 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
-def _around(path: str, varying: Mapping[str, frozenset[str]]) -> str:
-    """The nearest module around a module or a parameter, or itself, that has a rule."""
-    return [name for name in varying if f"{path}.".startswith(name and f"{name}.")][-1]
+def _around(path: str, varying: Mapping[str, frozenset[str]]) -> list[str]:
+    """The nearest module with a rule around a module or a parameter, or itself; and the first block's."""
+    paths = dict.fromkeys((path, spellings(path)[0].replace("*", "0")))
+    return [[name for name in varying if f"{each}.".startswith(name and f"{name}.")][-1] for each in paths]
 
 
 def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[str]]) -> str:
     """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
-    inside = frozenset[str]().union(*(varying[_around(each, varying)] for each in name.split("|")))
+    around = {module for each in name.split("|") for module in _around(each, varying)}
+    inside = frozenset[str]().union(*(varying[module] for module in around))
     idle = tuple(sorted(inside - {*dst.axes}))
     tags = ("sum", dst.tagged("sum")), ("mean", idle)
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))

@@ -1,0 +1,235 @@
+"""Suggested steps and plans by hand, run by turns: predicted beside measured seconds and bytes.
+
+    python -m benchmarks.suggest.measured          # 4 and 8 gloo ranks, and two nodes of two over 400 Mbit/s
+    python -m benchmarks.suggest.measured --quick  # 4 ranks, one model, few turns
+
+Each machine is calibrated first. Every plan trains its own copy of a model of transformers, with AdamW; the
+plans take turns, and the slowest rank counts. Prints a line for each plan, and the claims, and writes a JSON
+file. Exit status 1 if a claim fails.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from scipy.stats import kendalltau
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import torch_bridge as xt
+from benchmarks import by_turns, record
+from benchmarks.claim import Claim, Row, finish, worst
+from torch_bridge.step.suggest import TorchSuggestion
+from xshard import Layout, Mesh, Profile
+from xshard.runtimes.calibrate import Calibration, calibrate
+from xshard.testing.nodes import nodes
+
+SUGGESTED = "suggested"
+MACHINES = {  # mesh, and the rate between two nodes of two
+    "4 ranks": (Mesh(dp=2, tp=2), None),
+    "8 ranks": (Mesh(dp=4, tp=2), None),
+    "2 nodes of 2": (Mesh(dp=2, tp=2), "400mbit"),
+}
+SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8}
+WORDS, CLASSES = {"vocab_size": 2048}, {"num_labels": 1024, "image_size": 64, "patch_size": 8}
+NONE_DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 128, **WORDS, **NONE_DROPPED}
+BATCH, SEQUENCE = 8, 128
+MODELS: Mapping[str, tuple[str, Row]] = {
+    "Llama": ("LlamaForCausalLM", {**SIZES, **WORDS, "num_key_value_heads": 4, "use_cache": False}),
+    "GPT-2": ("GPT2LMHeadModel", {**GPT2, "use_cache": False}),
+    "ViT": ("ViTForImageClassification", {**SIZES, **CLASSES}),
+}
+BLOCKS = 2**12, 2**15, 2**18, 2**20, 2**22  # bytes, for the calibration
+RATE = 1e-3  # of AdamW
+
+
+class Run(NamedTuple):
+    """A plan as a process takes it."""
+
+    parameters: Mapping[Any, Any]
+    inputs: Mapping[Any, Any]
+    outputs: Mapping[Any, Any]
+    once: str
+    result: str
+
+
+class Trained(NamedTuple):
+    """Seconds of each plan's steps on the slowest rank, and the most bytes that this one held."""
+
+    seconds: Mapping[str, list[float]]
+    held: Mapping[str, int]
+
+
+def build(name: str) -> tuple[nn.Module, Mapping[str, Tensor], Tensor]:
+    """A model, its batch and labels, equal on all processes."""
+    torch.manual_seed(0)
+    kind, sizes = MODELS[name]
+    model = getattr(transformers, kind)
+    model = model(model.config_class(**sizes))
+    if name == "ViT":
+        side = CLASSES["image_size"]
+        return model, {"pixel_values": torch.randn(BATCH, 3, side, side)}, torch.randint(1024, (BATCH,))
+    tokens = torch.randint(WORDS["vocab_size"], (BATCH, SEQUENCE))
+    return model, {"input_ids": tokens}, tokens.roll(-1, 1)
+
+
+def train(name: str, plans: Mapping[str, Run], mesh: Mesh, rounds: int) -> Trained:
+    """On every process: a copy of the model for each plan, and their steps by turns."""
+    torch.set_num_threads(1)
+    steps = {plan: _step(name, run, mesh) for plan, run in plans.items()}
+    seconds = by_turns.slowest(steps, rounds, warm_up=2)
+    return Trained(seconds, {plan: _held(step) for plan, step in steps.items()})
+
+
+def _step(name: str, run: Run, mesh: Mesh) -> Callable[[], float]:
+    model, batch, labels = build(name)
+    rules = run.parameters, run.inputs, mesh
+    xt.parallelize(model, *rules, outputs=run.outputs, keep=run.once, gathers=GATHERS[name])
+    logits = Layout.parse(run.result)
+    rows = Layout(logits.dims[:-1])
+    own = xt.redistribute(labels, f"{' '.join(rows.names)} -> {rows}", mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    def step() -> float:
+        loss = xt.nn.cross_entropy(model(**batch).logits, own, logits, mesh, classes=logits.names[-1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
+    return step
+
+
+GATHERS = {
+    "Llama": "model.embed_tokens|model.layers.*|model.norm|lm_head",
+    "GPT-2": "transformer.{wte,wpe}|transformer.h.*|transformer.ln_f|lm_head",
+    "ViT": "vit.embeddings|vit.layers.*|vit.layernorm|classifier",
+}
+
+
+def _held(step: Callable[[], float]) -> int:
+    """The most bytes of tensors while a step runs."""
+    optimizer = step.optimizer  # type: ignore[attr-defined]
+    kept = [x for own in optimizer.state.values() for x in own.values()]
+    kept += [p for group in optimizer.param_groups for p in group["params"]]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return sum(x.nbytes for x in kept) + most
+
+
+def rows_of(
+    machine: str, name: str, mesh: Mesh, machine_profile: Profile, rounds: int, launch: Any
+) -> list[Row]:
+    """A row per plan of one model."""
+    model, batch, _ = build(name)
+    how = {"profile": machine_profile, "micro_batches": 1, "recompute": False, "overlap": 0.0}
+    plan = xt.suggest(model, batch, mesh, **how)
+    plans = {SUGGESTED: plan}
+    for by_hand, (search, vector) in plan.by_hand.items():
+        chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
+        plans[by_hand] = TorchSuggestion(search, chosen, 0.0, {}, plan.unused)
+    runs = {
+        each: Run(*(dict(getattr(p, side)) for side in Run._fields[:3]), p.once, p.result)
+        for each, p in plans.items()
+    }
+    (trained, *others) = launch(train, name, runs, mesh, rounds)
+    held = {each: max(own.held[each] for own in (trained, *others)) for each in plans}
+    return [
+        {
+            "machine": machine, "model": name, "plan": each,
+            "predicted_s": p.seconds, "measured_s": statistics.median(trained.seconds[each]),
+            "predicted_bytes": sum(p.memory.values()), "measured_bytes": held[each],
+            "parts_s": p.parts, "memory": p.memory,
+        }
+        for each, p in plans.items()
+    ]  # fmt: skip
+
+
+def calibrated(mesh: Mesh, rounds: int) -> Calibration:
+    """A profile of the running ranks, or of as many new ones."""
+    return calibrate("torch", mesh, "here", BLOCKS, rounds)
+
+
+def judge(rows: Sequence[Row]) -> list[Claim]:
+    """The claims, of each model on each machine."""
+    cases = dict[str, list[Row]]()
+    for row in rows:
+        cases.setdefault(f"{row['machine']}, {row['model']}", []).append(row)
+    order, best, memory = [], [], []
+    for case, plans in cases.items():
+        predicted, measured = ([p[key] for p in plans] for key in ("predicted_s", "measured_s"))
+        order.append((case, float(kendalltau(predicted, measured).statistic)))
+        best.append((case, next(p["measured_s"] for p in plans if p["plan"] == SUGGESTED) / min(measured)))
+        memory += [
+            (f"{case}, {p['plan']}", abs(p["predicted_bytes"] / p["measured_bytes"] - 1)) for p in plans
+        ]
+    return [
+        worst("Kendall's tau of predicted and measured orders", order, 0.7, at_least=True),
+        worst("suggested / the best measured", best, 1.05),
+        worst("bytes predicted against measured", memory, 0.1),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = record.options("suggest.measured", __doc__, quick="4 ranks, one model, few turns")
+    parser.add_argument("--machines", default="", help="some of them only, as '4 ranks|8 ranks'")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # ranks are forks
+    rounds = 3 if options.quick else 7
+    chosen = "4 ranks" if options.quick else options.machines
+    rows, profiles = list[Row](), list[Row]()
+    for machine, (mesh, rate) in MACHINES.items():
+        if chosen and machine not in chosen.split("|"):
+            continue
+        if rate is None:
+            work = partial(xt.testing.run_ranks, mesh.n_devices, timeout_s=900.0)
+            rows += _measure(machine, mesh, rounds, work, options.quick, profiles)
+        else:
+            with nodes(2, ranks=mesh.n_devices // 2, rate=rate) as cluster:
+                work = partial(cluster.run_torch, timeout_s=900.0)
+                rows += _measure(machine, mesh, rounds, work, options.quick, profiles)
+    return finish(
+        options, "Plans of a step", judge(rows), "torch", "transformers",
+        rows={"plans": rows, "profiles": profiles},
+    )  # fmt: skip
+
+
+def _measure(
+    machine: str, mesh: Mesh, rounds: int, launch: Any, quick: bool, profiles: list[Row]
+) -> list[Row]:
+    calibration = launch(calibrated, mesh, rounds)[0]
+    profiles.append(
+        {"machine": machine, "error": calibration.error, "profile": calibration.profile.to_json()}
+    )
+    rows = list[Row]()
+    for name in list(MODELS)[: 1 if quick else None]:
+        rows += rows_of(machine, name, mesh, calibration.profile, rounds, launch)
+        for row in rows[-9:]:
+            print(line(row), flush=True)
+    return rows
+
+
+def line(row: Row) -> str:
+    """A plan in one line."""
+    return (
+        f"{row['machine']:13} {row['model']:6} {row['plan']:36} predicted {row['predicted_s']:.3f} s, "
+        f"measured {row['measured_s']:.3f} s; {row['predicted_bytes'] / 2**20:.0f} MiB, "
+        f"measured {row['measured_bytes'] / 2**20:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
