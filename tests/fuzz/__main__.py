@@ -1,16 +1,20 @@
-"""`python -m tests.fuzz torch --moves 1000 --seed 7`: random cases on a runtime, or mutated texts."""
+"""`python -m tests.fuzz torch --moves 1000 --seed 7`: random cases on a runtime, mutated texts, or steps."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from tests.fuzz import owner_steps
 from tests.fuzz.run import RUNTIMES, Report, fuzz
 from tests.fuzz.texts import failures, readers
 from xshard.runtimes.backends import QUICK_XLA_FLAGS
 
-TEXTS = "texts"
+TEXTS, STEPS = "texts", "owner-steps"
 
 
 def run_chains(runtime: str, moves: int, seed: int) -> int:
@@ -41,18 +45,22 @@ def run_texts(n: int, seed: int) -> int:
     return total
 
 
+def run_steps(n: int, seed: int) -> int:
+    """Take steps of `owner_steps`, which raise AssertionError -> no failures."""
+    with TemporaryDirectory() as folder:
+        print(f"{STEPS}, seed {seed}:", dict(owner_steps.run(n, seed, Path(folder))))
+    return 0
+
+
 if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)  # a program runs twice
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", choices=(*RUNTIMES, TEXTS))
+    parser.add_argument("what", choices=(*RUNTIMES, TEXTS, STEPS))
     parser.add_argument(
-        "--moves", type=int, default=1000, help="at least so many moves, contractions, trees or texts"
+        "--moves", type=int, default=1000, help="at least so many moves, contractions, trees, texts or steps"
     )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    count = (
-        run_texts(given.moves, given.seed)
-        if given.what == TEXTS
-        else run_chains(given.what, given.moves, given.seed)
-    )
+    others = {TEXTS: run_texts, STEPS: run_steps}
+    count = others.get(given.what, partial(run_chains, given.what))(given.moves, given.seed)
     sys.exit(bool(count))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tests.fuzz import contractions, judge, runtimes, trees
+from tests.fuzz import contractions, judge, owned, runtimes, trees
 from tests.fuzz.chains import random_chain, random_crossing, random_mesh
 from tests.fuzz.shrinking import shrunk
 
@@ -28,6 +28,7 @@ class Subject:
 
 CHAINS = Subject(random_chain, judge.trip, judge.judge)
 CROSSINGS = Subject(random_crossing, judge.trip, judge.judge)
+OWNED = Subject(owned.random_owned, judge.trip, owned.judged)
 EINSUMS = Subject(contractions.random_contraction, contractions.planned, contractions.judge)
 TREES = Subject(trees.random_tree, trees.carried, trees.judge)
 EVEN = Subject(partial(trees.random_tree, even=True), trees.carried, trees.judge)
@@ -50,6 +51,9 @@ RUNTIMES = {
     "torch": Runtime(CHAINS, *_TORCH),
     "jax": Runtime(CHAINS, runtimes.on_jax, *_JAX),
     "jax-novma": Runtime(CHAINS, partial(runtimes.on_jax, mode="novma"), *_JAX),
+    "numpy-owners": Runtime(OWNED, *_NUMPY),
+    "torch-owners": Runtime(OWNED, *_TORCH),
+    "jax-owners": Runtime(OWNED, runtimes.on_jax, *_JAX),
     "numpy-between": Runtime(CROSSINGS, *_NUMPY),
     "torch-between": Runtime(CROSSINGS, *_TORCH),
     "numpy-einsum": Runtime(EINSUMS, *_NUMPY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
+from tests.fuzz import owned
 from tests.fuzz.chains import Chain, random_chain
 from tests.fuzz.judge import Arrived, judge, trip
 from tests.fuzz.run import RUNTIMES, fuzz
@@ -16,9 +18,9 @@ from tests.fuzz.runtimes import on_numpy
 from tests.fuzz.shrinking import shrunk
 
 SEED = 0
-MOVES = {"numpy": 200, "numpy-between": 70, "numpy-einsum": 36, "numpy-trees": 60}
-MOVES |= {"torch": 40, "torch-between": 20, "torch-einsum": 12, "torch-trees": 15}
-MOVES |= {"jax": 12, "jax-einsum": 6, "jax-trees": 6}
+MOVES = {"numpy": 160, "numpy-owners": 40, "numpy-between": 70, "numpy-einsum": 36, "numpy-trees": 60}
+MOVES |= {"torch": 30, "torch-owners": 10, "torch-between": 20, "torch-einsum": 12, "torch-trees": 15}
+MOVES |= {"jax": 9, "jax-owners": 3, "jax-einsum": 6, "jax-trees": 6}
 
 
 @pytest.mark.long
@@ -50,6 +52,11 @@ def test_a_wrong_number_is_found(runtime: str) -> None:
                     subject.judge(found, arrived)
                 blocks[at] = right
         subject.judge(found, arrived)
+
+
+def test_cases_of_owners_show_all_that_they_are_for() -> None:
+    shown = Counter(each for seed in range(60) for each in {*owned.features(owned.random_owned(seed))})
+    assert len(shown) == 14 and min(shown.values()) > 3, shown
 
 
 def test_a_seed_names_a_chain() -> None:

@@ -7,12 +7,14 @@ import pickle
 import random
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import xshard as xs
 from tests import oracle
+from tests.fuzz import owner_steps
 from tests.fuzz.chains import random_needs, random_owners
 from tests.fuzz.run import fuzz
 from xshard.errors import NotationError, ShapeError
@@ -130,6 +132,12 @@ def test_moved_rows_and_their_new_owners():
         owners = owners.moved(rows, to)
         assert [owners.part(i).tolist() for i in range(4)] == lists
         assert xs.Owners(owners.owner, 4).sizes == owners.sizes
+
+
+def test_rows_that_move_are_neither_lost_nor_doubled(tmp_path: Path) -> None:
+    """Migrated, born, dead, on more or fewer devices, saved and loaded; `tests.fuzz owner-steps` goes on."""
+    taken = owner_steps.run(200, 1, tmp_path)
+    assert set(taken) == set(owner_steps.ACTS) and not [*tmp_path.iterdir()]
 
 
 def test_caches_let_go_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
