@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def layer_table(several: Mapping[int, Parts]) -> Table:
-    """What the busiest device receives before a layer, by ways to share the nodes out."""
+    """Bytes that the busiest device receives before a layer, by ways to share the nodes out."""
     table = Table(box=SIMPLE, pad_edge=False, title="KiB that a device receives before a layer")
     for column in ("devices", "all nodes", "around bands", "around parts", "bound", "back"):
         table.add_column(column, justify="right")

@@ -5,11 +5,12 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-Points, Rows = NDArray[np.float64], NDArray[np.int64]
+Points = NDArray[np.float64]
+Rows = NDArray[np.int64]
 
 
 def icosphere(refinements: int) -> tuple[Points, Rows, Rows]:
-    """Points [n, 3] of an icosahedron whose triangles are cut into four; senders and receivers of its edges.
+    """Points [n, 3] of an icosahedron with its triangles cut into four; senders and receivers of its edges.
 
     n is 10 * 4**refinements + 2. Each pair of neighbours has an edge in both directions.
     """

@@ -17,7 +17,7 @@ NODES, HALO, EDGES = "n/by(gp,cells) d", "n/by(gp,cells):reads(near) d", "e/by(g
 
 
 class Arrays(NamedTuple):
-    """Nodes [n, d], what they should become, and edges [e, 3]: all of them, or those of a part."""
+    """Nodes [n, d], what they should become, and edges [e, 3], of the whole graph or of a part."""
 
     nodes: Array
     expected: Array
@@ -56,11 +56,11 @@ class Parts:
         near, self.local = Needs.of_edges(cells, problem.senders, problem.receivers)
         edges = Owners.of_rows([each.number for each in self.local])
         self.problem, self.mesh = problem, Mesh(gp=len(cells.sizes))
-        self.maps = {"cells": cells, "near": near, "edges": edges}
+        self.maps: dict[str, Any] = {"cells": cells, "near": near, "edges": edges}
 
     @cached_property
     def exchange(self) -> Plan:
-        """What is sent before a layer."""
+        """The exchange before a layer."""
         shape = self.problem.arrays.nodes.shape
         return plan(f"{NODES} -> {HALO}", self.mesh, shape, "float64", maps=self.maps)
 
@@ -100,7 +100,7 @@ def network(
 ) -> Any:
     """Nodes [n, d] and edges [e, 3] of a part -> nodes after all layers.
 
-    read: a part's nodes -> these, then the others that it reads. sender: rows of both; receiver: of nodes.
+    read: a part's nodes -> these, then the others that it reads. sender, receiver: rows of both, of nodes.
     take: (x, rows) -> x[rows]. add: (x, rows, y) -> zeros like x, with y added in rows.
     """
 

@@ -12,7 +12,7 @@ COLOURS = ("#5b8ff9", "#f6903d", "#5ad8a6", "#e86452", "#9270ca", "#f6bd16", "#6
 
 
 def drawn(several: Sequence[Parts]) -> str:
-    """An SVG with a sphere beside the other; black: what the part in the middle of the picture reads."""
+    """An SVG of spheres, side by side; the part in the middle of each reads the black points."""
     width = SIZE * len(several)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {SIZE}" width="{width}">']
     for i, parts in enumerate(several):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_bridge as xt
-from sphere.network import HALO, NODES, Array, Arrays, Parts, Problem, Rows, Run, network
+from sphere.mesh import Rows
+from sphere.network import HALO, NODES, Array, Arrays, Parts, Problem, Run, network
 from torch_bridge.testing.byte_counter import Meter
 
 Weights = dict[str, Tensor]
