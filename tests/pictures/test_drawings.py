@@ -210,6 +210,14 @@ def test_long_dims_are_broken_where_it_is_seen() -> None:
     assert [place[3] for _, _, place in boxes(svg)] == pytest.approx([frame(svg)[3] / 4] * 4)
 
 
+def test_pictures_of_one_page_have_no_id_in_common() -> None:
+    svgs = [sharding_svg(picture(sharding("n | sum(a)", "a=2", n))) for n in (4, 8)]
+    ids = [re.findall(r'id="(.*?)"', svg) for svg in svgs]
+    assert len({*ids[0], *ids[1]}) == 2 and all(
+        f"url(#{own[0]})" in svg for own, svg in zip(ids, svgs, strict=True)
+    )
+
+
 def test_a_mesh_with_many_devices_is_summarised() -> None:
     mesh = xs.Mesh(a=2 * MAX_DEVICES)
     svg = plan_svg(xs.plan("n/a -> n", mesh, (256,)))
