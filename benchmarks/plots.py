@@ -56,7 +56,7 @@ def ratios(axes: Any) -> None:
         bar = axes.barh(label, ratio, color=OURS if ratio >= 1 else THEIRS)
         axes.bar_label(bar, [f"{ratio:.2f}"], padding=3, color=INK)
     axes.axvline(1, color=INK, linewidth=1)
-    axes.set(xlabel="theirs / xshard's, geometric mean; above 1, xshard needs less", xlim=(0, 9.5))
+    axes.set(xlabel="theirs / xshard's; above 1, xshard needs less", xlim=(0, 9.5))
 
 
 def host(axes: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from xshard.notation.parser import Dim, mark_errors, with_maps
 from xshard.plans.expression import Sides, check_given, sides
 from xshard.replicas import are_checked
 
+T = TypeVar("T")
 Derivatives = Literal["linear", "custom_vjp"]
 SPECS = (PartitionSpec, NamedSharding)  # JAX's own functions take these, and users pass them as layouts
 
@@ -173,7 +174,7 @@ def _with_words(layout: Layout, text: str) -> Layout:
 
 
 def redistribute(
-    x: Any,
+    x: T,
     layouts: Any,
     mesh: AnyMesh | None = None,
     *,
@@ -182,7 +183,7 @@ def redistribute(
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
     maps: Maps | None = None,
-) -> Any:
+) -> T:
     """This device's block under the left layout -> its block under the right one, differentiable.
 
     x: a block, or a pytree of blocks. layouts: `"layout -> layout"`, a pair of layouts, or a plan; for a
@@ -208,7 +209,8 @@ def redistribute(
     options: Any = {"profile": profile, "check_replicated": check_replicated}
     layouts = with_maps(layouts, maps)
     if jax.tree_util.all_leaves([x]):
-        return BlockCall.of(layouts, mesh, shape, ad, **options).run(x)
+        moved: Any = BlockCall.of(layouts, mesh, shape, ad, **options).run(x)
+        return moved
     results = []
     for leaf, sized in zip(leaves_of(layouts, x, is_expression), leaves_of(shape, x, _is_shape), strict=True):
         with located(leaf.place):

@@ -13,6 +13,7 @@ import pytest
 
 import jax_bridge as xj
 import torch_bridge as xt
+import xshard as xs
 from jax_bridge import torch_interop
 
 OPS = "all_gather all_reduce all_to_all copy_to halo_exchange reduce_scatter shard trim_halo"
@@ -58,7 +59,7 @@ DIFFERENT = {
 
 def plain(annotation: str) -> str:
     """An annotation without the names that frameworks have for arrays and meshes."""
-    text = re.sub(r"\b(torch\.)?Tensor\b|\bjax\.Array\b|^Any$", "Array", annotation)
+    text = re.sub(r"\b(torch\.)?Tensor\b|\bjax\.(Array|typing\.ArrayLike)\b|^(Any|T)$", "Array", annotation)
     return re.sub(r"\b(MeshLike|AnyMesh|(jax\.sharding\.)?(Jax)?Mesh)(?= |$)", "AnyMesh", text)
 
 
@@ -92,3 +93,14 @@ def test_an_option_has_one_type_in_all_verbs() -> None:
             if p.name in SHARED:
                 types[p.name].add(p.annotation.replace("Profiles", "str | Path | Profile"))
     assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types
+
+
+def test_an_option_says_its_type_unless_it_may_be_any_value() -> None:
+    """Trees, batches and functions of users are Any; the types of overloads are in the overloads."""
+    anything = VALUES | {"layouts", "expression", "shape", "like", "batch", "args", "state", "options"}
+    for package in (xs, xt, xj):
+        functions = {name: getattr(package, name) for name in package.__all__}
+        for name, function in filter(lambda item: inspect.isfunction(item[1]), functions.items()):
+            options = inspect.signature(function).parameters.values()
+            bare = {each.name for each in options if str(each.annotation) == "Any"}
+            assert bare <= anything, f"{package.__name__}.{name}"

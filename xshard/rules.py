@@ -24,6 +24,7 @@ DEEPEST = 8  # braces inside braces
 _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
 Pattern = str | re.Pattern[str]
+RulesLike = Mapping[str, Any] | Mapping[Pattern, Any]  # plain dicts, and Rules
 
 
 class Rules(Mapping[Pattern, Any]):
@@ -41,7 +42,7 @@ class Rules(Mapping[Pattern, Any]):
     ('o/tp i', '...')
     """
 
-    def __init__(self, rules: Mapping[Pattern, Any], maps: Maps | None = None) -> None:
+    def __init__(self, rules: RulesLike, maps: Maps | None = None) -> None:
         if not isinstance(rules, Mapping):
             raise NotationError(f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}')
         self._rules, self._maps = with_maps(dict(rules), maps), maps

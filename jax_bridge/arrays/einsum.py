@@ -30,14 +30,14 @@ from xshard.notation.parser import with_maps
 
 def einsum(
     expression: str | ContractionPlan,
-    *operands: Any,
+    *operands: jax.typing.ArrayLike,
     mesh: AnyMesh | None = None,
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
     profile: ProfileLike = "auto",
     overlap: str = NEVER,
-    preferred_element_type: Any = None,
-    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
     maps: Maps | None = None,
 ) -> jax.Array:
     """Arrays under the layouts left of the arrow -> their einsum under the right one, differentiable.

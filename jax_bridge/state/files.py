@@ -22,9 +22,10 @@ from jax_bridge.arrays.stored import at_rest, order_of, remember
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
-from xshard import Layout, Mesh, ProfileLike, Rules, Sharding, XshardError, load_profile
+from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
 from xshard.errors import DtypeError, MeshError, located
+from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError, open_checkpoint
 from xshard.state.files import verify as compare_checksums
@@ -40,7 +41,7 @@ _ALIGNED = 64  # bytes: host memory that begins at a multiple becomes a device's
 def save(
     tree: Any,
     path: str | Path,
-    rules: Any = None,
+    rules: RulesLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
     *,
     names: Names | None = None,
@@ -100,13 +101,13 @@ def save(
 
 def load(
     path: str | Path | Checkpoint,
-    rules: Rules | Mapping[Any, Any] | None,
+    rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
     *,
     names: Names | None = None,
     like: Any = None,
     strict: bool = True,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:

@@ -22,6 +22,7 @@ from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
+from xshard.rules import RulesLike
 from xshard.state import Names, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
@@ -30,7 +31,7 @@ from xshard.trees import Leaf, named_once, place_of
 
 def transfer(
     tree: Any,
-    rules: Any,
+    rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: JaxMesh,
     *,
     names: Names | None = None,

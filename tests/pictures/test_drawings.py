@@ -296,8 +296,9 @@ def test_a_terminal_of_80_columns_breaks_no_layout_and_needs_16_colours() -> Non
     assert max(map(len, lines)) <= 80 and "…" not in text
     assert {"    b s/zigzag(cp) c/dp | sum(tp)", "    b s/tp c/(cp,dp)"} <= set(lines)
     assert [line for line in lines if line.startswith("1, 2: a a a ")]
-    styles = re.findall(r"\x1b\[30;(\d+)m +d\d +", text)
-    assert len(set(styles)) == len(styles) == 10 and max(map(int, styles)) < 108
+    styles = re.findall(r"\x1b\[(4;)?30;(\d+)m +d\d +", text)
+    assert len(set(styles)) == len(styles) == 10 and max(int(back) for _, back in styles) < 108
+    assert not {"44", "104"} & {back for _, back in styles}  # black on blue cannot be read
 
 
 def test_show_displays_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

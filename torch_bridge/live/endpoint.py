@@ -24,6 +24,7 @@ from torch_bridge.state.transfer import execute
 from xshard import Mesh, XshardError
 from xshard.cost.machine import profile_of
 from xshard.errors import MeshError
+from xshard.rules import RulesLike
 from xshard.state import Names, TreePlan, transfer
 from xshard.state.progress import Progress
 
@@ -109,7 +110,7 @@ class Endpoint:
 
     is_trainer: ClassVar[bool]
     store: Store
-    rules: Any
+    rules: RulesLike
     src_mesh: Mesh
     dst_mesh: Mesh
     names: Names | None = None

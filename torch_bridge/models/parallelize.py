@@ -26,9 +26,8 @@ from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse, rule_of, use_of, written
-from xshard.rules import Pattern
+from xshard.rules import Pattern, RulesLike
 
-RulesLike = Rules | Mapping[Any, Any]
 Hooks = Mapping[str, ModuleHooks]
 
 

@@ -19,8 +19,9 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
-from xshard import Profile, ProfileLike, Rules, XshardError, dtypes, errors, load_profile
+from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
+from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
 from xshard.state.files import verify as compare_checksums
@@ -35,7 +36,7 @@ Loads = dict[str, tuple[Load, LocalArray]]
 def save(
     tree: Any,
     path: str | Path,
-    rules: Rules | Mapping[Any, Any] | None = None,
+    rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
     *,
     names: Names | None = None,
@@ -94,7 +95,7 @@ def save(
 
 def load(
     path: str | Path | Checkpoint,
-    rules: Rules | Mapping[Any, Any] | None = None,
+    rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
     *,
     names: Names | None = None,

@@ -21,6 +21,7 @@ from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state import facts as tree_facts
 from xshard import ProfileLike
 from xshard.errors import MeshError
+from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
@@ -29,7 +30,7 @@ from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 def transfer(
     tree: Any,
-    rules: Any,
+    rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: MeshLike,
     *,
     src_mesh: MeshLike | None = None,

@@ -50,9 +50,10 @@ def print_error(error: XshardError) -> None:
     console(stderr=True).print(message, soft_wrap=True)
 
 
-# Backgrounds under black text that every terminal with 16 colours has, by device number; then underlined.
+# Backgrounds that every terminal with 16 colours has and that black text is read on, by device number; then
+# underlined.
 _HUES = ("cyan", "yellow", "green", "magenta")
-_COLOURS = (*(f"bright_{hue}" for hue in _HUES), "bright_blue", "bright_red", *_HUES)
+_COLOURS = (*(f"bright_{hue}" for hue in _HUES), "bright_red", *_HUES)
 _SHARED = "black on white"
 
 

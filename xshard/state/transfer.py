@@ -16,7 +16,7 @@ from xshard.layout.layout import check_axes
 from xshard.plans.expression import sides_or_one
 from xshard.plans.plan import find_plan
 from xshard.plans.transfer import balanced
-from xshard.rules import Rules
+from xshard.rules import Rules, RulesLike
 from xshard.search.request import Devices, Request, device_numbers
 from xshard.state.names import SAME, Names
 from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
@@ -29,7 +29,7 @@ Dtypes = Mapping[str, str]  # by name
 
 def plan_transfer(
     shapes: Mapping[str, Sequence[int]],
-    rules: Any,
+    rules: RulesLike | tuple[RulesLike | None, RulesLike],
     *,
     src_mesh: Mesh,
     dst_mesh: Mesh,

@@ -14,7 +14,7 @@ from xshard.errors import NotationError, located
 from xshard.layout import Layout
 from xshard.models import rule_of, use_of
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules, spellings, text_of
+from xshard.rules import Rules, RulesLike, spellings, text_of
 from xshard.step.moves import Edge
 from xshard.step.op import Flags, Indices, layout_of, ways_of, without_copies
 from xshard.step.problem import EACH, KEPT, StepProblem
@@ -175,7 +175,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def fixed_options(problem: StepProblem, fixed: Mapping[Any, Any]) -> list[Indices]:
+def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Indices]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from xshard.errors import NotationError, PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
+from xshard.rules import RulesLike
 from xshard.step.hand import HAND, allowed
 from xshard.step.moves import MovePrices
 from xshard.step.problem import StepProblem
@@ -34,7 +34,7 @@ def suggest(
     *,
     memory: int | str | None = None,
     profile: str | Path | Profile = "h100",
-    fixed: Mapping[Any, Any] | None = None,
+    fixed: RulesLike | None = None,
     micro_batches: int | None = None,
     recompute: bool | None = None,
     overlap: float = 0.8,

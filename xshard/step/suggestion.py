@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
-from xshard.rules import Rules, listed
+from xshard.rules import Rules, RulesLike, listed
 from xshard.step.op import Floats, layout_of
 from xshard.step.rules import StepRules, ends_of, limited, written
 from xshard.step.search import StepSearch
@@ -117,9 +117,9 @@ class Suggestion(Pictured):
 
     def estimate(
         self,
-        parameters: Mapping[Any, Any] | None = None,
-        inputs: Mapping[Any, Any] | None = None,
-        outputs: Mapping[Any, Any] | None = None,
+        parameters: RulesLike | None = None,
+        inputs: RulesLike | None = None,
+        outputs: RulesLike | None = None,
         once: str | None = None,
     ) -> Suggestion:
         """The cost of rules, with the same number of micro-batches; the rest is as suggested.

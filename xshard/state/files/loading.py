@@ -17,7 +17,7 @@ from xshard.errors import DtypeError, ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
-from xshard.rules import Rules
+from xshard.rules import Rules, RulesLike
 from xshard.search.request import Request
 from xshard.state.files.checkpoint import Checkpoint, box_pairs, check_whole
 from xshard.state.names import SAME, Names
@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
 def plan_load(
     checkpoint: Checkpoint,
-    rules: Rules | Mapping[Any, Any] | None,
+    rules: RulesLike | None,
     mesh: Mesh,
     names: Names | None = None,
     *,
