@@ -1,7 +1,7 @@
 """Suggested steps beside plans by hand and AutoParallel's, all priced alike; and the time it takes.
 
     python -m benchmarks.suggest             # every case in a process of its own
-    python -m benchmarks.suggest --quick     # two of them
+    python -m benchmarks.suggest --quick     # one of them
     python -m benchmarks.suggest 8B 16 8192  # one case, with the whole answer
 
 Prints a line for each, and the claims, and writes a JSON file. AutoParallel's plan is what
@@ -38,7 +38,7 @@ CASES = [
     ("mixtral", 1024, 4096, 0.8),
     ("deepseek", 1024, 4096, 0.8),
 ]  # fmt: skip
-QUICK = [("8B", 16, 8192, 0.8), ("8B/4", 16, 8192, 0.8)]
+QUICK = CASES[:1]
 
 
 def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
@@ -110,7 +110,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = record.options("suggest", __doc__, quick="8B at 16 x 8192, and four layers of it")
+    parser = record.options("suggest", __doc__, quick="8B at 16 x 8192 alone")
     parser.add_argument("case", nargs="*", help="model, batch, sequence and, optionally, the overlap")
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

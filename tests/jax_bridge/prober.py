@@ -1,7 +1,7 @@
 """Runs equations of jaxprs on blocks: which rules over one axis are right."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,13 +37,14 @@ def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str
     rng = np.random.default_rng(0)
     values = [v.val if is_number(v) else _random(rng, v.aval) for v in eqn.invars]
     variables = [i for i, v in enumerate(eqn.invars) if not is_number(v)]
-    whole, stated, right = _run(eqn, values, None, None), set[str](), set[str]()
+    runs, judged_ways = [Run(values, None, None)], list[tuple[int, ...]]()
     for ways in _candidates(op, lengths):
         *dims, end = [_dim(array, way) for array, way in zip(op.arrays, ways, strict=True)]
         operands = list(zip(variables, ways, dims, strict=False))
         if any(way == SUM and values[i].dtype.kind != "f" for i, way, _ in operands):
             continue
-        noise, blocks = [rng.uniform(-1, 1, np.shape(x)).astype(np.float32) for x in values], []
+        noise = [rng.uniform(-1, 1, np.shape(x)).astype(np.float32) for x in values]
+        judged_ways.append(ways)
         for k in range(N):
             mine = list(values)
             for i, way, dim in operands:
@@ -51,13 +52,15 @@ def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str
                     mine[i] = values[i] - noise[i] if k else noise[i]
                 elif dim is not None:
                     mine[i] = np.split(values[i], N, dim)[k]
-            blocks.append(_run(eqn, mine, dims[0], end))
-        together = np.max if eqn.primitive.name == "reduce_max" else np.sum
-        one = np.concatenate(blocks, end) if end is not None else together(np.asarray(blocks, float), 0)
+            runs.append(Run(mine, dims[0], end))
+    whole, *blocks = _results(eqn, runs)
+    stated, right = {op.text_of(ways) for ways in judged_ways if ways in op.axis_rules}, set[str]()
+    together = np.max if eqn.primitive.name == "reduce_max" else np.sum
+    for n, ways in enumerate(judged_ways):
+        own, end = blocks[n * N : (n + 1) * N], runs[1 + n * N].end
+        one = np.concatenate(own, end) if end is not None else together(np.asarray(own, float), 0)
         if one.shape == whole.shape and np.allclose(one, whole, rtol=1e-5, atol=1e-6):
             right.add(op.text_of(ways))
-        if ways in op.axis_rules:
-            stated.add(op.text_of(ways))
     return stated, right
 
 
@@ -77,19 +80,38 @@ def _dim(array: Any, way: int) -> int | None:
     return flat[way] if way >= 0 else None
 
 
-def _run(eqn: Any, values: list[Any], start: int | None, end: int | None) -> Any:
-    """The first result for blocks of dim `start` of the first operand and dim `end` of the result."""
+class Run(NamedTuple):
+    """Blocks of the operands, and which dim of the first operand and of the result is a block's."""
+
+    values: list[Any]
+    start: int | None
+    end: int | None
+
+
+def _results(eqn: Any, runs: list[Run]) -> list[Any]:
+    """The first results of an equation: all runs in one program, as compiling it takes longest."""
+
+    def program(given: list[list[Any]]) -> list[Any]:
+        return [_result(eqn, run, arrays) for run, arrays in zip(runs, given, strict=True)]
+
+    arrays = [[x for x, v in zip(run.values, eqn.invars, strict=True) if not is_number(v)] for run in runs]
+    return list(map(np.asarray, jax.jit(program)(arrays)))
+
+
+def _result(eqn: Any, run: Run, arrays: list[Any]) -> Any:
     params = {**eqn.params}
-    for keys, dim, v in ((OF_OPERAND, start, eqn.invars[0]), (OF_RESULT, end, eqn.outvars[0])):
+    for keys, dim, v in ((OF_OPERAND, run.start, eqn.invars[0]), (OF_RESULT, run.end, eqn.outvars[0])):
         for key in keys & params.keys():
             lengths = zip(params[key] or (), v.aval.shape, strict=False)
             params[key] = params[key] and tuple(
                 n // N if i == dim and n == m else n for i, (n, m) in enumerate(lengths)
             )
-    if params.get("feature_group_count", 1) > 1 and start == params["dimension_numbers"].lhs_spec[1]:
+    if params.get("feature_group_count", 1) > 1 and run.start == params["dimension_numbers"].lhs_spec[1]:
         params["feature_group_count"] //= N
-    results = eqn.primitive.bind(*values, **params)
-    return np.asarray(results[0] if eqn.primitive.multiple_results else results)
+    rest = iter(arrays)
+    operands = [x if is_number(v) else next(rest) for x, v in zip(run.values, eqn.invars, strict=True)]
+    results = eqn.primitive.bind(*operands, **params)
+    return results[0] if eqn.primitive.multiple_results else results
 
 
 def _random(rng: np.random.Generator, aval: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import torch_bridge as xt
@@ -75,33 +75,26 @@ def a_machine_for_small_models():
     return replace(machine, **links, flops_per_s=slow, launch_s=launches, copy_bytes_per_s=1e9)
 
 
-@pytest.fixture(scope="module")
-def plans():
-    found = {}
-    for name in MODELS:
-        model, batch = build(name)
-        fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}
-        options = {
-            "micro_batches": 1,
-            "recompute": False,
-            "gap": 0.05,
-            "profile": a_machine_for_small_models(),
-        }
-        found[name] = xt.suggest(model, batch, _mesh(name), fixed=fixed, **options)
-    return found
-
-
 def _mesh(name):
     return xs.Mesh(tp=4) if name in ONE_AXIS else xs.Mesh(dp=2, tp=2)
 
 
-def test_every_operation_of_six_models_has_a_rule(plans):
-    for name, plan in plans.items():
-        ops = [op for op in plan.search.problem.step.ops if op.kind != "share" or op.name == ":tied"]
-        assert len(ops) == OPS[name], (name, len(ops))
-        assert not [op.name for op in ops if op.kind == "opaque"], name
-        assert not plan.unused, name
-        assert {op.times for op in ops} == ({1} if name == "T5" else {1, 2}), name
+def _searched(name):
+    """The rules of a model: parameters, inputs, outputs, what is gathered once, and the result."""
+    model, batch = build(name)
+    options = {"micro_batches": 1, "recompute": False, "gap": 0.05, "profile": a_machine_for_small_models()}
+    fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}
+    plan = xt.suggest(model, batch, _mesh(name), fixed=fixed, **options)
+    ops = [op for op in plan.search.problem.step.ops if op.kind != "share" or op.name == ":tied"]
+    assert len(ops) == OPS[name], (name, len(ops))
+    assert not [op.name for op in ops if op.kind == "opaque"], name
+    assert not plan.unused, name
+    assert {op.times for op in ops} == ({1} if name == "T5" else {1, 2}), name
+    parameters, inputs, outputs = (dict(getattr(plan, s)) for s in ("parameters", "inputs", "outputs"))
+    assert "tp" in str(parameters) and "tp" in str(inputs), name
+    # Inside a module that is entered sharded an operation is idle.
+    assert name not in ONE_AXIS or "mean(" in str(parameters), name
+    return parameters, inputs, outputs, plan.once, plan.result
 
 
 def _train(plans):
@@ -119,12 +112,14 @@ def _train(plans):
         xt.verify(model, batch, loss=loss, tol=tol)
 
 
-def test_suggested_rules_train_as_on_one_device(plans):
-    for name, plan in plans.items():
-        assert "tp" in str(dict(plan.parameters)) and "tp" in str(dict(plan.inputs)), name
-    # Inside a module that is entered sharded an operation is idle.
-    assert all("mean(" in str(dict(plans[name].parameters)) for name in ("T5", "Mamba"))
-    assert any(plan.once for plan in plans.values())
-    sides = ("parameters", "inputs", "outputs")
-    rules = {n: (*(dict(getattr(p, side)) for side in sides), p.once, p.result) for n, p in plans.items()}
-    on_ranks(4, _train, rules)
+def _search_and_train():
+    """Each rank searches for some of the models, and all train all of them."""
+    found = [{}] * 4
+    dist.all_gather_object(found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]})
+    plans = {name: plan for some in found for name, plan in some.items()}
+    assert plans.keys() == MODELS.keys() and any(once for *_, once, _ in plans.values())
+    _train(plans)
+
+
+def test_every_operation_of_six_models_has_a_rule_and_the_rules_train_as_on_one_device():
+    on_ranks(4, _search_and_train)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -192,6 +192,7 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
     return arrays
 
 
+@lru_cache(2**12)
 def _sides(text: str) -> tuple[Layout, ...]:
     is_made = not text.partition(ARROW)[0].strip()
     operands, results, _ = parse_sides(f"() {text}" if is_made else text, "contraction")
