@@ -24,6 +24,8 @@ from xshard.steps import Scale
 
 RANKS = 4
 MESH = xs.Mesh(a=RANKS)
+CELLS = xs.Owners([i * 7 % 16 // 4 for i in range(16)])
+NEAR, _ = xs.Needs.of_edges(CELLS, range(16), [(i + 1) % 16 for i in range(16)])
 # A move for every kind of step.
 MOVES = {
     "all_gather": "n/a d -> n d | copy(a)",
@@ -39,6 +41,7 @@ MOVES = {
     "scale and all_reduce": "n d | mean(a) -> n d",
     "retag": "n d -> n d | copy(a)",
 }
+GRAPH = {"exchange of a graph": f"n/by(a,{CELLS}) d -> n/by(a,{CELLS}):reads({NEAR}) d"}  # of 16 rows
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
     """Seconds per cached call of every kind of step, beside DTensor and torch's own all-gather."""
     rows = []
     with nobody(device) as mesh:
-        for name, text in MOVES.items():
+        for name, text in (MOVES | GRAPH).items():
             src, dst = parse_expression(text)
             block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1), device=device)
             row: dict[str, Any] = {"move": name, "expression": text}
