@@ -123,13 +123,6 @@ class JaxSuggestion(Suggestion):
         where = NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec
         return jax.lax.with_sharding_constraint(x, where)
 
-    def __str__(self) -> str:
-        opaque = self.tracer.opaque.items()
-        lines = (
-            f"no rule for {primitive}, every device runs {', '.join(names)}" for primitive, names in opaque
-        )
-        return "\n".join([super().__str__(), *lines])
-
 
 def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any) -> JaxSuggestion:
     """The layouts of the parameters, inputs and activations of a loss that make a training step fastest.

@@ -41,12 +41,11 @@ def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class Tracer:
     """Collects the operations of a jaxpr in a `Trace`.
 
-    opaque: names of operations without a rule, by primitive. stacked: how many slices a parameter has that a
-    scan takes one by one. shared: arrays with several uses. recomputes: some of it is in `jax.checkpoint`.
+    stacked: how many slices a parameter has that a scan takes one by one. shared: arrays with several uses.
+    recomputes: some of it is in `jax.checkpoint`.
     """
 
     trace: Trace
-    opaque: dict[str, list[str]] = field(default_factory=dict)
     stacked: dict[str, int] = field(default_factory=dict)
     shared: set[Name] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -84,8 +83,6 @@ class Tracer:
         if not arrays and not shape:
             return None
         op = written(kind, params, [None if o is None else self.trace.shapes[o] for o in operands], shape)
-        if op.kind == "opaque":
-            self.opaque.setdefault(kind, []).append(name)
         return self.trace.add(name, op, arrays, shape, **how)
 
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:

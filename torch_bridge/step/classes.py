@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from xshard.notation.parser import ARROW
 from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, text_of, view
@@ -47,7 +48,8 @@ class Call(NamedTuple):
 
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
     """The call that gives one result of an operation; `opaque` if no class fits. args: by name."""
-    tensors, dims = tensors_of(args.values()), letters(out.ndim)
+    tensors, dims = [x for x in tree_leaves(args) if isinstance(x, Tensor)], letters(out.ndim)
+    shapes = [x.shape for x in tensors]
     first = tensors[0] if tensors else out
     if name in MATRICES:
         bias = tensors.pop(0) if "add" in name else None
@@ -66,8 +68,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     if name == "index":
         return _indexed(args, out)
     if name == "convolution":
-        tensors = [args["input"], args["weight"]]
-        return Call(tensors, convolution(shapes(tensors), out.shape, args["groups"]), args.get("bias"))
+        return Call(tensors[:2], convolution(shapes, out.shape, args["groups"]), args.get("bias"))
     if name == "nll_loss_forward":
         rows = letters(args["target"].ndim)
         text = text_of([[rows[0], "v", *rows[1:]][: first.ndim], rows, []])
@@ -82,16 +83,16 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     if name == "stack":
         d = args["dim"] % out.ndim
         places = [*range(d), *range(d + 1, out.ndim)]
-        return Call(tensors, placed(shapes(tensors), out.shape, [places] * len(tensors), whole=[dims[d]]))
+        return Call(tensors, placed(shapes, out.shape, [places] * len(tensors), whole=[dims[d]]))
     is_number = name in ("add", "sub") and len(tensors) == 1
     kind, work = "linear" if name in LINEAR and not is_number else "pointwise", FREE if name in PARTS else {}
     if "dim" in args:
         named = range(first.ndim) if args["dim"] is None or args["dim"] == [] else args["dim"]
-        return Call(tensors, along(shapes(tensors), out.shape, named, kind, sums=name == "sum", **work))
+        return Call(tensors, along(shapes, out.shape, named, kind, sums=name == "sum", **work))
     if is_pointwise or name in ALIGNED:
         whole = dims[-2:] if name in ("tril", "triu") else ()
-        return Call(tensors, aligned(shapes(tensors), out.shape, kind, whole, **work))
-    return Call(tensors, placed(shapes(tensors), out.shape, [[None] * x.ndim for x in tensors], "opaque"))
+        return Call(tensors, aligned(shapes, out.shape, kind, whole, **work))
+    return Call(tensors, placed(shapes, out.shape, [[None] * x.ndim for x in tensors], "opaque"))
 
 
 def attention_call(
@@ -125,7 +126,7 @@ def attention_call(
 def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     """A bias is added to the last dims of a result, or to the channels of a convolution."""
     places = [[*range(out.ndim)], [1] if is_convolution else [*range(out.ndim - bias.ndim, out.ndim)]]
-    return Call([out, bias], placed(shapes([out, bias]), out.shape, places, **FREE))
+    return Call([out, bias], placed([out.shape, bias.shape], out.shape, places, **FREE))
 
 
 def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[tuple[int, ...]]]:
@@ -149,17 +150,6 @@ def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[
         rules += [(*rule[:-1], *each, rule[-1]) for each in product(*ways)]
     text = f"{', '.join([*sides, *map(' '.join, arrays)])} {ARROW} {result}"
     return op._replace(text=text), [rule for rule in rules if {*rule} != {REPLICAS}]
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """All tensors among some values, lists of them included."""
-    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
-    return [x for each in lists for x in each if isinstance(x, Tensor)]
-
-
-def shapes(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
-    """The shape of each tensor."""
-    return [x.shape for x in tensors]
 
 
 def _indexed(args: Mapping[str, Any], out: Tensor) -> Call:

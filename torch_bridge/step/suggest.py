@@ -33,11 +33,6 @@ class TorchSuggestion(Suggestion):
         (name,) = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
-    def __str__(self) -> str:
-        ops = self.search.problem.step.ops
-        whole = ", ".join(op.name for op in ops if op.kind == "opaque")
-        return super().__str__() + (f"\nwhole, as no rule is known: {whole}" if whole else "")
-
 
 def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> TorchSuggestion:
     """The layouts of a model's parameters, inputs and activations that make a training step fastest.

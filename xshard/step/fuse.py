@@ -18,6 +18,7 @@ from xshard.step.op import COPY, REPLICAS, SUM, Op, dims_of
 from xshard.step.step import TrainingStep
 
 Rows = list[tuple[int, ...]]  # for each array the dim that an axis shards, or a tag
+Spans = list[tuple[int, int, int]]
 LIGHT = ("pointwise", "linear", "source")
 
 
@@ -94,34 +95,37 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     """
     arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
     pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
-    rows = _same([(*a, *b) for a, b in pairs], arrays, step.lengths, m, start + k)
+    spans = [_spans(array, step.lengths) for array in arrays]
+    rows = _same([(*a, *b) for a, b in pairs], spans, m, start + k)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
     rest = [start + i for i in range(len(second.operands)) if i != k]
     before = 0 if entered[0] and not entered[1] else k
     order = [*rest[:before], *range(m), *rest[before:]]
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
-    twice = [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]
-    for i, j in twice:
-        one = _same(rows, arrays, step.lengths, i, j)
+    equal = [(m, start + k)]
+    for i, j in [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]:
+        one = _same(rows, spans, i, j)
         sharded = [any(row[i] >= 0 for row in each) for each in (rows, one)]
         if not step.moves_anywhere or (sharded[0] == sharded[1] and not _misses(first, second, one, step)):
-            rows = one
-            order = [x for x in order if x != j]
+            rows, order = one, [x for x in order if x != j]
+            equal.append((i, j))
     if _misses(first, second, rows, step):
         return None
     shown = [*order, start + len(second.operands)]
     # Where one dim is several dims in the other operation, axes shard the first of them first.
-    places = [(i, 0) for i in range(len(arrays)) if i not in (*range(m + 1), *range(start, shown[-1] + 1))]
-    for i, j in ((m, start + k), (start + k, m)):
-        ends = zip(*(_parts(arrays[x], step.lengths) for x in (i, j)), strict=True)
-        places += [(i, d) for d, (here, there) in enumerate(ends) if len(here) > 1 and here != there]
-    known = {_column(rows, arrays[i], i, d) for i in shown for d in range(len(arrays[i].dims))}
-    inside = dict.fromkeys(_column(rows, arrays[i], i, d) for i, d in places)
-    inside = [column for column in inside if column not in known and {*column[1]} != {REPLICAS}]
-    rules = (
-        (*(row[i] for i in shown), *more) for row, *more in zip(rows, *(c for _, c in inside), strict=True)
-    )
+    places = [(i, 0) for i in (*range(m + 1, start), *range(shown[-1] + 1, len(arrays)))]
+    for i, j in (*equal, *(pair[::-1] for pair in equal)):
+        for d in range(len(arrays[i].dims)):
+            here, there = ([span for span in spans[x] if span[0] == d] for x in (i, j))
+            places += [(i, d)] if len(here) > 1 and here != there else []
+    split = dict[tuple[str, Any], None]()
+    for i, d in places:
+        own = [p for p, span in enumerate(spans[i]) if span[0] == d]
+        held = tuple(own.index(row[i]) if row[i] in own else REPLICAS for row in rows)
+        split |= {(arrays[i].dims[d].name, held): None} if max(held) >= 0 else {}
+    columns = (held for _, held in split)
+    rules = ((*(row[i] for i in shown), *more) for row, *more in zip(rows, *columns, strict=True))
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
     how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses, "saved": base.saved}
     if not _is_free(first) and not _is_free(second) and base.kind in LIGHT:
@@ -138,7 +142,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
         times=second.times,
         enters=entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1],
         leaves=step.module(second, left=True),
-        inside=tuple(text for text, _ in inside),
+        inside=tuple(text for text, _ in split),
         **how,
     )
 
@@ -153,28 +157,21 @@ def _misses(first: Op, second: Op, rows: Rows, step: TrainingStep) -> bool:
     )
 
 
-def _same(rows: Rows, arrays: Sequence[Layout], lengths: Mapping[str, int], i: int, j: int) -> Rows:
+def _same(rows: Rows, spans: Sequence[Spans], i: int, j: int) -> Rows:
     """The rules that do the same in two arrays: they shard parts of one dim that overlap, or have one tag."""
-    spans = [list[tuple[int, int, int]](), list[tuple[int, int, int]]()]
-    for own, array in zip(spans, (arrays[i], arrays[j]), strict=True):
-        for d, parts in enumerate(_parts(array, lengths)):
-            own += [(d, *ends) for ends in pairwise(accumulate(parts, mul, initial=1))]
     equal = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
-    for (a, (d, low, high)), (b, (e, start, end)) in product(*map(enumerate, spans)):
+    for (a, (d, low, high)), (b, (e, start, end)) in product(enumerate(spans[i]), enumerate(spans[j])):
         equal |= {(a, b)} if d == e and low < end and start < high else set()
     return [row for row in rows if (row[i], row[j]) in equal]
 
 
-def _parts(array: Layout, lengths: Mapping[str, int]) -> list[list[int]]:
-    """The lengths of the dims that are one dim of an array, for each of these."""
-    return [[lengths[name] for name in parts_of(dim)] for dim in array.dims]
-
-
-def _column(rows: Rows, array: Layout, i: int, d: int) -> tuple[str, tuple[int, ...]]:
-    """A dim of array i and its part that each rule shards."""
-    names, parts = dims_of(array), parts_of(array.dims[d])
-    held = (names[row[i]] if row[i] >= 0 else "" for row in rows)
-    return array.dims[d].name, tuple(parts.index(n) if n in parts else REPLICAS for n in held)
+def _spans(array: Layout, lengths: Mapping[str, int]) -> Spans:
+    """For each dim by name its dim of the array, and its place there: products of lengths up to its ends."""
+    spans = Spans()
+    for d, dim in enumerate(array.dims):
+        ends = accumulate((lengths[name] for name in parts_of(dim)), mul, initial=1)
+        spans += [(d, *part) for part in pairwise(ends)]
+    return spans
 
 
 def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:

@@ -128,9 +128,7 @@ class StepProblem:
         values[:, WEIGHTS] = np.where(kept == EACH, itemsize(self.step.dtype) * local, 0)
         values[:, GRADIENTS] = np.where(kept == EACH, gradient * local, 0)
         values[:, STATE] = state * local
-        touched = (
-            7 * gradient
-        )  # the gradient, both moments and the parameter are read, the last three written
+        touched = 7 * gradient  # itself, both moments and the parameter are read, the last three written
         values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
 

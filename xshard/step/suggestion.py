@@ -155,7 +155,9 @@ class Suggestion(Pictured):
             f"no plan is more than {max(self.gap, 0):.2%} faster",
             f"{format_bytes(sum(self.memory.values()))} per device: {held}",
         ]
-        return "\n".join([*lines, *self._beside()])
+        lines += self._beside()
+        whole = ", ".join(op.name for op in problem.step.ops if op.kind == "opaque")
+        return "\n".join([*lines, f"whole, as no rule is known: {whole}"] if whole else lines)
 
     def _beside(self) -> list[str]:
         """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
