@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, text_of, view
+from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, view
 
 Shape = Sequence[int]
 Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
@@ -54,7 +54,7 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     for i, j in zip((*left, *rows), (*right, *columns), strict=True):
         b[j] = a[i]
     free = [x for i, x in enumerate(a) if i not in (*left, *rows)] + [x for x in b if x not in a]
-    return Written(text_of([a, b, [*(a[i] for i in rows), *free]]), "contraction")
+    return Written([a, b, [*(a[i] for i in rows), *free]], "contraction")
 
 
 def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
@@ -80,7 +80,7 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
             table += window if sizes[d] == n else next(fresh)
             whole += [] if sizes[d] == n else [window, table[-1]]
     index = next(fresh)
-    return Written(text_of([table, [*rows, index], result]), "lookup", [*whole, index])
+    return Written([table, [*rows, index], result], "lookup", [*whole, index])
 
 
 def _along(key: str, kind: str = "pointwise", operands: int | None = None) -> Row:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from xshard.notation.parser import ARROW
-from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, text_of, view
+from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, view
 from xshard.step.op import COPY, REPLICAS, SUM, Op
 
 
@@ -29,12 +28,12 @@ RANDOM = _names("native_dropout bernoulli uniform normal")
 ALIGNED = RANDOM | _names("expand repeat constant_pad_nd copy tril triu fill zero")
 UNIFORM = _names("full zeros ones empty scalar_tensor")
 MATRICES = {
-    "mm": "a b, b c -> a c",
-    "bmm": "e a b, e b c -> e a c",
-    "mv": "a b, b -> a",
-    "dot": "a, a -> ",
-    "addmm": "a b, b c -> a c",
-    "baddbmm": "e a b, e b c -> e a c",
+    "mm": ("ab", "bc", "ac"),
+    "bmm": ("eab", "ebc", "eac"),
+    "mv": ("ab", "b", "a"),
+    "dot": ("a", "a", ""),
+    "addmm": ("ab", "bc", "ac"),
+    "baddbmm": ("eab", "ebc", "eac"),
 }
 
 
@@ -61,25 +60,24 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         if name != "permute":
             i, j = args.get("dim0", 0), args.get("dim1", -1)
             order[i], order[j] = order[j], order[i]
-        return Call([first], Written(text_of([dims, [dims[d] for d in order]]), "linear", work=FREE))
+        return Call([first], Written([dims, [dims[d] for d in order]], "linear", work=FREE))
     if name == "embedding":
-        text = text_of([dims[:-1], ["v", dims[-1]], dims])
-        return Call([args["indices"], args["weight"]], Written(text, "lookup"))
+        arrays = [dims[:-1], ["v", dims[-1]], dims]
+        return Call([args["indices"], args["weight"]], Written(arrays, "lookup"))
     if name == "index":
         return _indexed(args, out)
     if name == "convolution":
         return Call(tensors[:2], convolution(shapes, out.shape, args["groups"]), args.get("bias"))
     if name == "nll_loss_forward":
         rows = letters(args["target"].ndim)
-        text = text_of([[rows[0], "v", *rows[1:]][: first.ndim], rows, []])
-        return Call(tensors[:2], Written(text, "loss"))
+        return Call(tensors[:2], Written([[rows[0], "v", *rows[1:]][: first.ndim], rows, []], "loss"))
     if name == "native_layer_norm":
         last = dims[-len(args["normalized_shape"]) :]
-        return Call(tensors, Written(text_of([dims, *[last] * (len(tensors) - 1), dims]), whole=last))
+        return Call(tensors, Written([dims, *[last] * (len(tensors) - 1), dims], whole=last))
     if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
         return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, saved=0.0))
     if not tensors or name.startswith("new_"):
-        return Call((), Written(text_of([dims]), "source", () if name in UNIFORM else dims))
+        return Call((), Written([dims], "source", () if name in UNIFORM else dims))
     if name == "stack":
         d = args["dim"] % out.ndim
         places = [*range(d), *range(d + 1, out.ndim)]
@@ -119,8 +117,8 @@ def attention_call(
         arrays.append([d if same[i] else f"u{i}" for i, (d, _) in enumerate(scores)])
     whole = {"d", "t", depth, *("s" if is_causal else "")}
     flops = (1.0 if is_causal else 2.0) * sum(depths) / math.prod({*depths})
-    text = text_of([*arrays, [*many, "s", depth]])
-    return Call(operands, Written(text, "attention", whole, {"flops": flops}, lengths)), out
+    arrays.append([*many, "s", depth])
+    return Call(operands, Written(arrays, "attention", whole, {"flops": flops}, lengths)), out
 
 
 def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
@@ -134,12 +132,9 @@ def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[
 
     An axis shards the same in both; beside that, it does anything in the arrays.
     """
-    operands, _, result = op.text.partition(ARROW)
-    sides = [side.strip() for side in operands.split(",") if side.strip()]
-    draft, rules = (
-        Op("draft", op.text, ("x",) * len(sides), op.kind, tuple(op.whole)),
-        list[tuple[int, ...]](),
-    )
+    *operands, result = op.arrays
+    draft = Op("draft", op.text, ("x",) * len(operands), op.kind, tuple(op.whole))
+    rules = list[tuple[int, ...]]()
     for rule in draft.axis_rules:
         named = {dims[way] for dims, way in zip(draft.dims, rule, strict=True) if way >= 0}
         ways = []
@@ -148,8 +143,7 @@ def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[
             free = [d for d, name in enumerate(dims) if name[0] == "w"]
             ways.append(same or [REPLICAS, SUM, COPY, *free])
         rules += [(*rule[:-1], *each, rule[-1]) for each in product(*ways)]
-    text = f"{', '.join([*sides, *map(' '.join, arrays)])} {ARROW} {result}"
-    return op._replace(text=text), [rule for rule in rules if {*rule} != {REPLICAS}]
+    return op._replace(arrays=[*operands, *arrays, result]), [rule for rule in rules if {*rule} != {REPLICAS}]
 
 
 def _indexed(args: Mapping[str, Any], out: Tensor) -> Call:
@@ -162,4 +156,4 @@ def _indexed(args: Mapping[str, Any], out: Tensor) -> Call:
     for d, index in by.items():
         pairs = zip(rows[n - index.ndim :], index.shape, strict=True)
         arrays.append([r if m == out.shape[int(r[1:])] else f"v{d}{r}" for r, m in pairs])
-    return Call([x, *by.values()], Written(text_of([*arrays, dims]), "linear", [f"u{d}" for d in by]))
+    return Call([x, *by.values()], Written([*arrays, dims], "linear", [f"u{d}" for d in by]))

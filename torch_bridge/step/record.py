@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, linked
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
-from xshard.notation.parser import ARROW
-from xshard.step.classes import Written, letters, text_of
+from xshard.step.classes import Written, letters
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 from xshard.step.trace import Trace
@@ -92,7 +91,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
-        dims = re.findall(r"\([^)]*\)|\w+", call.op.text.partition(ARROW)[2])
+        dims = call.op.arrays[-1]
         if call.op.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
             self.sizes = tuple(n for n in self.sizes if isinstance(n, Length))[:1]
         for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
@@ -230,7 +229,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     if name not in trace.shapes:
         raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
     if shape := trace.shapes[name]:
-        name = trace.add(":loss", Written(text_of([letters(len(shape)), []]), "loss"), (name,), (), **INSIDE)
+        name = trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), (), **INSIDE)
     step = trace.step(name)
     unused = tuple(n for names in tied.values() for n in names if "|".join(names) not in step.parameters)
     return _with_modules(step, recorder), unused

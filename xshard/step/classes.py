@@ -14,24 +14,27 @@ Shape = Sequence[int]
 
 
 class Written(NamedTuple):
-    """An operation as for `Trace.add`, on as many first operands as the text has. work: as in `Op`."""
+    """An operation as for `Trace.add`, on as many first operands as it has arrays, the result's beside.
 
-    text: str
+    arrays: their dims, operands first. work: as in `Op`. lengths: of dims in parentheses.
+    """
+
+    arrays: Sequence[Sequence[str]]
     kind: str = "pointwise"
     whole: Collection[str] = ()
     work: Mapping[str, Any] = {}
-    lengths: Mapping[str, int] | None = None
+    lengths: Mapping[str, int] = {}
+
+    @property
+    def text(self) -> str:
+        """The dims of operands and result as text."""
+        *sides, result = (" ".join(dims) for dims in self.arrays)
+        return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
 
 
 def letters(n: int, prefix: str = "r") -> list[str]:
     """Names for the dims of an array."""
     return [f"{prefix}{i}" for i in range(n)]
-
-
-def text_of(arrays: Sequence[Sequence[str]]) -> str:
-    """The dims of operands and result as text."""
-    *sides, result = (" ".join(dims) for dims in arrays)
-    return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
 
 
 def placed(
@@ -55,7 +58,7 @@ def placed(
             arrays[k].append(f"r{j}" if is_same else f"u{k}_{d}")
             odd |= {f"r{j}", f"u{k}_{d}"} if j is not None and 1 < n != out[j] else set()
     arrays.append(letters(len(out)))
-    return Written(text_of(arrays), kind, odd & {d for dims in arrays for d in dims}, work)
+    return Written(arrays, kind, odd & {d for dims in arrays for d in dims}, work)
 
 
 def aligned(
@@ -84,8 +87,8 @@ def along(
     places = [next(left) if len(out) == ndim or d not in named else None for d in range(ndim)]
     each = [places if len(s) == ndim else [None] * len(s) for s in shapes]
     row = placed(shapes, out, each, kind, {f"r{places[d]}" for d in named}, **work)
-    mine = {f"u{k}_{d}" for k, s in enumerate(shapes) for d in range(len(s))} & {*row.text.split()}
-    return row._replace(whole=set() if sums else {*row.whole, *mine})
+    own = {dim for dims in row.arrays for dim in dims if dim[0] == "u"}
+    return row._replace(whole=set() if sums else {*row.whole, *own})
 
 
 def view(before: Shape, after: Shape) -> Written:
@@ -93,8 +96,8 @@ def view(before: Shape, after: Shape) -> Written:
 
     >>> view((64, 4096), (8, 8, 32, 128)).text
     '(r0 r1) (r2 r3) -> r0 r1 r2 r3'
-    >>> view((4, 6, 5), (4, 10, 3))[:3]
-    ('r0 (r1 r2) r4 -> r0 (r1 r3) r5', 'linear', ('r2', 'r3', 'r4', 'r5'))
+    >>> view((4, 6, 5), (4, 10, 3)).text, view((4, 6, 5), (4, 10, 3)).whole
+    ('r0 (r1 r2) r4 -> r0 (r1 r3) r5', ('r2', 'r3', 'r4', 'r5'))
     """
     factors = common_factors(before, after)
     names = letters(len(factors.lengths))
@@ -102,7 +105,7 @@ def view(before: Shape, after: Shape) -> Written:
     shared = {i for dim in factors.before for i in dim} & {i for dim in factors.after for i in dim}
     whole = tuple(n for i, n in enumerate(names) if i not in shared and factors.lengths[i] > 1)
     lengths = dict(zip(names, factors.lengths, strict=True))
-    return Written(text_of(arrays), "linear", whole, FREE, lengths)
+    return Written(arrays, "linear", whole, FREE, lengths)
 
 
 def convolution(
@@ -121,4 +124,4 @@ def convolution(
     arrays = [[d[[*o].index(i)] for i in range(n + 2)] for o, d in zip(orders, dims, strict=True)]
     whole = {name for each in windows for name in each} | ({"c", "o", "i"} if in_groups else set())
     again = math.prod(shapes[0][d] for d in orders[0][1 if in_groups else 2 :])
-    return Written(text_of(arrays), "contraction", whole, {"flops": 2.0 / again})
+    return Written(arrays, "contraction", whole, {"flops": 2.0 / again})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,7 +28,7 @@ class Trace:
     >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
     ('x', 'up')
     >>> flat = trace.add("flat", view((64, 512, 128), (64 * 512, 128)), ("x",), (64 * 512, 128))
-    >>> product = Written("a c, d c -> a d", "contraction")
+    >>> product = Written(["ac", "dc", "ad"], "contraction")
     >>> print(trace.step(trace.add("y", product, (flat, "up"), (64 * 512, 256))))
     flat  linear       b s512 s128 -> (b s512) s128               x
     y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
@@ -63,15 +62,10 @@ class Trace:
 
         how: fields of `Op`, `rules` as numbers.
         """
-        sides, _, result = op.text.partition(ARROW)
-        texts = [side for side in sides.split(",") if side.strip()]
-        operands, how = operands[: len(texts)], {**op.work, **how}
-        arrays = [
-            [dim.strip("()").split() for dim in re.findall(r"\([^)]+\)|\w+", text)]
-            for text in (*texts, result)
-        ]
+        operands, how = operands[: len(op.arrays) - 1], {**op.work, **how}
+        arrays = [[dim.strip("()").split() for dim in dims] for dims in op.arrays]
         shapes = [*(self.shapes[o] for o in operands), shape]
-        sizes = dict(op.lengths or {})
+        sizes = dict(op.lengths)
         for dims, each in zip(arrays, shapes, strict=True):
             sizes |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
         factors = {x: [("", n)] for x, n in sizes.items()}
