@@ -91,7 +91,7 @@ def test_an_option_has_one_type_in_all_verbs() -> None:
     for f in VERBS.values():
         for p in inspect.signature(f).parameters.values():
             if p.name in SHARED:
-                types[p.name].add(p.annotation.replace("Profiles", "str | Path | Profile"))
+                types[p.name].add(p.annotation.replace("Profiles", "ProfileLike"))
     assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types
 
 
