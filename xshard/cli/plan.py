@@ -18,7 +18,7 @@ from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.pictures.grid import picture
-from xshard.pictures.terminal import GridText, console
+from xshard.pictures.terminal import console, renderable
 from xshard.planner import plan as make_plan
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
@@ -116,4 +116,4 @@ def show(
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:
         whole = lengths["shape"] if sizes is None else tuple(lengths["sizes"][name] for name in each.names)
-        console().print(GridText(picture(Sharding(each, on, whole), names)))
+        console().print(renderable(picture(Sharding(each, on, whole), names)))

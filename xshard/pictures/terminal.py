@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -65,40 +66,39 @@ def renderable(value: object) -> RenderableType:
 
 @renderable.register
 def _(drawn: Sharding | Picture) -> RenderableType:
-    return GridText(picture(drawn) if isinstance(drawn, Sharding) else drawn)
+    return Fitted(partial(_grid_text, picture(drawn) if isinstance(drawn, Sharding) else drawn))
 
 
 @renderable.register
-def _(plan: Plan) -> RenderableType:
-    return StepsText(table.title(plan), table.rows(plan), table.total(plan))
-
-
-@renderable.register
-def _(plan: ContractionPlan) -> RenderableType:
-    return StepsText(contractions.title(plan), contractions.rows(plan), contractions.total(plan))
+def _(plan: Plan | ContractionPlan) -> RenderableType:
+    told: Any = contractions if isinstance(plan, ContractionPlan) else table
+    return Fitted(partial(_steps_text, told.title(plan), told.rows(plan), told.total(plan)))
 
 
 @dataclass(frozen=True)
-class StepsText:
-    """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
+class Fitted:
+    """What a function of the console's width makes."""
 
-    head: str
-    rows: Sequence[table.Row]
-    total: str
+    parts: Callable[[int], Iterable[RenderableType]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield lines_of(self.head, options.max_width)
-        widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *self.rows, strict=True)]
-        if sum(widths) <= options.max_width:
-            steps = headed_table(*table.HEAD, left=("step", "layout after"))
-            for row in self.rows:
-                steps.add_row(*row)
-            yield steps
-        else:
-            yield ""
-            yield from itertools.chain.from_iterable(map(_step_lines, self.rows))
-            yield ""
-        yield Text(f"{self.total}\n")
+        yield from self.parts(options.max_width)
+
+
+def _steps_text(head: str, rows: Sequence[table.Row], total: str, width: int) -> Iterator[RenderableType]:
+    """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
+    yield lines_of(head, width)
+    widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)]
+    if sum(widths) <= width:
+        steps = headed_table(*table.HEAD, left=("step", "layout after"))
+        for row in rows:
+            steps.add_row(*row)
+        yield steps
+    else:
+        yield ""
+        yield from itertools.chain.from_iterable(map(_step_lines, rows))
+        yield ""
+    yield Text(f"{total}\n")
 
 
 def lines_of(head: str, width: int, style: str = "bold") -> Text:
@@ -115,21 +115,15 @@ def _step_lines(row: table.Row) -> Iterator[Text]:
     yield Text("    " + "   ".join(filter(None, (row.local_shape, *numbers))))
 
 
-@dataclass(frozen=True)
-class GridText:
+def _grid_text(drawn: Picture, width: int) -> Iterator[RenderableType]:
     """A picture as a title, a grid, notes and a line for every device."""
-
-    drawn: Picture
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield lines_of(title(self.drawn.sharding), options.max_width)
-        for grid in _grids(self.drawn, options.max_width):
-            yield ""
-            yield grid
+    yield lines_of(title(drawn.sharding), width)
+    for grid in _grids(drawn, width):
         yield ""
-        for note in (*reading(self.drawn), *self.drawn.notes):
-            yield Text(f"- {note}")
-        yield _legend(self.drawn)
+        yield grid
+    yield ""
+    yield from (Text(f"- {note}") for note in (*reading(drawn), *drawn.notes))
+    yield _legend(drawn)
 
 
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
@@ -169,16 +163,13 @@ def _legend(drawn: Picture) -> Table:
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
             columns.append((f"{dim.name} {held}", sharding.held, d))
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("device", *sharding.mesh.axes, "local shape"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, *_ in columns:
-        table.add_column(name)
+    names = [name for name, *_ in columns]
+    legend = headed_table("device", *sharding.mesh.axes, "local shape", *names, left=names)
     for device in range(sharding.mesh.n_devices):
-        table.add_row(
+        legend.add_row(
             Text(f" {device} ", _SHARED if drawn.has_replicas else _style(device)),
             *map(str, sharding.mesh.coords(device)),
             "x".join(map(str, sharding.local_shape(device))) or "scalar",
             *(rows_text(rows(d, device)) for _, rows, d in columns),
         )
-    return table
+    return legend
