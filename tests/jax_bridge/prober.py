@@ -1,18 +1,18 @@
-"""Runs equations of jaxprs on blocks: which rules over one axis are right."""
+"""Equations of jaxprs, to run on blocks."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jax_bridge.step.primitives import written
 from jax_bridge.step.tracer import body_of, is_number, places
+from tests.step import prober
+from tests.step.prober import N, Run
 from xshard import Op
-from xshard.step.op import COPY, SUM
 from xshard.step.trace import Trace
 
-N = 2  # devices on the axis
 OF_RESULT, OF_OPERAND = {"shape", "new_sizes"}, {"limit_indices", "slice_sizes"}  # lengths among parameters
 
 
@@ -37,55 +37,14 @@ def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str
     rng = np.random.default_rng(0)
     values = [v.val if is_number(v) else _random(rng, v.aval) for v in eqn.invars]
     variables = [i for i, v in enumerate(eqn.invars) if not is_number(v)]
-    runs, judged_ways = [Run(values, None, None)], list[tuple[int, ...]]()
-    for ways in _candidates(op, lengths):
-        *dims, end = [_dim(array, way) for array, way in zip(op.arrays, ways, strict=True)]
-        operands = list(zip(variables, ways, dims, strict=False))
-        if any(way == SUM and values[i].dtype.kind != "f" for i, way, _ in operands):
-            continue
-        noise = [rng.uniform(-1, 1, np.shape(x)).astype(np.float32) for x in values]
-        judged_ways.append(ways)
-        for k in range(N):
-            mine = list(values)
-            for i, way, dim in operands:
-                if way == SUM:
-                    mine[i] = values[i] - noise[i] if k else noise[i]
-                elif dim is not None:
-                    mine[i] = np.split(values[i], N, dim)[k]
-            runs.append(Run(mine, dims[0], end))
-    whole, *blocks = _results(eqn, runs)
-    stated, right = {op.text_of(ways) for ways in judged_ways if ways in op.axis_rules}, set[str]()
     together = np.max if eqn.primitive.name == "reduce_max" else np.sum
-    for n, ways in enumerate(judged_ways):
-        own, end = blocks[n * N : (n + 1) * N], runs[1 + n * N].end
-        one = np.concatenate(own, end) if end is not None else together(np.asarray(own, float), 0)
-        if one.shape == whole.shape and np.allclose(one, whole, rtol=1e-5, atol=1e-6):
-            right.add(op.text_of(ways))
-    return stated, right
 
+    def results(runs: list[Run]) -> list[Any]:
+        given = [dict(zip(variables, run.values, strict=True)) for run in runs]
+        every = [[own.get(i, x) for i, x in enumerate(values)] for own in given]
+        return _results(eqn, [run._replace(values=own) for run, own in zip(runs, every, strict=True)])
 
-def _candidates(op: Op, lengths: dict[str, int]) -> Iterator[tuple[int, ...]]:
-    """Each dim on its own, if it is the outermost part of dims of arrays; partial sums of all operands."""
-    for name in dict.fromkeys(name for dims in op.dims for name in dims):
-        inside = any(name in part.strip("()").split()[1:] for array in op.arrays for part in array.names)
-        if lengths[name] % N == 0 and not inside:
-            ways = [dims.index(name) if name in dims else COPY for dims in op.dims]
-            yield (*ways[:-1], SUM if ways[-1] == COPY else ways[-1])
-    yield (SUM,) * len(op.dims)
-
-
-def _dim(array: Any, way: int) -> int | None:
-    """The dim of an array that has a flat dim."""
-    flat = [i for i, name in enumerate(array.names) for _ in name.strip("()").split()]
-    return flat[way] if way >= 0 else None
-
-
-class Run(NamedTuple):
-    """Blocks of the operands, and which dim of the first operand and of the result is a block's."""
-
-    values: list[Any]
-    start: int | None
-    end: int | None
+    return prober.judged(op, lengths, [values[i] for i in variables], results, together)
 
 
 def _results(eqn: Any, runs: list[Run]) -> list[Any]:

@@ -18,6 +18,7 @@ from jax_bridge.step.suggest import Loss, traced
 from tests.jax_bridge.helpers import device_mesh, in_jax, needs_flax
 from tests.jax_bridge.losses import LOSSES, shape, transformer
 from tests.jax_bridge.prober import equations, judged, operation
+from tests.step.prober import disagreeing
 from xshard.errors import PlanError
 
 ONE = {"micro_batches": 1, "recompute": False, "gap": 0.05}
@@ -48,7 +49,6 @@ def test_every_equation_has_a_rule_and_equal_layers_are_one(name: str) -> None:
 
 @in_jax
 def test_rules_are_right_on_blocks() -> None:
-    """The rules of rows by number are not run: a device has to mask the rows of others."""
     seen, wrong = set(), {}
     for name in LOSSES:
         loss = loss_of(name)
@@ -60,10 +60,8 @@ def test_rules_are_right_on_blocks() -> None:
                 continue
             seen.add(key)
             stated, right = judged(eqn, op, lengths)
-            sums = {rule for rule in stated if op.kind == "lookup" and "sum(x)" in rule}
-            missed = {rule for rule in right - stated if "sum(x) ->" not in rule and "sum(x)," not in rule}
-            if stated - sums - right or missed:
-                wrong[op.text] = stated - right, missed
+            if any(both := disagreeing(op, stated, right)):
+                wrong[op.text] = both
     assert not wrong and len(seen) > 60
     assert "cumsum" in {primitive for primitive, *_ in seen}
     loss = loss_of("recurrent")

@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torch_bridge as xt
 import xshard as xs
+from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
+from torch_bridge.step.classes import call_of
+from xshard.step.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
@@ -123,3 +129,70 @@ def _search_and_train():
 
 def test_every_operation_of_six_models_has_a_rule_and_the_rules_train_as_on_one_device():
     on_ranks(4, _search_and_train)
+
+
+class Calls(TorchDispatchMode):
+    """The operations of a forward pass, with their arguments: one of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name.partition("::")[2].rstrip("_"), kwargs or {}
+        args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        kept = tree_map_only(torch.Tensor, torch.Tensor.clone, args)
+        out = func(*args, **kwargs)
+        schema = func._schema.arguments
+        named = {each.name: each.default_value for each in schema if each.has_default_value()}
+        named |= {**dict(zip((each.name for each in schema), kept, strict=False)), **kwargs}
+        for i, x in enumerate(x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            call = call_of(name, named, x, torch.Tag.pointwise in func.tags)
+            trace = Trace(1)
+            names = [trace.parameter(f"x{k}", each.shape) for k, each in enumerate(call.operands)]
+            trace.add("y", call.op, names, x.shape)
+            key = name, call.op.text if call.op.kind != "pointwise" else ""
+            self.calls.setdefault(key, (trace, call, func, kept, kwargs, x.shape, i))
+        return out
+
+
+def _judged(op, trace, call, func, args, kwargs, shape, which):
+    def run(mine, start, end):
+        mine = {id(x): torch.as_tensor(y) for x, y in zip(call.operands, mine, strict=True)}
+        if call.added is not None:
+            mine[id(call.added)] = torch.zeros((), dtype=call.added.dtype) if call.added.ndim else call.added
+        given = tree_map_only(torch.Tensor, lambda x: mine.get(id(x), x).clone(), args)
+        sizes = [list(x) if isinstance(x, list | torch.Size) else x for x in given]
+        for x, name in zip(sizes, (each.name for each in func._schema.arguments), strict=False):
+            if name == "size" and end is not None and x[end - len(shape)] == shape[end]:
+                x[end - len(shape)] //= N
+        if func is torch.ops.aten.convolution.default:
+            sizes[2] = None
+            sizes[-1] //= N if sizes[-1] > 1 and start == 1 else 1  # groups
+        try:
+            results = [x for x in tree_leaves(func(*sizes, **kwargs)) if isinstance(x, torch.Tensor)]
+        except (IndexError, RuntimeError):  # these blocks do not fit, or rows are missing
+            return np.full(shape, np.nan)
+        return results[which].numpy()
+
+    values = [numbers(x.numpy()) for x in call.operands]
+    return judged(op, trace.lengths, values, lambda runs: [run(*each) for each in runs])
+
+
+def test_rules_are_right_on_blocks():
+    seen, wrong = {}, {}
+    for name in MODELS:
+        model, batch = build(name)
+        with Calls() as recorded, torch.no_grad():
+            model(**batch)
+        seen |= recorded.calls
+    for (name, _), (trace, *call) in seen.items():
+        (op,) = trace.ops
+        if op.kind not in ("source", "opaque", "loss"):
+            both = disagreeing(op, *_judged(op, trace, *call))
+            if any(both):
+                wrong[name, op.text] = both
+    assert not wrong and len(seen) > 90
+    trace, *call = next(each for (name, _), each in seen.items() if name == "_softmax")
+    stated, right = _judged(replace(trace.ops[0], whole=()), trace, *call)
+    assert len(stated - right) == 1
