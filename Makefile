@@ -34,10 +34,10 @@ JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/p
 	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-jax fuzz docs lint format clean
+.PHONY: help setup demo check test test-jax fuzz docs docs-version lint format clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(DEV) ## create .venv with the pinned versions
 
@@ -76,14 +76,18 @@ fuzz: $(DEV) ## random moves, contractions, trees and mutated input by the hundr
 	$(BIN)/python -m tests.fuzz torch --moves 10000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz jax --moves 2000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz jax-novma --moves 1000 --seed $(SEED)
-	for each in numpy-between numpy-einsum numpy-trees; do $(BIN)/python -m tests.fuzz $$each --moves 20000 --seed $(SEED) || exit; done
-	for each in torch-between torch-einsum torch-trees; do $(BIN)/python -m tests.fuzz $$each --moves 1000 --seed $(SEED) || exit; done
-	for each in jax-einsum jax-novma-einsum jax-trees; do $(BIN)/python -m tests.fuzz $$each --moves 300 --seed $(SEED) || exit; done
+	for each in numpy-between numpy-einsum numpy-trees numpy-owners; do $(BIN)/python -m tests.fuzz $$each --moves 20000 --seed $(SEED) || exit; done
+	for each in torch-between torch-einsum torch-trees torch-owners; do $(BIN)/python -m tests.fuzz $$each --moves 1000 --seed $(SEED) || exit; done
+	for each in jax-einsum jax-novma-einsum jax-trees jax-owners; do $(BIN)/python -m tests.fuzz $$each --moves 300 --seed $(SEED) || exit; done
+	$(BIN)/python -m tests.fuzz owner-steps --moves 100000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz texts --moves 1000000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.soak
 
 docs: $(DEV) ## build the documentation site in build/site, without a network; a warning is an error
 	$(BIN)/mkdocs build
+
+docs-version: $(DEV) ## add this version of the site to the branch gh-pages: make docs-version VERSION=0.1
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/mike deploy --update-aliases $(VERSION) latest
 
 lint: $(DEV) ## ruff, mypy and the order of imports alone
 	$(LINT)
