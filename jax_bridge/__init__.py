@@ -32,12 +32,8 @@ __all__ = [
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
 # Slow to import, so only when used.
-_LATER = {
-    "load": "state.files",
-    "save": "state.files",
-    "suggest": "step.suggest",
-    "transfer": "state.transfer",
-}
+_LATER = dict.fromkeys(("load", "save"), "state.files")
+_LATER |= {"suggest": "step.suggest", "transfer": "state.transfer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -69,16 +69,9 @@ def make_program(
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
-        what = (
-            i,
-            len(expressions),
-            text,
-            dtype.name,
-            list(shape),
-            len(plan.steps),
-            format_bytes(plan.bytes_received),
-        )
-        LOG.info("array %d of %d: %s, %s%s: %d steps, %s received by the busiest device", *what)
+        array, sent = (text, dtype.name, list(shape)), (len(plan.steps), format_bytes(plan.bytes_received))
+        what = "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device"
+        LOG.info(what, i, len(expressions), *array, *sent)
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         LOG.info("tracing one program for %d arrays", len(arrays))  # a compiled program is not traced again

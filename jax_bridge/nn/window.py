@@ -50,7 +50,7 @@ def apply_windows(
     if outputs not in ("", *OUTPUT_RULES):
         raise PlanError(f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty")
     names, shape, mesh = x.layout.names, x.sharding.shape, x.sharding.mesh
-    rules = _boundaries(boundary, [names[d] for d in windows], fill)
+    rules = _rules(boundary, [names[d] for d in windows], fill)
     plain = [replace(dim, overlap=None) for dim in x.layout.dims]
     frames: dict[int, Frame] = {}
     local: dict[int, Local] = {}
@@ -84,9 +84,7 @@ def apply_windows(
     return x.with_block(y, dims, [lengths[d] for d in order])
 
 
-def _boundaries(
-    boundary: Boundaries, names: Sequence[str], fill: float
-) -> dict[str, tuple[Boundary, Boundary]]:
+def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str, tuple[Boundary, Boundary]]:
     """The boundary rules at both ends of every dim."""
     texts = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
     if unknown := [name for name in texts if name not in names]:

@@ -27,7 +27,8 @@ from xshard.state.tree_plan import ArrayPlan, PartMove, PartSharding, part_of
 from xshard.steps import Transpose
 from xshard.steps.exchange.messages import Message, rows_at
 
-Numbered = Sequence[jax.Device] | Mapping[int, jax.Device]  # devices by their numbers in a plan
+Devices = Sequence[jax.Device]
+Numbered = Devices | Mapping[int, jax.Device]  # devices by their numbers in a plan
 Blocks = Mapping[jax.Device, jax.Array]  # on this process's devices
 
 
@@ -39,11 +40,9 @@ class LocalBlocks(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def execute(
-    arrays: Mapping[str, LocalBlocks], bucket: Sequence[ArrayPlan], devices: Numbered
-) -> list[Blocks]:
+def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered) -> list[Blocks]:
     """Source arrays by name -> the local blocks of every array of a bucket."""
-    bucket = [replace(array, moves=tuple(_runnable(move, array) for move in array.moves)) for array in bucket]
+    bucket = [replace(array, moves=tuple(_runnable(move, array) for move in array.moves)) for array in plans]
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
     sources: list[LocalBlocks] = []
@@ -68,7 +67,7 @@ def execute(
     ]
 
 
-def run_on_mesh(blocks: Blocks, plan: Plan, devices: Sequence[jax.Device]) -> Blocks:
+def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:
     """Local blocks before a plan on one mesh -> local blocks after it. devices: the devices of the mesh."""
     mesh = plan_mesh(plan, devices)
     sharding = storage_sharding(plan.source.layout, mesh)
@@ -77,7 +76,7 @@ def run_on_mesh(blocks: Blocks, plan: Plan, devices: Sequence[jax.Device]) -> Bl
         return blocks_of(reshard(array, plan, mesh))
 
 
-def plan_mesh(plan: Plan, devices: Sequence[jax.Device]) -> JaxMesh:
+def plan_mesh(plan: Plan, devices: Devices) -> JaxMesh:
     """The mesh of a plan, with Explicit axes, as a `jax.Array` of addends or copies needs."""
     grid = np.array(devices).reshape(plan.mesh.sizes)
     return JaxMesh(grid, plan.mesh.axes, axis_types=(AxisType.Explicit,) * grid.ndim)
@@ -129,9 +128,7 @@ def _before_and_after(move: PartMove) -> tuple[tuple[Stage, ...], tuple[Stage, .
     return stages[:i], () if all(isinstance(stage.step, Transpose) for stage in after) else after
 
 
-def _run_stages(
-    blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Sequence[jax.Device]
-) -> Blocks:
+def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Devices) -> Blocks:
     """The blocks after these stages on one mesh."""
     if not stages or not any(map(_is_here, devices)):
         return blocks
@@ -182,10 +179,7 @@ def _all_in_place(step: Transfer) -> Iterator[Message]:
 
 
 def _exchange(
-    sources: Sequence[LocalBlocks],
-    wanted: tuple[NewBlock, ...],
-    devices: tuple[jax.Device, ...],
-    senders: Sequence[jax.Device],
+    sources: Sequence[LocalBlocks], wanted: tuple[NewBlock, ...], devices: Devices, senders: Devices
 ) -> list[Blocks]:
     """The local blocks that arrive. devices: all of both meshes; senders: all of the first."""
     if not any(map(_is_here, devices)):
@@ -220,9 +214,7 @@ def _program(
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False), out_shardings=out_shardings)
 
 
-def _side_by_side(
-    block: tuple[int, ...], devices: Sequence[jax.Device]
-) -> tuple[tuple[int, ...], NamedSharding]:
+def _side_by_side(block: tuple[int, ...], devices: Devices) -> tuple[tuple[int, ...], NamedSharding]:
     """The shape and the sharding of one array with a block of this shape on every device."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
     return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))

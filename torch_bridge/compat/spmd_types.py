@@ -108,9 +108,8 @@ def planned() -> Iterator[None]:
         return moved(x, " -> ".join(map(str, layouts)), axis)
 
     def of_dtensors(x: Any, src: Any, dst: Any) -> Any:
-        before, after = (
-            dtensor.to_placements(from_types({}, x.ndim, spec), x.device_mesh) for spec in (src, dst)
-        )
+        layouts = (from_types({}, x.ndim, spec) for spec in (src, dst))
+        before, after = (dtensor.to_placements(layout, x.device_mesh) for layout in layouts)
         changed = zip(x.placements, before, after, strict=True)
         return dtensor.redistribute(x, [now if one == other else other for now, one, other in changed])
 

@@ -173,10 +173,8 @@ class ProcessAttention(AttentionCall):
         width = v.shape[-1]
         if self.kernel == "cpu":
             q, k, v = _one_width(q, k, v)
-            options = {"attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
-            y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, mask.is_causal, **options
-            )
+            options = {"is_causal": mask.is_causal, "attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
+            y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
         elif self.kernel == "cuda":
             q, k, v = _one_width(q, k, v, multiple=8)
             y, log_sum, *_ = aten._scaled_dot_product_efficient_attention(

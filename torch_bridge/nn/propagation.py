@@ -90,7 +90,7 @@ def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
     last = _WHOLE_LAST.get(name)
     if last is None:  # a norm
-        last = len(_arguments(args, kwargs, ("input", "normalized_shape"))[1])
+        last = len(_named(args, kwargs, ("input", "normalized_shape"))[1])
     first = len(placement.shape) - last
     check_whole(placement, range(first, len(placement.shape)), f"{name}()")
     rest, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args[1:], kwargs))
@@ -100,7 +100,7 @@ def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    tensors, dim = _named(args, kwargs, ("tensors", "dim"), 0)
     placements = [p for p in map(recorded, tensors) if p is not None]
     for placement in placements:
         check_whole(placement, (_dim(dim, placement),), "cat()")
@@ -113,7 +113,7 @@ def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    tensors, dim = _named(args, kwargs, ("tensors", "dim"), 0)
     rows = [view(torch.unsqueeze, (x, dim), {}) if recorded(x) else x for x in tensors]
     return _cat(torch.cat, (rows, dim), {})
 
@@ -142,7 +142,7 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _index_select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
+    x, dim, index = _named(args, kwargs, ("input", "dim", "index"))
     if (placement := recorded(index)) is not None and placement.axes:
         index = placement.moved(index, Layout(tuple(Dim(dim.name) for dim in placement.layout.dims)))
     return _along(func, (x, dim, index), {})
@@ -152,7 +152,7 @@ def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__.removeprefix("fft_")
     kind, length = name.rstrip("2n"), "n" if name.endswith("t") else "s"
     default = {"t": -1, "2": (-2, -1), "n": None}[name[-1]]
-    x, n, dim, norm = _arguments(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
+    x, n, dim, norm = _named(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
     placement, lengths = placement_of(x), [n] if isinstance(n, int) else n
     dims = [dim] if isinstance(dim, int) else dim or range(-len(lengths or placement.shape), 0)
     dims = [_dim(d, placement) for d in dims]
@@ -167,7 +167,7 @@ def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, pads, mode, value = _arguments(args, kwargs, ("input", "pad", "mode", "value"), "constant", None)
+    x, pads, mode, value = _named(args, kwargs, ("input", "pad", "mode", "value"), "constant", None)
     placement, pairs = placement_of(x), tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
     first = x.ndim - len(pairs)
     if any(any(pair) and placement.cuts(d) for d, pair in enumerate(pairs, first)):
@@ -180,7 +180,7 @@ def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
     """Any function of replicated values: its results are replicated too."""
     if name in _RANDOM:
-        _, p, training = _arguments(args, kwargs, ("input", "p", "training"), 0.5, True)
+        _, p, training = _named(args, kwargs, ("input", "p", "training"), 0.5, True)
         if training and p > 0:
             what = f"{name}() of a whole tensor in training: devices would draw different numbers"
             raise XshardError(what, hint="use it on blocks, or after the model")
@@ -252,9 +252,7 @@ def _dim(dim: int, placement: Placement) -> int:
     return dim % len(placement.shape)
 
 
-def _arguments(
-    args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any
-) -> list[Any]:
+def _named(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any) -> list[Any]:
     """The arguments with these names, by position or by name; the last ones have defaults."""
     named = {"dim" if k == "axis" else k: v for k, v in kwargs.items()}
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))

@@ -20,7 +20,7 @@ from xshard.layout import Sharding
 from xshard.layout.runs import Segment, common_segments
 from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import Message
+from xshard.steps.exchange.messages import Message, Messages
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
 
@@ -80,14 +80,12 @@ class Transfer(Step):
     def after(self, before: Sharding) -> Sharding:
         same = before.mesh == self.source.mesh and before.shape == self.source.shape
         if not (same and before.means_the_same_as(self.source)):
-            start = f"'{self.source.layout}' on {self.source.mesh!r}"
-            raise PlanError(
-                f"the transfer starts from {start}, not from '{before.layout}' on {before.mesh!r}"
-            )
+            start, other = (f"'{s.layout}' on {s.mesh!r}" for s in (self.source, before))
+            raise PlanError(f"the transfer starts from {start}, not from {other}")
         return self.target
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> Messages:
         """Every box with its sender and receiver, in order of receivers and, for each, of addends."""
         senders = self.senders or balanced([self])[0]
         return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, self.pieces, strict=True))

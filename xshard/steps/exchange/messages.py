@@ -134,9 +134,10 @@ class Message(NamedTuple):
         return np.ix_(*(rows_at(segments, 1) for segments in self.box))
 
 
-def messages_to(
-    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
-) -> tuple[Message, ...]:
+Messages = tuple[Message, ...]
+
+
+def messages_to(before: Sharding, after: Sharding, device: int, node_devices: int | None = None) -> Messages:
     """The messages that a device receives (from itself too), by sender; from its node if one there can."""
     plain = _messages_to(before, after, device)
     if node_devices is None:
@@ -149,7 +150,7 @@ def messages_to(
 
 def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
-) -> tuple[Message, ...]:
+) -> Messages:
     """The messages that a device sends (to itself too), ordered by receiver."""
     mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ended]
@@ -176,9 +177,7 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
 
 
 @lru_cache(maxsize=8192)
-def _messages_to(
-    before: Sharding, after: Sharding, device: int, sender: int | None = None
-) -> tuple[Message, ...]:
+def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None = None) -> Messages:
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)
