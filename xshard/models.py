@@ -54,22 +54,15 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    there = [
-        (i, s.axes)
-        for layout in (src, dst)
-        for i, dim in enumerate(layout.dims)
-        for s in dim.shards
-        if s.order == ROUTED
-    ]
-    placed = replace(dst, dims=tuple(replace(d, shards=tuple(map(_placed, d.shards))) for d in dst.dims))
+    dims = *enumerate(src.dims), *enumerate(dst.dims)
+    there = [(i, s.axes) for i, dim in dims for s in dim.shards if s.order == ROUTED]
+    shards = (tuple(Shard(s.axes) if s.order == ROUTED else s for s in dim.shards) for dim in dst.dims)
+    plain = tuple(replace(dim, shards=own) for dim, own in zip(dst.dims, shards, strict=True))
+    placed = replace(dst, dims=plain)
     if there and (src != placed or len(there) > 1 or there[0][0]):
         hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
         raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
     return ActivationRule(src, placed, text, there[0][1] if there else ())
-
-
-def _placed(shard: Shard) -> Shard:
-    return Shard(shard.axes) if shard.order == ROUTED else shard
 
 
 def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:

@@ -185,7 +185,8 @@ def _executables(
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     """The layouts that a move passes; replicas take the tag of a max: equal values are their own."""
-    sides = [{tag for tag in _tags(end) if tag[0] in NONLINEAR} for end in (src, dst)]
+    tags = ([tag for tag in end.tags if tag[0] in NONLINEAR] for end in (src, dst))
+    sides = [{(kind, axis) for kind, axes in own for axis in axes} for own in tags]
     kept = sides[0] & sides[1] if same else set()
     ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in sides)
     target = without_tags(dst, begun)
@@ -230,10 +231,6 @@ def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
 
     won = (block == reduced(src.layout, block)).to(block.dtype)
     return won / reduced(with_kind(src.layout, "sum"), won)
-
-
-def _tags(layout: Layout) -> list[tuple[str, str]]:
-    return [(kind, axis) for kind, axes in layout.tags for axis in axes]
 
 
 @lru_cache(maxsize=4096)
