@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 
 from xshard.arguments import limit_of, shown, whole_number
 from xshard.cost.machine import load_profile
-from xshard.cost.model import Profile
+from xshard.cost.model import ProfileLike
 from xshard.errors import NotationError, PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
@@ -33,7 +32,7 @@ def suggest(
     mesh: Mesh,
     *,
     memory: int | str | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: ProfileLike = "h100",
     fixed: RulesLike | None = None,
     micro_batches: int | None = None,
     recompute: bool | None = None,
