@@ -184,6 +184,12 @@ def test_different_meanings_look_different(one: str, other: str) -> None:
         assert {"←1", "→1"} & found[0] == {"←1"} and {"←1", "→1"} & found[1] == {"→1"}
 
 
+def test_rows_from_beyond_an_end_are_told_from_devices() -> None:
+    svg = sharding_svg(picture(sharding("n/tp:halo(1,1,periodic) d", "tp=4", 16, 4)))
+    texts = [text.text or "" for text in elements(svg, "text")]
+    assert {"←r15", "←r0", "←1", "←2"} <= set(texts) and "←: copied from a device (r: rows)" in texts[-1]
+
+
 def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
     def looks(layout: str, mesh: str, *shape: int) -> dict[int, list[str | None]]:
         each: dict[int, list[str | None]] = {}

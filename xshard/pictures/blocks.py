@@ -114,7 +114,9 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
         yield el.rectangle(box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}')
         if arrow:
             yield el.rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
-        yield from el.label_in(box, text, fill)
+        yield from el.label_in(box, text, fill) or el.label_in(
+            box, f"{arrow}{devices_text(group.owner)}", fill
+        )
 
 
 def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
@@ -129,6 +131,7 @@ def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
         if lanes:
             n = drawn.sharding.mesh.size(*dim.axes)
             many = f" ({len(lanes)} of {n} drawn)" if len(lanes) < n else ""
-            mark = "→: added there" if isinstance(dim.overlap, Fold) else "←: copied from"
-            yield f"blocks of {dim.name}{many}; {mark}"
+            mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
+            has_rows = any(group.text.strip("-")[:1] == "r" for lane in lanes for group in lane.groups)
+            yield f"blocks of {dim.name}{many}; {mark} a device{' (r: rows)' * has_rows}"
     yield from reading(drawn)

@@ -103,11 +103,11 @@ def _pieces_of(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[tuple[str, 
 
 
 def _beyond_text(overlap: Overlap, origin: str, runs: Runs) -> str:
-    """Text for rows beyond an end of the array: the value or the rows in their place, or × for none."""
+    """Text for rows beyond an end of the array: the value or the rows (`r15`) in their place, × for none."""
     boundary = boundary_at(unfolded(overlap), origin)
     if runs[0].start == FILL:
         return "×" if isinstance(overlap, Fold) else f"{boundary.value:g}"
-    return "-" * (boundary.sign < 0) + rows_text(runs, most=2).replace(", ", ",")
+    return "-" * (boundary.sign < 0) + "r" + rows_text(runs, most=2).replace(", ", ",")
 
 
 def _run_texts(run: Run, most: int) -> list[str]:
