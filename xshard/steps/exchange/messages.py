@@ -139,7 +139,7 @@ Messages = tuple[Message, ...]
 
 def messages_to(before: Sharding, after: Sharding, device: int, node_devices: int | None = None) -> Messages:
     """The messages that a device receives (from itself too), by sender; from its node if one there can."""
-    plain = _messages_to(before, after, device)
+    plain = _messages_to(before, after, device, None)
     if node_devices is None:
         return plain
     blocks = block_holders(before, node_devices).block_of
@@ -155,10 +155,10 @@ def messages_from(
     mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ended]
     if node_devices is None:
-        messages = (m for r in mesh.group(device, moving) for m in _messages_to(before, after, r, device))
+        by_receiver = (_messages_to(before, after, r, device) for r in mesh.group(device, moving))
     else:
-        messages = (m for r in range(mesh.n_devices) for m in messages_to(before, after, r, node_devices))
-    return tuple(m for m in messages if m.src == device)
+        by_receiver = (messages_to(before, after, r, node_devices) for r in range(mesh.n_devices))
+    return tuple(m for messages in by_receiver for m in messages if m.src == device)
 
 
 def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
@@ -177,7 +177,7 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
 
 
 @lru_cache(maxsize=8192)
-def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None = None) -> Messages:
+def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)

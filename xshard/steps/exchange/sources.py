@@ -90,9 +90,7 @@ class Source(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def sources(
-    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool = False, sender: int | None = None
-) -> tuple[Source, ...]:
+def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int | None) -> tuple[Source, ...]:
     """The rows that one device takes, by sender (each, or one); once: from their providers, even its own."""
     senders = np.arange(math.prod(src.sizes)) if sender is None else np.array([sender])
     if dst.side == CARRIED:
