@@ -329,10 +329,10 @@ def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
 def empty_caches() -> None:
     """Empty every cache of results for layouts: an entry keeps the maps of its layouts."""
     RowMap._new_rows, kind = 0, type(lru_cache(len))
-    for name, module in list(sys.modules.items()):
-        if name.startswith(HOLD_MAPS):
-            for cache in [value for value in vars(module).values() if isinstance(value, kind)]:
-                cache.cache_clear()
+    ours = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(HOLD_MAPS)]
+    for cache in [value for names in ours for value in list(names.values()) if isinstance(value, kind)]:
+        if cache.__module__.startswith(HOLD_MAPS):  # not an imported one, of process groups
+            cache.cache_clear()
 
 
 def unique_rows(rows: Numbers) -> Numbers:
