@@ -50,7 +50,8 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None
                 block[(slice(None),) * d + (slice(start, stop),)] = value
             for view in views(sharding):
                 rows = [wanted_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
-                block[_places(rows)] = view.sign * x[_rows(rows)] if view.sign < 0 else x[_rows(rows)]
+                places, index = _places(rows)
+                block[places] = view.sign * x[index] if view.sign < 0 else x[index]
         blocks.append(block)
     return blocks
 
@@ -77,8 +78,8 @@ def gather(
         for view in views(sharding):
             lists = [offered_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
             for rows in itertools.product(*lists):
-                part, index = arrays[device][_places(rows)], _rows(rows)
-                part = -part if view.sign < 0 else part
+                places, index = _places(rows)
+                part = -arrays[device][places] if view.sign < 0 else arrays[device][places]
                 out[index] = np.where(written[index], op(out[index], part), part)
                 written[index] = True
     if sharding.scale != 1:
@@ -247,11 +248,8 @@ def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[DimEnd,
         yield dim_end(sharding, d, *part), sharding.dim_device(d, device)
 
 
-def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
-    """numpy index of the rows in a block: local positions that are not FILL."""
-    return np.ix_(*(np.flatnonzero(row_numbers(runs) != FILL) for runs in rows))
-
-
-def _rows(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
-    """numpy index of the rows in the global array."""
-    return np.ix_(*(numbers[numbers != FILL] for numbers in map(row_numbers, rows)))
+def _places(rows: Sequence[Runs]) -> tuple[Any, Any]:
+    """numpy indices of the rows in a block and in the global array: without FILL."""
+    numbers = list(map(row_numbers, rows))
+    held = [each != FILL for each in numbers]
+    return np.ix_(*held), np.ix_(*(each[kept] for each, kept in zip(numbers, held, strict=True)))

@@ -169,14 +169,13 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
     """Runs -> array of row numbers; FILL for rows outside the array."""
     if isinstance(runs, Rows):
         return runs.rows
-    if not isinstance(runs, Sequence):
-        runs = tuple(runs)
-    if not runs:
-        return np.zeros(0, np.int64)
-    start, length, repeats, stride = np.array(runs, np.int64).T
-    first = np.repeat(start, repeats) + np.repeat(stride, repeats) * counted(repeats)
-    rows, lengths = np.repeat(start, length * repeats), np.repeat(length, repeats)
-    return np.where(rows == FILL, FILL, counted(lengths, first))
+    parts = [
+        np.full(length * repeats, FILL)
+        if start == FILL
+        else (start + stride * np.arange(repeats)[:, None] + np.arange(length)).reshape(-1)
+        for start, length, repeats, stride in runs  # few: many are `Rows`
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
