@@ -71,8 +71,8 @@ def _(drawn: Sharding | Picture) -> RenderableType:
 
 @renderable.register
 def _(plan: Plan | ContractionPlan) -> RenderableType:
-    told: Any = contractions if isinstance(plan, ContractionPlan) else table
-    return Fitted(partial(_steps_text, told.title(plan), told.rows(plan), told.total(plan)))
+    explain: Any = contractions if isinstance(plan, ContractionPlan) else table
+    return Fitted(partial(_steps_text, explain.title(plan), explain.rows(plan), explain.total(plan)))
 
 
 @dataclass(frozen=True)
