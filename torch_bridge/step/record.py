@@ -68,7 +68,8 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema.arguments
         arguments = {each.name: each.default_value for each in schema if each.has_default_value()}
-        arguments |= {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
+        kwargs = kwargs or {}
+        arguments |= {**dict(zip((each.name for each in schema), args, strict=False)), **kwargs}
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
@@ -76,12 +77,11 @@ class StepRecorder(TorchDispatchMode):
                 hint = "its operations have to be the same for all data"
                 raise PlanError(f"{self.path[-1] or 'the model'} reads numbers from a tensor", hint=hint)
             return self.values[id(args[0])].item()
-        meta = {**(kwargs or {}), **({"device": "meta"} if "device" in (kwargs or {}) else {})}
-        out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **meta)
+        on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
+        out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
-            real = {**(kwargs or {}), **({"device": "cpu"} if "device" in (kwargs or {}) else {})}
-            computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **real)
+            computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **on["cpu"])
             self.values |= {id(x): y for x, y in zip(results, tree_leaves(computed), strict=True)}
         for x in results:
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)

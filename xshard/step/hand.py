@@ -49,10 +49,10 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     weights = [dim for name in step.parameters for dim in dims_of(step.arrays[name])]
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
     tensor = [dim for dim in weights if dim not in stream]
-    for op in step.ops:  # other names of these dims
-        rules = (zip(op.dims, rule, strict=False) for rule in op.axis_rules)
+    for each in step.ops:  # other names of these dims
+        rules = (zip(each.dims, rule, strict=False) for rule in each.axis_rules)
         names = [[dims[way] for dims, way in rule if way >= 0] for rule in rules]
-        for operand, array in zip(op.operands, op.arrays, strict=False):
+        for operand, array in zip(each.operands, each.arrays, strict=False):
             ends = zip(step.arrays[operand].dims, array.dims, strict=True)
             names += [[*parts_of(made), *parts_of(used)] for made, used in ends]
         for same in (same for same in names if {*same} & {*tensor}):

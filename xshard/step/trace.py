@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from xshard.notation.parser import ARROW
 from xshard.step.classes import Written
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
@@ -76,14 +75,14 @@ class Trace:
         meaning, taken = dict[str, list[str]](), list[str]()
         for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
             meaning[letter] = []
-            for own, n in factors[letter]:
-                taken.append(self._fresh(own or f"n{n}", n, taken))
+            for known, n in factors[letter]:
+                taken.append(self._fresh(known or f"n{n}", n, taken))
                 meaning[letter].append(taken[-1])
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
-        sides = [" ".join(map(grouped, names)) for names in named]
-        for operand, its_dims, side in zip(operands, named, sides, strict=False):
+        sides = [[*map(grouped, names)] for names in named]
+        for operand, own, side in zip(operands, named, sides, strict=False):
             if operand not in self.dims:
-                self.dims[operand], self.parameters[operand] = its_dims, side
+                self.dims[operand], self.parameters[operand] = own, " ".join(side)
         if how.get("rules") is not None:
             counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
             first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
@@ -93,8 +92,7 @@ class Trace:
             )
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
-        text = f"{', '.join(side or '()' for side in sides[:-1])} {ARROW} {sides[-1]}".strip()
-        self.ops.append(Op(name, text, tuple(operands), op.kind, whole, **how))
+        self.ops.append(Op(name, Written(sides).text, tuple(operands), op.kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 
