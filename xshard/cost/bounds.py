@@ -109,11 +109,9 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...]
         return wanted, distinct(rows_at_hand(*every))
     blocks = distinct(src.holders(d))
     if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
-        numbers, times = tuple(map(row_numbers, blocks)), np.zeros(src.shape[d], np.int64)
-        for rows in numbers:
-            times[rows] += 1
+        times = np.bincount(np.concatenate([*map(row_numbers, blocks)]), minlength=src.shape[d])
         some = tuple(as_runs(rows[times[rows] > 0]) for rows in map(row_numbers, wanted))
-        return some, tuple(as_runs(rows[times[rows] == 1]) for rows in numbers)
+        return some, tuple(as_runs(rows[times[rows] == 1]) for rows in map(row_numbers, blocks))
     have, want = pieces(blocks), pieces(wanted)
     parts, interval, which = at_edges(joined(have, want))
     held_by = np.bincount(interval[(first := which < len(have.start))], minlength=len(interval))[interval]

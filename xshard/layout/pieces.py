@@ -77,7 +77,7 @@ def layers(table: Pieces) -> list[Pieces]:
 
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
-    if any(lengths) and _are_short(table, sum(lengths)):
+    if any(lengths) and MOST_RUNS < len(table.local) >= sum(lengths) // 128:  # many short pieces: arrays
         edges = np.cumsum([0, *lengths])
         numbers = np.full(edges[-1], FILL)
         numbers[counted(table.length, table.local + edges[table.block])] = counted(table.length, table.start)
@@ -95,20 +95,12 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     return tuple(map(tuple, blocks))
 
 
-def _are_short(table: Pieces, rows: int) -> bool:
-    """Whether arrays of so many rows, which hold the pieces, are better than lists of runs."""
-    return MOST_RUNS < len(table.local) >= rows // 128
-
-
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
-    if _are_short(table, int(table.length.sum())):
-        table = table.take(np.lexsort((table.start, table.block)))
-        edges = np.cumsum([0, *np.bincount(table.block, table.length, n).astype(int)])
-        numbers = counted(table.length, table.start)
-        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(edges))
-    blocks = filled(table._replace(local=table.start), [0] * n)
-    return tuple(tuple(run for run in rows if run.start != FILL) for rows in blocks)
+    table = table.take(np.lexsort((table.start, table.block)))
+    rows = np.bincount(table.block, table.length, n).astype(np.int64)
+    local = np.cumsum(table.length) - table.length - (np.cumsum(rows) - rows)[table.block]
+    return filled(table._replace(local=local), rows.tolist())
 
 
 def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:

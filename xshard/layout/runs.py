@@ -180,15 +180,17 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
-    arrays = [(i, runs.rows[runs.rows != FILL]) for i, runs in enumerate(blocks) if isinstance(runs, Rows)]
-    listed = (() if isinstance(runs, Rows) else runs for runs in blocks)
-    block, _, start, length, repeats, stride = run_table(listed).T
+    ends = (_ends(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks)
+    block, _, start, length, repeats, stride = run_table(ends).T
     last, ranges = start + stride * (repeats - 1), np.tile(np.array([2**62, 0]), (len(blocks), 1))
     np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
     np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)
-    for i, rows in arrays:
-        ranges[i] = rows.min(initial=2**62), rows.max(initial=FILL) + 1
     return ranges
+
+
+def _ends(rows: Numbers) -> Runs:
+    """All rows from the first to the last as one run."""
+    return interval(int(rows.min(where=rows != FILL, initial=2**62)), int(rows.max(initial=FILL)) + 1)
 
 
 @lru_cache(maxsize=65536)
@@ -266,13 +268,15 @@ def merge_adjacent(runs: Iterable[Run]) -> Runs:
 def _merged(runs: Iterable[Run]) -> Iterator[Run]:
     last: Run | None = None
     for run in runs:
-        plain = last is not None and last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
-        if last is not None and plain and last.start + last.length == run.start:
+        if last is None:
+            last = run
+        elif (
+            last.repeats == run.repeats == 1 and last.start != FILL and run.start == last.start + last.length
+        ):
             last = Run(last.start, last.length + run.length)
-            continue
-        if last is not None:
+        else:
             yield last
-        last = run
+            last = run
     if last is not None:
         yield last
 
