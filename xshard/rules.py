@@ -164,7 +164,13 @@ def owned(
 def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
     """The alternatives of a pattern that fit none of these names; the pattern itself if none does."""
     each = spellings(pattern) if isinstance(pattern, str) else [pattern]
-    idle = [one for one in each if names and one != ALL and not any(map(_compiled(one).fullmatch, names))]
+    exact = {*names}  # a spelling without stars fits one name
+
+    def fits(one: Pattern) -> bool:
+        is_name = isinstance(one, str) and "*" not in one
+        return one in exact if is_name else any(map(_compiled(one).fullmatch, names))
+
+    idle = [one for one in each if names and one != ALL and not fits(one)]
     return [pattern] if len(idle) == len(each) else [*idle]
 
 

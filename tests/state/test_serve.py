@@ -51,6 +51,15 @@ def test_published_models_arrive_at_the_bound() -> None:
         assert plan.bytes_moved == 2 * sum(blocks), name
 
 
+def test_a_trillion_parameters_on_1024_ranks() -> None:
+    """A layer for each of eight stages: 512 ranks train, 512 others serve."""
+    few = replace(MODELS["Kimi-K2"], layers=8)
+    t = transfer(few, "megatron", Mesh(pp=8, dp=2, ed=4, t=4, et=2), Mesh(dp=16, kv=32, rep=1))
+    plan = planned(t, apart=True)
+    needed = sum(array.sharding.block_sizes for array in plan.arrays)
+    assert plan.bytes_received == plan.bytes_lower_bound == 2 * needed.max()
+
+
 # In small: copied heads of keys, biases, experts after a dense layer, MLA, and vocabularies that are padded.
 SMALL = {
     "grouped": Model(2, 8, 8, 2, 3, 301, 12, bias=True),

@@ -8,6 +8,7 @@ layout moves along several axes at once, and has means, orders and halos, for wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,9 +97,9 @@ def planned() -> Iterator[None]:
     >>> xt.testing.run_ranks(2, turn)[0]
     [[0], [1]]
     """
-    import spmd_types
     from spmd_types import _dtensor
 
+    spmd_types: Any = sys.modules["spmd_types"]
     theirs, dtensors = spmd_types.redistribute, _dtensor.spmd_redistribute
 
     def of_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:

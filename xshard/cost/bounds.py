@@ -180,13 +180,12 @@ def lacking_elements(
     """Elements that every device of the target lacks; only the first along a new sum needs any."""
     positions = {device: i for i, device in enumerate(src_devices)}
     shared = shared_elements(source, target)
-    needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)
+    needed = target.block_sizes
     held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
     sums = target.layout.tagged(*REDUCERS)
     if source.mesh.size(*source.layout.tagged(*REDUCERS)) > 1:
         held = np.zeros_like(held)
     lacking = np.zeros_like(needed)
-    for d in range(len(needed)):
-        if not target.mesh.index(d, sums):
-            lacking[d] = max(needed[d] - held[list(target.mesh.group(d, sums))].sum(), 0)
+    for first, *others in target.mesh.groups(sums):
+        lacking[first] = max(needed[first] - held[[first, *others]].sum(), 0)
     return lacking

@@ -16,6 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xshard.arguments import did_you_mean, parse_number, shown
 from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import ProfileError
@@ -170,11 +173,10 @@ def without_devices(profile: ProfileLike) -> ProfileLike:
     return DEFAULT if asked == AUTO else asked
 
 
-def link_between(profile: Profile, a: int, b: int) -> Link:
-    """The link between two devices: inside a node, or across nodes."""
-    if profile.across is None or profile.node_devices is None:
-        return profile.default
-    return profile.default if a // profile.node_devices == b // profile.node_devices else profile.across
+def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which pairs of devices are on two nodes."""
+    nodes = profile.node_devices if profile.across else None
+    return (a // nodes != b // nodes) if nodes else np.zeros(np.broadcast_shapes(a.shape, b.shape), bool)
 
 
 def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
@@ -183,8 +185,8 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
         return profile
     links = dict.fromkeys(mesh.axes, profile.default)
     for axis in mesh.axes:
-        pairs = ((devices[first], devices[i]) for first, *others in mesh.groups((axis,)) for i in others)
-        if any(link_between(profile, *pair) == profile.across for pair in pairs):
+        groups = np.array(devices)[np.array(mesh.groups((axis,)))]
+        if are_across(profile, groups[:, :1], groups).any():
             links[axis] = profile.across
     links |= dict(profile.axes)
     nodes = profile.node_devices or 1

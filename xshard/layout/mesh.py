@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xshard.arguments import parse_number, shown, whole_number
 from xshard.errors import MeshError
 from xshard.formatting import Pictured
@@ -148,7 +151,11 @@ class Mesh(Pictured):
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Every group along `axes`, ordered by its first device."""
-        return tuple(sorted({self.group(device, axes) for device in range(self.n_devices)}))
+        return _all_groups(self.sizes, tuple(map(self.position, axes)))
+
+    def indices(self, axes: Sequence[str]) -> NDArray[np.int64]:
+        """`index` of every device, in order."""
+        return _all_indices(self.sizes, tuple(map(self.position, axes)))
 
 
 def check_mesh(mesh: object) -> None:
@@ -169,3 +176,18 @@ def _no_mesh(value: object) -> MeshError:
 @lru_cache(maxsize=64)
 def _all_coords(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(itertools.product(*(range(n) for n in sizes)))
+
+
+@lru_cache(maxsize=1024)
+def _all_groups(sizes: tuple[int, ...], positions: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    others = [i for i in range(len(sizes)) if i not in positions]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(*others, *positions)
+    return tuple(map(tuple, numbers.reshape(-1, math.prod(sizes[i] for i in positions)).tolist()))
+
+
+@lru_cache(maxsize=1024)
+def _all_indices(sizes: tuple[int, ...], positions: tuple[int, ...]) -> NDArray[np.int64]:
+    numbers = np.zeros(math.prod(sizes), np.int64)
+    for i in positions:
+        numbers = numbers * sizes[i] + np.indices(sizes)[i].ravel()
+    return numbers

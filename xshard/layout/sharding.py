@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xshard.arguments import lengths_of, shown
 from xshard.errors import ShapeError
 from xshard.formatting import Pictured
@@ -113,6 +116,14 @@ class Sharding(Pictured):
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Per dim, the length of the block at every index along the dim's axes."""
         return tuple(tuple(map(n_rows, self.holders(d))) for d in range(len(self.shape)))
+
+    @cached_property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """Elements of the block of every device."""
+        sizes = np.ones(self.mesh.n_devices, np.int64)
+        for dim, lengths in zip(self.layout.dims, self.local_sizes, strict=True):
+            sizes *= np.array(lengths, np.int64)[self.mesh.indices(dim.axes)]
+        return sizes
 
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:

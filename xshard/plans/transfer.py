@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.cost.bounds import have_same_blocks
-from xshard.cost.machine import link_between
+from xshard.cost.machine import are_across
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
 from xshard.layout import Sharding
-from xshard.layout.runs import Segment, common_segments
+from xshard.layout.runs import Runs, Segment, common_segments
 from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message, Messages
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
 
-class Piece(NamedTuple):
-    """A box that a device of the destination takes from one of `holders`, positions on the source's mesh."""
+class Pieces(NamedTuple):
+    """All boxes that devices of the destination take, as columns: receivers, elements, groups of holders."""
 
-    dst: int
-    box: tuple[tuple[Segment, ...], ...]
-    holders: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(sum(s.length for s in segments) for segments in self.box)
+    dst: NDArray[np.int64]
+    size: NDArray[np.int64]
+    group: NDArray[np.int64]
+    holders: tuple[NDArray[np.int64], ...]  # of each group, positions on the source's mesh
+    group_of: NDArray[np.int64]  # of every device of the source, the group that it is in
+    parts: tuple[tuple[NDArray[np.int64], tuple[Any, ...]], ...]  # of every dim: which box, of which
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Transfer(Step):
     src_devices: tuple[int, ...]  # the number of every device, in the order of its mesh
     dst_devices: tuple[int, ...]
     profile: Profile = field(repr=False)
-    senders: tuple[int, ...] = ()  # of each of `pieces`; by default, `balanced` for this transfer alone
+    senders: tuple[int, ...] = ()  # of each piece; by default, `balanced` for this transfer alone
 
     def __post_init__(self) -> None:
         device_numbers("source", self.source.mesh, self.src_devices)
@@ -59,10 +57,12 @@ class Transfer(Step):
             reason = f"'{target}' holds a max or min over {', '.join(kept)}, which no transfer brings there"
             raise PlanError(reason, hint=f"reduce it: write copy({','.join(kept)})")
         if self.senders and (
-            len(self.senders) != len(self.pieces)
-            or any(s not in piece.holders for s, piece in zip(self.senders, self.pieces, strict=True))
+            len(self.senders) != len(self._pieces.dst)
+            or not set(self.senders) <= {*range(self.source.mesh.n_devices)}
+            or (self._pieces.group_of[[*self.senders]] != self._pieces.group).any()
         ):
-            raise PlanError(f"senders {self.senders} do not hold the {len(self.pieces)} pieces they send")
+            n = len(self._pieces.dst)
+            raise PlanError(f"senders {self.senders} do not hold the {n} pieces they send")
 
     @cached_property
     def is_in_place(self) -> bool:
@@ -87,13 +87,28 @@ class Transfer(Step):
     @cached_property
     def messages(self) -> Messages:
         """Every box with its sender and receiver, in order of receivers and, for each, of addends."""
-        senders = self.senders or balanced([self])[0]
-        return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, self.pieces, strict=True))
+        boxes = [map(boxes.__getitem__, which.tolist()) for which, boxes in self._pieces.parts]
+        each = zip(*boxes, strict=True) if boxes else [()] * len(self._senders)
+        return tuple(map(Message, self._senders, self._pieces.dst.tolist(), each))
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Every box that a device of the destination gets, and who could send it."""
-        return () if self.is_in_place else _pieces(self.source, self.target)
+    def _pieces(self) -> Pieces:
+        return _find_pieces(self.source, self.target, not self.is_in_place)
+
+    @cached_property
+    def _numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.array(self.src_devices), np.array(self.dst_devices)
+
+    @cached_property
+    def _senders(self) -> tuple[int, ...]:
+        return self.senders or balanced([self])[0]
+
+    @cached_property
+    def pairs(self) -> NDArray[np.int64]:
+        """Of all messages: the numbers of sender and receiver, and elements."""
+        src, dst = self._numbers
+        columns = self._pieces
+        return np.stack([src[np.array(self._senders, np.int64)], dst[columns.dst], columns.size])
 
     def is_kept(self, message: Message) -> bool:
         """Sender and receiver are one device."""
@@ -134,8 +149,7 @@ class Transfer(Step):
             return self.source.max_local_size
         total = self._elements.sum(axis=0)
         for sharding, devices in ((self.source, self.src_devices), (self.target, self.dst_devices)):
-            for index, device in enumerate(devices):
-                total[self._devices[device]] += math.prod(sharding.local_shape(index))
+            total[np.searchsorted(self._devices, devices)] += sharding.block_sizes
         return int(total.max())
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
@@ -161,11 +175,16 @@ class Transfer(Step):
     @cached_property
     def flows(self) -> dict[Link, NDArray[np.int64]]:
         """By the link that it takes, what crosses devices: (out and in, devices, elements and messages)."""
+        sender, receiver, size = self.pairs[:, self.pairs[0] != self.pairs[1]]
+        across = are_across(self.profile, sender, receiver)
         flows: dict[Link, NDArray[np.int64]] = {}
-        for m in itertools.filterfalse(self.is_kept, self.messages):
-            flow = flows.setdefault(self.link(m.src, m.dst), np.zeros((2, len(self._devices), 2), np.int64))
-            places = self._devices[self.src_devices[m.src]], self._devices[self.dst_devices[m.dst]]
-            flow[(0, 1), places] += m.size, 1
+        for link, some in ((self.profile.default, ~across), (self.profile.across, across)):
+            if link and some.any():
+                flow = flows.setdefault(link, np.zeros((2, len(self._devices), 2), np.int64))
+                for end, devices in enumerate((sender, receiver)):
+                    places = np.searchsorted(self._devices, devices[some])
+                    np.add.at(flow[end, :, 0], places, size[some])
+                    np.add.at(flow[end, :, 1], places, 1)
         return flows
 
     @property
@@ -180,84 +199,124 @@ class Transfer(Step):
         flow = self.flows.get(self.profile.across) if self.profile.across else None
         return 0 if flow is None else self._node_most(flow[1, :, 0])
 
-    def link(self, src: int, dst: int) -> Link:
-        """What connects two devices, given by their places in the two meshes."""
-        return link_between(self.profile, self.src_devices[src], self.dst_devices[dst])
-
     def __str__(self) -> str:
-        n = sum(not self.is_kept(m) for m in self.messages)
+        n = int((self.pairs[0] != self.pairs[1]).sum())
         return f"transfer, {n} {'message' if n == 1 else 'messages'}"
 
     @cached_property
-    def _devices(self) -> dict[int, int]:
-        """Every device of either mesh, and its place in the arrays of a flow."""
-        return {device: i for i, device in enumerate(sorted({*self.src_devices, *self.dst_devices}))}
+    def _devices(self) -> NDArray[np.int64]:
+        """Every device of either mesh, in the order of the arrays of a flow."""
+        return np.array(sorted({*self.src_devices, *self.dst_devices}))
 
     def _node_most(self, elements: NDArray[np.int64]) -> int:
         """The most that all devices of a node send or receive together."""
-        nodes = np.fromiter(self._devices, np.int64) // (self.profile.node_devices or 1)
+        nodes = self._devices // (self.profile.node_devices or 1)
         return int(np.bincount(np.unique(nodes, return_inverse=True)[1], elements).max())
 
     @property
     def _rearranged(self) -> NDArray[np.int64]:
         """Elements that every device copies from its old block to its new one, unless that is the same."""
         total = np.zeros(len(self._devices), np.int64)
+        if not (self.pairs[0] == self.pairs[1]).any():
+            return total
         for m in filter(self.is_kept, self.messages):
             shape = self.source.local_shape(m.src)
             whole = tuple((Segment(0, 0, n),) for n in shape)
             if m.box != whole or self.target.local_shape(m.dst) != shape:
-                total[self._devices[self.src_devices[m.src]]] += m.size
+                total[np.searchsorted(self._devices, self.src_devices[m.src])] += m.size
         return total
 
 
 def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """For every transfer the senders of its pieces, largest first: the receiver, else who is done first."""
     sizes = itemsizes or (1,) * len(transfers)
-    senders_of = [[-1] * len(transfer.pieces) for transfer in transfers]
-    positions = [{device: index for index, device in enumerate(t.src_devices)} for t in transfers]
-    pairs = enumerate(zip(transfers, sizes, strict=True))
-    every = [(-p.size * n, t, i) for t, (transfer, n) in pairs for i, p in enumerate(transfer.pieces)]
-    busy_s: dict[int, float] = {}
-    for minus_bytes, t, i in sorted(every):
-        transfer = transfers[t]
-        dst, _, holders = transfer.pieces[i]
-        own = positions[t].get(transfer.dst_devices[dst])
-        if own in holders:
-            senders_of[t][i] = own
+    last = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
+    busy_s, chosen, batches = np.zeros(last + 1), [], []
+    for t, (transfer, n) in enumerate(zip(transfers, sizes, strict=True)):
+        dst, size, group, _, group_of, _ = transfer._pieces
+        positions = np.full(last + 1, -1)
+        positions[[*transfer.src_devices]] = range(len(transfer.src_devices))
+        own = positions[transfer._numbers[1][dst]]
+        chosen.append(np.where((own >= 0) & (group_of[own] == group), own, -1))
+        left = np.flatnonzero(chosen[t] < 0)
+        left = left[np.lexsort((group[left], -size[left]))]
+        starts = np.flatnonzero(np.diff(size[left]) | np.diff(group[left])) + 1
+        batches += [(-int(size[some[0]]) * n, t, some) for some in np.split(left, starts) if len(some)]
+    for minus_bytes, t, some in sorted(batches, key=lambda batch: batch[:2]):
+        pieces, profile, (devices, receivers) = (
+            transfers[t]._pieces,
+            transfers[t].profile,
+            transfers[t]._numbers,
+        )
+        holders = pieces.holders[pieces.group[some[0]]]
+        across = are_across(profile, devices[holders], receivers[pieces.dst[some], None])
+        links = profile.default, profile.across or profile.default
+        each_s = np.array([link.latency_s - minus_bytes / link.bytes_per_s for link in links])[
+            across.astype(int)
+        ]
+        if (each_s == each_s[0, 0]).all():
+            one_s = max(float(each_s[0, 0]), 1e-12)
+            picked, busy_s[devices[holders]] = _filled(busy_s[devices[holders]], one_s, len(some))
+            chosen[t][some] = holders[picked]
             continue
-        done_s = {}
-        for holder in holders:
-            link = transfer.link(holder, dst)
-            begins_s = busy_s.get(transfer.src_devices[holder], 0.0)
-            done_s[holder] = begins_s + link.latency_s - minus_bytes / link.bytes_per_s
-        senders_of[t][i] = sender = min(holders, key=done_s.__getitem__)
-        busy_s[transfer.src_devices[sender]] = done_s[sender]
-    return [tuple(senders) for senders in senders_of]
+        for i, takes_s in zip(some, each_s, strict=True):
+            done_s = busy_s[devices[holders]] + takes_s
+            chosen[t][i] = sender = holders[done_s.argmin()]
+            busy_s[devices[sender]] = done_s.min()
+    return [tuple(senders.tolist()) for senders in chosen]
+
+
+def _filled(
+    busy_s: NDArray[np.float64], each_s: float, n: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For n equal pieces in turn who is done with one first; and until when all are busy then."""
+    done = np.sort(busy_s)
+    levels = (n * each_s + done.cumsum()) / np.arange(1, len(done) + 1)  # of the first 1, 2, ..., busy alike
+    counts = np.clip((levels.min() + each_s - busy_s) / each_s, -1, n).astype(np.int64) + 1
+    who = np.repeat(np.arange(len(busy_s)), counts)
+    turns = np.arange(1, len(who) + 1) - np.repeat(counts.cumsum() - counts, counts)
+    ends_s = busy_s[who] + turns * each_s
+    first = np.lexsort((who, ends_s))[:n]
+    busy_s = busy_s.copy()
+    np.maximum.at(busy_s, who[first], ends_s[first])
+    return who[first], busy_s
 
 
 @lru_cache(maxsize=4096)
-def _pieces(source: Sharding, target: Sharding) -> tuple[Piece, ...]:
-    dims = range(len(source.shape))
+def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> Pieces:
+    """Pieces in order of receivers, of addends, and of boxes; none unless it `sends`."""
+    mesh, dims = source.mesh, source.layout.dims
     sums = source.layout.tagged(*REDUCERS)
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for device in range(source.mesh.n_devices):
-        key = source.mesh.index(device, sums), *(source.dim_device(d, device) for d in dims)
-        holders.setdefault(key, []).append(device)
-    # For every dim and every block of it in the target: which blocks of the source hold a part of it.
-    overlaps = [
-        [
-            [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common_segments(rows, wanted))]
-            for wanted in target.holders(d)
-        ]
-        for d in dims
+    key_of, n_addends = mesh.indices(sums), mesh.size(*sums)
+    for dim in dims:
+        key_of = key_of * mesh.size(*dim.axes) + mesh.indices(dim.axes)
+    keys, group_of = np.unique(key_of, return_inverse=True)
+    holders = tuple(np.flatnonzero(group_of == i) for i in range(len(keys)))
+    # The first device along a new sum contributes, the others add nothing.
+    first = np.flatnonzero(sends & (target.mesh.indices(target.layout.tagged("sum")) == 0))
+    dst, key = np.repeat(first, n_addends), np.tile(np.arange(n_addends), len(first))
+    size, found = np.ones_like(dst), list[NDArray[np.int64]]()
+    parts = [_overlaps(source.owners(d), target.holders(d)) for d in range(len(dims))]
+    for dim, here, (starts, src, elements, _) in zip(target.layout.dims, dims, parts, strict=True):
+        block = target.mesh.indices(dim.axes)[dst]
+        counts = (starts[1:] - starts[:-1])[block]
+        row = np.repeat(np.arange(len(dst)), counts)
+        entry = np.arange(len(row)) + np.repeat(starts[block] - (counts.cumsum() - counts), counts)
+        dst, size = dst[row], size[row] * elements[entry]
+        key = key[row] * mesh.size(*here.axes) + src[entry]
+        found = [*(before[row] for before in found), entry]
+    which = tuple(zip(found, (part[3] for part in parts), strict=True))
+    return Pieces(dst, size, np.searchsorted(keys, key), holders, group_of, which)
+
+
+@lru_cache(maxsize=4096)
+def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> tuple[Any, ...]:
+    """Where the parts begin that the blocks of a dim in the target take; of each its block in the source, its
+    elements, and its box."""
+    parts = [
+        [(i, box) for i, rows in enumerate(owned) if (box := common_segments(rows, some))] for some in wanted
     ]
-    pieces = []
-    for dst in range(target.mesh.n_devices):
-        if target.mesh.index(dst, target.layout.tagged("sum")):
-            continue  # the first device along a new sum contributes, this one adds nothing
-        parts = [overlaps[d][target.dim_device(d, dst)] for d in dims]
-        for addend in range(source.mesh.size(*sums)):
-            for combo in itertools.product(*parts):
-                key = addend, *(i for i, _ in combo)
-                pieces.append(Piece(dst, tuple(box for _, box in combo), tuple(holders[key])))
-    return tuple(pieces)
+    starts = np.cumsum([0, *map(len, parts)])
+    src, boxes = zip(*itertools.chain(*parts), strict=True) if starts[-1] else ((), ())
+    elements = [sum(segment.length for segment in box) for box in boxes]
+    return starts, np.array(src, np.int64), np.array(elements, np.int64), boxes

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xshard.cost.bounds import lacking_elements
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -20,6 +23,7 @@ from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
 from xshard.plans.transfer import Transfer
 from xshard.state.relations import ArrayPart
+from xshard.steps import Step
 
 ADDED = "_added"  # the dim of length 1 of an array that is stacked
 
@@ -86,6 +90,12 @@ def _as_one_run(runs: Sequence[Run]) -> Runs:
     return merge_adjacent(runs)
 
 
+@lru_cache(maxsize=4096)
+def _pairs_of(step: Step, before: Sharding) -> NDArray[np.int64]:
+    """Of a step on one mesh: the positions of all senders and receivers, and elements."""
+    return np.array(step.pair_traffic(before), np.int64).reshape(-1, 3).T
+
+
 class SourceArray(NamedTuple):
     sharding: Sharding
     dtype: str
@@ -115,25 +125,36 @@ class ArrayPlan:
     moves: tuple[PartMove, ...]
 
     @cached_property
+    def _sent(self) -> NDArray[np.int64]:
+        """Of all messages: the numbers of sender and receiver, and bytes."""
+        found = [np.zeros((3, 0), np.int64)]
+        for plan in (move.plan for move in self.moves):
+            devices = np.array(plan.src_devices)
+            for stage in plan.stages:
+                if stage.step is plan.transfer:
+                    sender, receiver, elements = plan.transfer.pairs
+                    devices = np.array(plan.dst_devices)
+                else:
+                    src, dst, elements = _pairs_of(stage.step, stage.before)
+                    sender, receiver = devices[src], devices[dst]
+                some = sender != receiver
+                found.append(np.stack([sender[some], receiver[some], elements[some] * plan.itemsize]))
+        return np.concatenate(found, axis=1)
+
+    @cached_property
     def traffic(self) -> Counter[tuple[int, int]]:
         """Bytes by (sender, receiver), as numbers of devices."""
         traffic: Counter[tuple[int, int]] = Counter()
-        for plan in (move.plan for move in self.moves):
-            senders = plan.src_devices
-            for stage in plan.stages:
-                receivers = plan.dst_devices if stage.step is plan.transfer else senders
-                for pair in stage.step.pair_traffic(stage.before):
-                    traffic[senders[pair.src], receivers[pair.dst]] += pair.elements * plan.itemsize
-                senders = receivers
+        for sender, receiver, n in self._sent.T.tolist():
+            traffic[sender, receiver] += n
         return traffic
 
     def bytes_by_device(self, *, sent: bool = False) -> Counter[int]:
         """Bytes that every device receives, and those that it sends if they are `sent` too."""
-        n_bytes: Counter[int] = Counter()
-        for (sender, receiver), n in self.traffic.items():
-            for device in (sender, receiver) if sent else (receiver,):
-                n_bytes[device] += n
-        return n_bytes
+        n_bytes = np.zeros(self._sent[:2].max(initial=-1) + 1, np.int64)
+        for end in (0, 1) if sent else (1,):
+            np.add.at(n_bytes, self._sent[end], self._sent[2])
+        return Counter({int(device): int(n_bytes[device]) for device in np.flatnonzero(n_bytes)})
 
     @property
     def lacking(self) -> Counter[int]:
@@ -149,9 +170,8 @@ class ArrayPlan:
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The pairs (sender, receiver) of devices of the two meshes."""
-        steps = ((move.plan, move.transfer) for move in self.moves)
-        sent = ((plan, m) for plan, step in steps for m in step.messages if not step.is_kept(m))
-        return {(plan.src_devices[m.src], plan.dst_devices[m.dst]) for plan, m in sent}
+        pairs = (pair for move in self.moves for pair in move.transfer.pairs[:2].T.tolist())
+        return {(sender, receiver) for sender, receiver in pairs if sender != receiver}
 
 
 @dataclass(frozen=True, repr=False)
