@@ -24,6 +24,7 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
+CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class StepSearch:
     """The best assignment of a problem so far, its seconds, and a lower bound of all that fit the limit.
 
     left: the options of every node that it may take. vectors: the parts of the cost of assignments so far.
+    cutoff: seconds of a plan that is known: the bound is of all that take less.
     """
 
     problem: StepProblem
@@ -39,11 +41,13 @@ class StepSearch:
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None
+    cutoff: float = np.inf
     vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.proof = np.zeros(len(self.problem.unit)), 0.0  # weights of the bound, and a constant
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
+        self.live = self.left  # without options with which every assignment takes more than the cutoff
 
     @cached_property
     def cost(self) -> Cost:
@@ -76,6 +80,18 @@ class StepSearch:
             self.offer(assignment)
         return list(search.vectors.values())
 
+    def learn(self, other: StepSearch) -> None:
+        """Offer the assignments of another search of the step, as far as their options exist here."""
+        nodes = list(zip(self.problem.nodes, other.problem.nodes, strict=True))
+        for assignment in list(other.vectors):
+            same = [
+                (mine.ways == theirs.ways[i]).all((1, 2))
+                & (mine.kept is None or theirs.kept is None or mine.kept == theirs.kept[i])
+                for i, (mine, theirs) in zip(assignment, nodes, strict=True)
+            ]
+            if all(flags.any() for flags in same):
+                self.offer([int(flags.argmax()) for flags in same])
+
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or to the cutoff."""
         for _ in self.rounds():
@@ -86,13 +102,18 @@ class StepSearch:
         """Raise the bound as far as weights can, with a pause after each of them."""
         if not self.vectors:
             self.start()
+        narrow = np.inf  # the seconds between the bound and the cutoff when options were left out last
         for _ in range(ROUNDS if self.vectors else 0):
             value, weights, spared = self.cost.mixture(np.array(list(self.vectors.values())))
             late = np.inf
             while late > CLOSE * value:
-                least, assignment, _ = self.least(weights)
+                least, assignment, buckets = self.least(weights)
                 if least - spared > self.bound:
                     self.bound, self.proof = least - spared, (weights, spared)
+                    if 0 < self.cutoff - self.bound < CUT * narrow:
+                        narrow, more = self.cutoff - self.bound, excess(buckets)
+                        self.live = [own[more[v] <= narrow] for v, own in enumerate(self.live)]
+                del buckets  # the search pauses here, beside others
                 yield
                 late = self.offer(assignment)
             if self.bound >= (1 - CLOSE) * value:
@@ -100,13 +121,13 @@ class StepSearch:
 
     def least(self, weights: Floats) -> tuple[float, list[int], list[Bucket]]:
         """The least weighted sum, an assignment that has it, and the tables in between."""
-        unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.left, strict=True)]
+        unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.live, strict=True)]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
-            table = edge.weighed(weights, *(self.left[node] for node in edge.nodes))
+            table = edge.weighed(weights, *(self.live[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
         value, chosen, buckets = minimum(unary, pairs)
-        return value, [int(own[i]) for own, i in zip(self.left, chosen, strict=True)], buckets
+        return value, [int(own[i]) for own, i in zip(self.live, chosen, strict=True)], buckets
 
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program of what may be better."""
@@ -115,7 +136,7 @@ class StepSearch:
         for _ in range(MOST_PROGRAMS):
             goal = self.seconds * (1 - gap)
             spare = goal - (value - self.proof[1])
-            left = [own[more[v] <= spare] for v, own in enumerate(self.left)]
+            left = [own[more[v] <= spare] for v, own in enumerate(self.live)]
             if not all(map(len, left)):
                 self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(map(len, left)) > MOST_OPTIONS:

@@ -86,7 +86,10 @@ def suggest(
                 by_hand[name] = min(rivals, key=lambda rival: float(rival.search.cost.rank(rival.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
     while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
-        search = min(running, key=lambda s: s.bound)
+        search, ahead = min(running, key=lambda s: s.bound), max(searches, key=lambda s: len(s.vectors))
+        search.cutoff = best
+        if 2 * search.bound < ahead.bound and 2 * len(search.vectors) < len(ahead.vectors):
+            search.learn(ahead)
         if search.bound >= best or next(running[search], True):
             progress(len(searches) - len(running), len(searches))
             del running[search]
