@@ -10,6 +10,7 @@ file. Exit status 1 if a claim fails.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
 from scipy.stats import kendalltau
 from torch import Tensor, nn
@@ -83,7 +85,16 @@ def build(name: str) -> tuple[nn.Module, Mapping[str, Tensor], Tensor]:
 def train(name: str, plans: Mapping[str, Run], mesh: Mesh, rounds: int) -> Trained:
     """On every process: a copy of the model for each plan, and their steps by turns."""
     torch.set_num_threads(1)
-    steps = {plan: _step(name, run, mesh) for plan, run in plans.items()}
+    steps = {}
+    for plan, run in plans.items():
+        try:
+            step = _step(name, run, mesh)
+            step()
+        except (ValueError, RuntimeError) as error:  # on all ranks: code that checks lengths of its own
+            if not dist.get_rank():
+                print(f"{name}, {plan}: does not run: {str(error).splitlines()[0]}", flush=True)
+        else:
+            steps[plan] = step
     seconds = by_turns.slowest(steps, rounds, warm_up=2)
     return Trained(seconds, {plan: _held(step) for plan, step in steps.items()})
 
@@ -146,7 +157,7 @@ def rows_of(
         for each, p in plans.items()
     }
     (trained, *others) = launch(train, name, runs, mesh, rounds)
-    held = {each: max(own.held[each] for own in (trained, *others)) for each in plans}
+    held = {each: max(own.held[each] for own in (trained, *others)) for each in trained.held}
     return [
         {
             "machine": machine, "model": name, "plan": each,
@@ -154,7 +165,7 @@ def rows_of(
             "predicted_bytes": sum(p.memory.values()), "measured_bytes": held[each],
             "parts_s": p.parts, "memory": p.memory,
         }
-        for each, p in plans.items()
+        for each, p in plans.items() if each in held
     ]  # fmt: skip
 
 
@@ -172,7 +183,8 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     for case, plans in cases.items():
         predicted, measured = ([p[key] for p in plans] for key in ("predicted_s", "measured_s"))
         order.append((case, float(kendalltau(predicted, measured).statistic)))
-        best.append((case, next(p["measured_s"] for p in plans if p["plan"] == SUGGESTED) / min(measured)))
+        ours = next((p["measured_s"] for p in plans if p["plan"] == SUGGESTED), math.inf)
+        best.append((case, ours / min(measured)))
         memory += [
             (f"{case}, {p['plan']}", abs(p["predicted_bytes"] / p["measured_bytes"] - 1)) for p in plans
         ]
@@ -216,9 +228,8 @@ def _measure(
     )
     rows = list[Row]()
     for name in list(MODELS)[: 1 if quick else None]:
-        rows += rows_of(machine, name, mesh, calibration.profile, rounds, launch)
-        for row in rows[-9:]:
-            print(line(row), flush=True)
+        rows += (own := rows_of(machine, name, mesh, calibration.profile, rounds, launch))
+        print("\n".join(map(line, own)), flush=True)
     return rows
 
 
