@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +43,18 @@ class Case(NamedTuple):
 
     def blocks(self, x: NDArray, dims: str = DIMS, of_keys: bool = False) -> list[NDArray]:
         """An array with such dims -> the blocks of all devices."""
-        layout = self.block_layout(dims, of_keys)
-        dims = dims if "s" in layout.names else dims.replace("s", "t")
-        kept = "".join(dim for dim in dims if dim in layout.names)
-        x = x.reshape([n for n, dim in zip(x.shape, dims, strict=True) if dim in kept])
-        x = x.transpose([kept.index(name) for name in layout.names])
-        return reference.scatter(x, str(layout), self.mesh)
+        return [x.reshape(-1)[numbers] for numbers in _numbers(self, x.shape, dims, of_keys)]
+
+
+@cache
+def _numbers(case: Case, shape: tuple[int, ...], dims: str, of_keys: bool) -> list[NDArray]:
+    """The numbers of the elements that are the blocks of all devices."""
+    layout = case.block_layout(dims, of_keys)
+    dims = dims if "s" in layout.names else dims.replace("s", "t")
+    lengths = {dim: n for n, dim in zip(shape, dims, strict=True) if dim in layout.names}
+    x = np.arange(math.prod(shape)).reshape(*lengths.values())
+    x = x.transpose([[*lengths].index(name) for name in layout.names])
+    return reference.scatter(x, str(layout), case.mesh)
 
 
 class Mask(NamedTuple):
