@@ -62,13 +62,6 @@ class Run(NamedTuple):
     result: str
 
 
-class Trained(NamedTuple):
-    """Seconds of each plan's steps on the slowest rank, and the most bytes that this one held."""
-
-    seconds: Mapping[str, list[float]]
-    held: Mapping[str, int]
-
-
 def build(name: str) -> tuple[nn.Module, Mapping[str, Tensor], Tensor]:
     """A model, its batch and labels, equal on all processes."""
     torch.manual_seed(0)
@@ -82,8 +75,13 @@ def build(name: str) -> tuple[nn.Module, Mapping[str, Tensor], Tensor]:
     return model, {"input_ids": tokens}, tokens.roll(-1, 1)
 
 
-def train(name: str, plans: Mapping[str, Run], mesh: Mesh, rounds: int) -> Trained:
-    """On every process: a copy of the model for each plan, and their steps by turns."""
+def train(
+    name: str, plans: Mapping[str, Run], mesh: Mesh, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """On every process: a copy of the model for each plan, and their steps by turns.
+
+    Returns for each plan the seconds of its steps on the slowest rank, and the most bytes that this one held.
+    """
     torch.set_num_threads(1)
     steps = {}
     for plan, run in plans.items():
@@ -96,7 +94,7 @@ def train(name: str, plans: Mapping[str, Run], mesh: Mesh, rounds: int) -> Train
         else:
             steps[plan] = step
     seconds = by_turns.slowest(steps, rounds, warm_up=2)
-    return Trained(seconds, {plan: _held(step) for plan, step in steps.items()})
+    return seconds, {plan: _held(step) for plan, step in steps.items()}
 
 
 def _step(name: str, run: Run, mesh: Mesh) -> Callable[[], float]:
@@ -156,12 +154,13 @@ def rows_of(
         each: Run(*(dict(getattr(p, side)) for side in Run._fields[:3]), p.once, p.result)
         for each, p in plans.items()
     }
-    (trained, *others) = launch(train, name, runs, mesh, rounds)
-    held = {each: max(own.held[each] for own in (trained, *others)) for each in trained.held}
+    results = launch(train, name, runs, mesh, rounds)
+    seconds = results[0][0]
+    held = {each: max(own[each] for _, own in results) for each in seconds}
     return [
         {
             "machine": machine, "model": name, "plan": each,
-            "predicted_s": p.seconds, "measured_s": statistics.median(trained.seconds[each]),
+            "predicted_s": p.seconds, "measured_s": statistics.median(seconds[each]),
             "predicted_bytes": sum(p.memory.values()), "measured_bytes": held[each],
             "parts_s": p.parts, "memory": p.memory,
         }
