@@ -152,8 +152,8 @@ def _misses(first: Op, second: Op, rows: Rows, step: TrainingStep) -> bool:
     n = len(first.every)
     sides = (first, second, {row[:n] for row in rows}), (second, first, {row[n:] for row in rows})
     return step.moves_anywhere and any(
-        not _is_free(op) and (op.kind not in LIGHT or _is_free(beside)) and {*op.axis_rules} - found
-        for op, beside, found in sides
+        not _is_free(op) and (op.kind not in LIGHT or _is_free(beside)) and {*op.axis_rules} - kept
+        for op, beside, kept in sides
     )
 
 
@@ -169,8 +169,8 @@ def _spans(array: Layout, lengths: Mapping[str, int]) -> Spans:
     """For each dim by name its dim of the array, and its place there: products of lengths up to its ends."""
     spans = Spans()
     for d, dim in enumerate(array.dims):
-        ends = accumulate((lengths[name] for name in parts_of(dim)), mul, initial=1)
-        spans += [(d, *part) for part in pairwise(ends)]
+        products = accumulate((lengths[name] for name in parts_of(dim)), mul, initial=1)
+        spans += [(d, *part) for part in pairwise(products)]
     return spans
 
 

@@ -53,8 +53,8 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
         rules = (zip(each.dims, rule, strict=False) for rule in each.axis_rules)
         names = [[dims[way] for dims, way in rule if way >= 0] for rule in rules]
         for operand, array in zip(each.operands, each.arrays, strict=False):
-            ends = zip(step.arrays[operand].dims, array.dims, strict=True)
-            names += [[*parts_of(made), *parts_of(used)] for made, used in ends]
+            pairs = zip(step.arrays[operand].dims, array.dims, strict=True)
+            names += [[*parts_of(src), *parts_of(dst)] for src, dst in pairs]
         for same in (same for same in names if {*same} & {*tensor}):
             tensor += [dim for dim in same if dim not in (*tensor, *stream)]
     lasts = {"batch": [step.batch], "sequence": sequence, "tensor": [*tensor, *sequence], "heads": sequence}

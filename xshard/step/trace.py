@@ -87,7 +87,7 @@ class Trace:
             counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
             first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
             how["rules"] = tuple(
-                tuple(at[way] if way >= 0 else way for at, way in zip(first, rule, strict=True))
+                tuple(starts[way] if way >= 0 else way for starts, way in zip(first, rule, strict=True))
                 for rule in how["rules"]
             )
         pairs = ((x, n) for x, names in meaning.items() for n in names)
