@@ -145,7 +145,7 @@ def with_entry_type(
             hint = f"write it on the left: {kind}({axis})"
         elif axis not in plan.src.axes and is_typed(axis) and axis in varying_axes(x):
             what = f"the block varies along {axis!r}, where the source holds one value"
-            hint = f"if each device has its own copy, write copy({axis}) on the left"
+            hint = f"write what it is on the left: sum({axis}), mean({axis}), or copy({axis}) for copies"
             if axis_size(axis) == 1:  # over one device a sum changes the type only
                 x, what = lax.psum(x, axis), ""
         if what:

@@ -384,5 +384,5 @@ def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
         "the block varies along 'tp', where the source holds one value in",
         "    'n d/tp, d f -> n f'",
         "             ^^^",
-        "  if each device has its own copy, write copy(tp) on the left",
+        "  write what it is on the left: sum(tp), mean(tp), or copy(tp) for copies",
     ]

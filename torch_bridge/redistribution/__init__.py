@@ -85,8 +85,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     async_op: return at once, with a `PendingTensor` that any use waits for, in one order on all processes.
     debug: first compare the call with the other ranks' calls, and later its gradient: if they differ or one
     of them fails, all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
-    check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
-    backward pass, which all processes must then run. Default: XSHARD_CHECK_REPLICATED.
+    check_replicated: for debugging, compare the replicas and copies of `x` along the axes that the layouts
+    name, and the cotangents' in the backward pass. Default: XSHARD_CHECK_REPLICATED.
     maps: the `Owners` and `Needs` that layouts name; in compiled code they end a graph, and text with
     digests, `str(layout)`, does not.
     dtype, device, requires_grad, relabel: with two meshes only. dtype: the array's, for processes without a
