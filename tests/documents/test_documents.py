@@ -10,7 +10,7 @@ language that follows code is what it prints.
 import ast
 import doctest
 import functools
-import importlib
+import importlib.util
 import itertools
 import re
 import shlex
@@ -33,6 +33,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ", ", h100, ")  # in blocks of plans, of errors, of suggestions
 SPECIAL = re.compile(r"# (torchrun|JAX_NUM_CPU_DEVICES)(?: --nproc-per-node |=)(\d+) (?:python )?FILE\n")
 TIMES = re.compile(r"\d+(\.\d+)? m?s\b")  # no two runs take the same
+OPTIONAL = ("accelerate", "lightning")  # in no extra: blocks with them run where they are installed
 TIMEOUT_S = 600.0  # without progress, where a block takes seconds: this ends what hangs
 
 
@@ -130,6 +131,14 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     ids=lambda some: f"{some[0].document}:{some[0].line}",
 )
 def test_the_code_runs_on_several_devices(some, tmp_path):
+    used = {
+        name
+        for block in some
+        for name in OPTIONAL
+        if f"import {name}" in block.code or f"from {name}" in block.code
+    }
+    if missing := [name for name in sorted(used) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
     (runtime, n), paths = some[0].special, []
     for block in some:
         (folder := tmp_path / str(block.line)).mkdir()
