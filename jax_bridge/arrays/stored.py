@@ -200,7 +200,7 @@ def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
         reason = f"a jax.Array cannot have uneven blocks: {array.shape} does not divide by '{array.layout}'"
-        hint = "pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks"
+        hint = "pad it, or move it at shard_map's border, as in 's -> s/zigzag(cp)', which pads blocks"
         raise ShapeError(reason, text=text, hint=hint)
 
 
@@ -219,7 +219,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
         return plain
     if stored_rows(alone, 0) is not None:
         reason = f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long"
-        raise ShapeError(reason, text=text, hint=f"the move may change the order: '{dim.name} -> {plain}'")
+        raise ShapeError(reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'")
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
