@@ -110,7 +110,7 @@ def load(
 
     path: a safetensors file, a folder of them, or an open checkpoint of any format. rules: layouts by the
     names in this program; None: replicated. mesh: the processes, which all call it; None: the world. names:
-    maps stored names to this program's names. like: a model or a tree whose tensors are filled in place, on
+    maps stored names to this program's names. like: a model or a tree, with tensors to fill in place, on
     their devices and in their dtypes; it is returned. Parallel models and DTensors bring their layouts.
     Parameters of a parallel model on the meta device are made on `device`. strict: every name has to be in
     both. dtype: the dtype of all floats, without `like`. profile: the machine; if it has a disk, processes

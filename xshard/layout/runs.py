@@ -180,8 +180,8 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
-    ends = (_ends(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks)
-    block, _, start, length, repeats, stride = run_table(ends).T
+    outer = (_ends(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks)
+    block, _, start, length, repeats, stride = run_table(outer).T
     last, ranges = start + stride * (repeats - 1), np.tile(np.array([2**62, 0]), (len(blocks), 1))
     np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
     np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)

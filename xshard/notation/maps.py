@@ -321,7 +321,7 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
 
 
 def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
-    """Places of keys 0 to `n` - 1 by key, those of one key in ascending order, and where each key begins."""
+    """Places by key 0 to `n` - 1, ascending within a key, and the begin of each key."""
     starts = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=n))]).astype(np.int64)
     return np.argsort(keys.astype(np.min_scalar_type(n)), kind="stable"), starts  # short keys sort fast
 

@@ -77,7 +77,7 @@ def _(plan: Plan | ContractionPlan) -> RenderableType:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a function of the console's width makes."""
+    """Output that a function of the console's width makes."""
 
     parts: Callable[[int], Iterable[RenderableType]]
 

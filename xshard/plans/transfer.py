@@ -23,7 +23,7 @@ from xshard.steps.exchange.messages import Message, Messages
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
 
-class Pieces(NamedTuple):
+class SentPieces(NamedTuple):
     """All boxes that devices of the destination take, as columns: receivers, elements, groups of holders."""
 
     dst: NDArray[np.int64]
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
     group: NDArray[np.int64]
     holders: tuple[NDArray[np.int64], ...]  # of each group, positions on the source's mesh
     group_of: NDArray[np.int64]  # of every device of the source, the group that it is in
-    parts: tuple[tuple[NDArray[np.int64], tuple[Any, ...]], ...]  # of every dim: which box, of which
+    parts: tuple[tuple[NDArray[np.int64], tuple[Any, ...]], ...]  # by dim: numbers of boxes, and the boxes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Transfer(Step):
         return tuple(map(Message, self._senders, self._pieces.dst.tolist(), each))
 
     @cached_property
-    def _pieces(self) -> Pieces:
+    def _pieces(self) -> SentPieces:
         return _find_pieces(self.source, self.target, not self.is_in_place)
 
     @cached_property
@@ -271,7 +271,7 @@ def _filled(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """For n equal pieces in turn who is done with one first; and until when all are busy then."""
     done = np.sort(busy_s)
-    levels = (n * each_s + done.cumsum()) / np.arange(1, len(done) + 1)  # of the first 1, 2, ..., busy alike
+    levels = (n * each_s + done.cumsum()) / np.arange(1, len(done) + 1)  # the first 1, 2, ... until one time
     counts = np.clip((levels.min() + each_s - busy_s) / each_s, -1, n).astype(np.int64) + 1
     who = np.repeat(np.arange(len(busy_s)), counts)
     turns = np.arange(1, len(who) + 1) - np.repeat(counts.cumsum() - counts, counts)
@@ -283,8 +283,8 @@ def _filled(
 
 
 @lru_cache(maxsize=4096)
-def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> Pieces:
-    """Pieces in order of receivers, of addends, and of boxes; none unless it `sends`."""
+def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
+    """The pieces in order of receivers, of addends, and of boxes; none unless it `sends`."""
     mesh, dims = source.mesh, source.layout.dims
     sums = source.layout.tagged(*REDUCERS)
     key_of, n_addends = mesh.indices(sums), mesh.size(*sums)
@@ -295,7 +295,7 @@ def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> Pieces:
     # The first device along a new sum contributes, the others add nothing.
     first = np.flatnonzero(sends & (target.mesh.indices(target.layout.tagged("sum")) == 0))
     dst, key = np.repeat(first, n_addends), np.tile(np.arange(n_addends), len(first))
-    size, found = np.ones_like(dst), list[NDArray[np.int64]]()
+    size, entries = np.ones_like(dst), list[NDArray[np.int64]]()
     parts = [_overlaps(source.owners(d), target.holders(d)) for d in range(len(dims))]
     for dim, here, (starts, src, elements, _) in zip(target.layout.dims, dims, parts, strict=True):
         block = target.mesh.indices(dim.axes)[dst]
@@ -304,15 +304,15 @@ def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> Pieces:
         entry = np.arange(len(row)) + np.repeat(starts[block] - (counts.cumsum() - counts), counts)
         dst, size = dst[row], size[row] * elements[entry]
         key = key[row] * mesh.size(*here.axes) + src[entry]
-        found = [*(before[row] for before in found), entry]
-    which = tuple(zip(found, (part[3] for part in parts), strict=True))
-    return Pieces(dst, size, np.searchsorted(keys, key), holders, group_of, which)
+        entries = [*(before[row] for before in entries), entry]
+    which = tuple(zip(entries, (part[3] for part in parts), strict=True))
+    return SentPieces(dst, size, np.searchsorted(keys, key), holders, group_of, which)
 
 
 @lru_cache(maxsize=4096)
 def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> tuple[Any, ...]:
-    """Where the parts begin that the blocks of a dim in the target take; of each its block in the source, its
-    elements, and its box."""
+    """The parts that the target's blocks of a dim take: their begins by block; each part's source block,
+    elements, and box."""
     parts = [
         [(i, box) for i, rows in enumerate(owned) if (box := common_segments(rows, some))] for some in wanted
     ]

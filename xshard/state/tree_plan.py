@@ -127,7 +127,7 @@ class ArrayPlan:
     @cached_property
     def _sent(self) -> NDArray[np.int64]:
         """Of all messages: the numbers of sender and receiver, and bytes."""
-        found = [np.zeros((3, 0), np.int64)]
+        messages = [np.zeros((3, 0), np.int64)]
         for plan in (move.plan for move in self.moves):
             devices = np.array(plan.src_devices)
             for stage in plan.stages:
@@ -138,8 +138,8 @@ class ArrayPlan:
                     src, dst, elements = _pairs_of(stage.step, stage.before)
                     sender, receiver = devices[src], devices[dst]
                 some = sender != receiver
-                found.append(np.stack([sender[some], receiver[some], elements[some] * plan.itemsize]))
-        return np.concatenate(found, axis=1)
+                messages.append(np.stack([sender[some], receiver[some], elements[some] * plan.itemsize]))
+        return np.concatenate(messages, axis=1)
 
     @cached_property
     def traffic(self) -> Counter[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Operations in letters, by shapes alone: what operations of torch and of JAX have in common."""
+"""Operations in letters, by shapes alone, as torch and JAX have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = Sequence[int]
 class Written(NamedTuple):
     """An operation as for `Trace.add`, on as many first operands as it has arrays, the result's beside.
 
-    arrays: their dims, operands first. work: as in `Op`. lengths: of dims in parentheses.
+    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name.
     """
 
     arrays: Sequence[Sequence[str]]

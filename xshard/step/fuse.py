@@ -113,7 +113,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     if _misses(first, second, rows, step):
         return None
     shown = [*order, start + len(second.operands)]
-    # Where one dim is several dims in the other operation, axes shard the first of them first.
+    # If one dim is several dims in the other operation, axes shard the first of them first.
     places = [(i, 0) for i in (*range(m + 1, start), *range(shown[-1] + 1, len(arrays)))]
     for i, j in (*equal, *(pair[::-1] for pair in equal)):
         for d in range(len(arrays[i].dims)):

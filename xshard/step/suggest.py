@@ -44,7 +44,7 @@ def suggest(
 
     memory: bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as many as needed.
     profile: the machine, as for `plan`. fixed: layouts by patterns over names of inputs, parameters and
-    operations (for their results): axes that one names do so, the others are free.
+    operations (for their results): an axis that one names stays so in storage, others may be added.
     micro_batches, recompute: how many parts of the batch run one after another, and whether the activations
     of repeated blocks are computed again in the backward pass; None stands for the best.
     overlap: share of the seconds of moves that run beside computing, if that takes long enough.

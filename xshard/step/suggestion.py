@@ -91,8 +91,6 @@ class Suggestion(Pictured):
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         i, node = number[name], problem.nodes[number[name]]
         others = (node.ways[:, -1] != node.ways[chosen[i], -1]).any(-1)
-        if node.kept is not None:
-            others |= node.kept != node.kept[chosen[i]]
         left, here = list(self.search.left), f"{name}: {self._stated(i, chosen[i])}"
         left[i] = left[i][others[left[i]]]
         if not len(left[i]):
@@ -112,8 +110,8 @@ class Suggestion(Pictured):
         """An option of a node as text."""
         problem, node = self.search.problem, self.search.problem.nodes[i]
         text = str(layout_of(node.ways[option, -1], problem.names(node.name), problem.mesh.axes))
-        often = "" if node.kept is None else ("for each use", "once per step")[node.kept[option]]
-        return f"{text}, gathered {often}" if often else text
+        is_cut = node.kept is not None and "/" in text
+        return f"{text}, gathered {('for each use', 'once per step')[node.kept[option]]}" if is_cut else text
 
     def estimate(
         self,
