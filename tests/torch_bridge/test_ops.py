@@ -91,7 +91,7 @@ def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not()
         (lambda: ops.all_reduce(X, "tp", MESH, op="psum", grad="sum"),
             "NotationError: unknown tag 'psum'...did you mean 'sum'? tags are:"),
         (lambda: ops.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),
-            "XshardError: ...is not text\n  it is"),
+            "XshardError: ...is not text\n  \"sum\", \"mean\""),
         (lambda: ops.halo_exchange(X, 1.5, 0, "tp", MESH), "ShapeError: ...a halo of width 1.5"),
         (lambda: xt.dtensor.redistribute(X, []),
             "XshardError: ... is not a DTensor\n  redistribute(x, layouts, mesh) moves tensors"),

@@ -98,7 +98,8 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
 def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
     """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
     table = table.take(np.lexsort((table.start, table.block)))
-    rows = np.bincount(table.block, table.length, n).astype(np.int64)
+    rows = np.zeros(n, np.int64)
+    np.add.at(rows, table.block, table.length)  # exact, as bincount's floats are not
     local = np.cumsum(table.length) - table.length - (np.cumsum(rows) - rows)[table.block]
     return filled(table._replace(local=local), rows.tolist())
 
