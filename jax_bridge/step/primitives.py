@@ -85,14 +85,14 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
     return Written([table, [*rows, index], result], "lookup", [*whole, index])
 
 
-def _along(key: str, kind: str = "pointwise", operands: int | None = None) -> Row:
+def _along(key: str, kind: str = "pointwise", operands: int | None = None, **how: Any) -> Row:
     """Whole along the dims that a parameter names: as a number, as numbers, or by what happens along each."""
 
     def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
         axes = params.get(key, ())
         if key in ("padding_config", "window_dimensions"):
             axes = [d for d, way in enumerate(axes) if way not in (1, (0, 0, 0))]
-        return along(shapes[:operands], out, axes, kind)
+        return along(shapes[:operands], out, axes, kind, **how)
 
     return row
 
@@ -107,15 +107,10 @@ TABLE: Mapping[str, Row] = {
     "conv_general_dilated": _convolution,
     "gather": _gathered,
     "broadcast_in_dim": lambda p, s, out: placed(s, out, [p["broadcast_dimensions"]], **FREE),
-    "transpose": lambda p, s, out: placed(
-        s, out, [[p["permutation"].index(d) for d in range(len(out))]], **FREE
-    ),
-    "reduce_sum": lambda p, s, out: along(s, out, p["axes"], "linear", sums=True),
+    "transpose": lambda p, s, out: placed(s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE),
+    "reduce_sum": _along("axes", "linear", sums=True),
     # A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
-    **_rows(
-        "reduce_max reduce_min",
-        lambda p, s, out: along(s, out, p["axes"], "contraction", sums=True, flops=0.0),
-    ),
+    **_rows("reduce_max reduce_min", _along("axes", "contraction", sums=True, flops=0.0)),
     **_rows("argmax argmin reduce_and reduce_or reduce_prod reduce_xor", _along("axes")),
     **_rows("cumlogsumexp cummax cummin cumprod cumsum top_k", _along("axis")),
     **_rows("reduce_window_max reduce_window_min reduce_window_sum", _along("window_dimensions")),

@@ -97,12 +97,10 @@ class JaxSuggestion(Suggestion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        texts = {
-            pattern: f" {ARROW} ".join(f"... {side.strip()}" for side in text.split(ARROW))
-            for pattern, text in self.parameters.items()
-        }
         if self.tracer.stacked:  # a stacked parameter has a dim before the dims of one layer
-            object.__setattr__(self, "parameters", Rules(texts))
+            texts = {name: text.replace(ARROW, f"{ARROW} ...") for name, text in self.parameters.items()}
+            rules = Rules({name: f"... {text}" for name, text in texts.items()})
+            object.__setattr__(self, "parameters", rules)
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""

@@ -43,7 +43,7 @@ def test_rules_by_class():
     assert texts("b c -> b c", ("x",), kind="opaque") == ["b c -> b c"]
     assert texts("b, v c -> b c", ("i", "w"), kind="lookup")[-2] == "b | copy(x), v/x c -> b c | sum(x)"
     own = "b s/x c -> e b n/x c"
-    assert texts("b s c -> e b n c", ("x",), rules=(own,)) == [own, "b s c -> e b n c"]
+    assert texts("b s c -> e b n c", ("x",), rules=((1, 2),)) == [own, "b s c -> e b n c"]
 
 
 def test_a_step_survives_pickling():
@@ -74,7 +74,6 @@ def test_an_activation_of_several_operations_is_shared():
         (lambda: Op("a", "b c -> b", ("x", "y")), NotationError, "1 operands and 2 names: x, y"),
         (lambda: Op("a", "b c -> b", ("x",), kind="contracton"), PlanError, "did you mean 'contraction'"),
         (lambda: Op("a", "b c -> b", ("x",), whole="d"), NotationError, "no dim 'd'"),
-        (lambda: Op("a", "b c -> b", ("x",), rules=("c/x b -> b",)), NotationError, "is not 'b c -> b'"),
         (lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}), ShapeError, "dim 'd' lacks a length"),
         (lambda: a_step(inputs={"y": "b s c"}), PlanError, "no array 'x'"),
         (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \(8, 32\), used as 'b s c'"),

@@ -27,14 +27,9 @@ LINEAR = PARTS | _names("add sub neg sum cat constant_pad_nd flip roll")
 RANDOM = _names("native_dropout bernoulli uniform normal")
 ALIGNED = RANDOM | _names("expand repeat constant_pad_nd copy tril triu fill zero")
 UNIFORM = _names("full zeros ones empty scalar_tensor")
-MATRICES = {
-    "mm": ("ab", "bc", "ac"),
-    "bmm": ("eab", "ebc", "eac"),
-    "mv": ("ab", "b", "a"),
-    "dot": ("a", "a", ""),
-    "addmm": ("ab", "bc", "ac"),
-    "baddbmm": ("eab", "ebc", "eac"),
-}
+_MM, _BMM = ("ab", "bc", "ac"), ("eab", "ebc", "eac")
+MATRICES = {"mm": _MM, "addmm": _MM, "bmm": _BMM, "baddbmm": _BMM}
+MATRICES |= {"mv": ("ab", "b", "a"), "dot": ("a", "a", "")}
 
 
 class Call(NamedTuple):

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard.notation.parser import ARROW
-from xshard.step.views import common_factors, grouped
 
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
 Shape = Sequence[int]
@@ -30,6 +29,44 @@ class Written(NamedTuple):
         """The dims of operands and result as text."""
         *sides, result = (" ".join(dims) for dims in self.arrays)
         return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
+
+
+def common_factors(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Two shapes of one array -> the lengths of as many factors of both as possible, outermost first.
+
+    Then for each dim of both shapes the numbers of its factors.
+    """
+    lengths, numbers = list[int](), ([list[int]() for _ in before], [list[int]() for _ in after])
+    rest, index = (list(before), list(after)), [0, 0]
+
+    def add(n: int, *which: int) -> None:
+        for side in which:
+            numbers[side][index[side]].append(len(lengths))
+            rest[side][index[side]] //= n
+        lengths.append(n)
+
+    while left := [side for side in (0, 1) if index[side] < len(rest[side])]:
+        if done := [side for side in left if rest[side][index[side]] == 1]:
+            if not numbers[done[0]][index[done[0]]]:
+                add(1, done[0])
+            index[done[0]] += 1
+        elif (n := math.gcd(*(rest[side][index[side]] for side in left))) > 1:
+            add(n, *left)
+        else:  # the dims from here to where both shapes have as many elements again have no common factor
+            products = [1, 1]
+            while products[0] != products[1] or products[0] == 1:
+                side = int(products[1] < products[0])
+                index[side] += products[side] > 1
+                products[side] *= (n := rest[side][index[side]])
+                add(n, side)
+    return lengths, *numbers
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Dims as one dim of an array: in parentheses if they are several."""
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
 def letters(n: int, prefix: str = "r") -> list[str]:
@@ -99,12 +136,11 @@ def view(before: Shape, after: Shape) -> Written:
     >>> view((4, 6, 5), (4, 10, 3)).text, view((4, 6, 5), (4, 10, 3)).whole
     ('r0 (r1 r2) r4 -> r0 (r1 r3) r5', ('r2', 'r3', 'r4', 'r5'))
     """
-    factors = common_factors(before, after)
-    names = letters(len(factors.lengths))
-    arrays = [[grouped([names[i] for i in dim]) for dim in side] for side in factors[1:]]
-    shared = {i for dim in factors.before for i in dim} & {i for dim in factors.after for i in dim}
-    whole = tuple(n for i, n in enumerate(names) if i not in shared and factors.lengths[i] > 1)
-    lengths = dict(zip(names, factors.lengths, strict=True))
+    factors, *sides = common_factors(before, after)
+    lengths = dict(zip(names := letters(len(factors)), factors, strict=True))
+    arrays = [[grouped([names[i] for i in dim]) for dim in side] for side in sides]
+    shared = set.intersection(*({names[i] for dim in side for i in dim} for side in sides))
+    whole = tuple(name for name, n in lengths.items() if name not in shared and n > 1)
     return Written(arrays, "linear", whole, FREE, lengths)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.step.op import Flags, Floats, Indices
+from xshard.step.op import Flags, Floats, Ints
 
 TOO_MUCH = 1e3  # times the cost, for a limit that is exceeded once over
 
@@ -29,13 +29,12 @@ class Cost:
 
     def of(self, vectors: Floats) -> Floats:
         """The cost of each vector."""
-        total: Floats = vectors @ self.linear + (vectors @ self.maxima.swapaxes(1, 2)).max(-1).T @ self.times
-        return total
+        highest = (vectors @ self.maxima.swapaxes(1, 2)).max(-1)
+        return np.asarray(vectors @ self.linear + highest.T @ self.times)
 
     def used(self, vectors: Floats) -> Floats:
         """The largest share of a limit that each vector uses."""
-        share: Floats = (vectors @ self.limited.T).max(-1, initial=0.0)
-        return share
+        return np.asarray((vectors @ self.limited.T).max(-1, initial=0.0))
 
     def rank(self, vectors: Floats) -> Floats:
         """The cost, and much more for what exceeds a limit."""
@@ -63,8 +62,8 @@ class Pairs(NamedTuple):
     """
 
     nodes: tuple[int, int]
-    indices: tuple[Indices, Indices]
-    parts: Sequence[int] | Indices
+    indices: tuple[Ints, Ints]
+    parts: Sequence[int] | Ints
     tables: Floats
     banned: Flags
 
@@ -79,14 +78,13 @@ def solve_program(
     """
     linear, scipy = program(values, pairs, cost, scale), optimizer()
     starts = np.cumsum([0, *map(len, values)])
+    equal = scipy.LinearConstraint(linear["A_eq"], linear["b_eq"], linear["b_eq"])
+    below = scipy.LinearConstraint(linear["A_ub"], -np.inf, linear["b_ub"])
     solved = scipy.milp(
         linear["c"],
         integrality=np.arange(len(linear["c"])) < starts[-1],  # flows are whole where options are
         bounds=scipy.Bounds(0, np.append(np.full(len(linear["c"]) - 1, np.inf), 0)),  # no limit is exceeded
-        constraints=[
-            scipy.LinearConstraint(linear["A_eq"], linear["b_eq"], linear["b_eq"]),
-            scipy.LinearConstraint(linear["A_ub"], -np.inf, linear["b_ub"]),
-        ],
+        constraints=[equal, below],
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.notation.parser import parts_of
-from xshard.step.op import REPLICAS, Flags, Op, dims_of, product
+from xshard.step.op import REPLICAS, Flags, Ints, Op, dims_of, product
 from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.step import shape_of
 
@@ -72,18 +71,16 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
             ranks = _ranks(op, ways[..., :-1], [step.batch]) + _ranks(op, ways[..., -1:], last)
             weight = max((sizes[name] for name in op.operands if name in sizes), default=0)
             is_free = weight < SMALL * max(sizes.values()) and op.kind not in ("attention", "loss")
-            flags.append(
-                (ranks < OTHER) | (op.kind in ("share", "source")) if is_free else ranks == ranks.min()
-            )
+            some = (ranks < OTHER) | (op.kind in ("share", "source"))
+            flags.append(some if is_free else ranks == ranks.min())
     return flags
 
 
-def _ranks(op: Op, ways: NDArray[np.int64], prefer: Sequence[str]) -> NDArray[np.int64]:
+def _ranks(op: Op, ways: Ints, prefer: Sequence[str]) -> Ints:
     """How well axes fit in each option, in all: the dims preferred in their order, then idle, then others."""
     ranks = np.where((ways == REPLICAS).all(1), IDLE, OTHER)
     for j, array in enumerate(op.arrays):
         named = ([prefer.index(name) for name in parts_of(dim) if name in prefer] for dim in array.dims)
         of_dims = [min(each, default=OTHER) for each in named]
         ranks = np.minimum(ranks, np.array([*of_dims, OTHER, OTHER, OTHER])[ways[:, j]])  # tags are negative
-    total: NDArray[np.int64] = ranks.sum(-1)
-    return total
+    return np.asarray(ranks.sum(-1))

@@ -14,18 +14,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.op import (
-    COPY,
-    REPLICAS,
-    SUM,
-    Flags,
-    Floats,
-    Indices,
-    Ways,
-    layout_of,
-    product,
-    without_copies,
-)
+from xshard.step.op import COPY, REPLICAS, SUM, Flags, Floats, Ints, Ways, layout_of, product, without_copies
 
 Term = Floats | float
 LEADING = 64  # rows of the dims before those that a move is about
@@ -144,8 +133,7 @@ def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
     begun = product(after & ~before, sizes)
     block, held = 1 / product(dst >= 0, sizes)[None], 1 / product(src >= 0, sizes)[:, None]
     moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
-    share: Floats = np.where(addends > 1, summed, moved)
-    return share
+    return np.where(addends > 1, summed, moved)
 
 
 @dataclass(eq=False)
@@ -159,7 +147,7 @@ class Edge:
     """
 
     nodes: tuple[int, int]
-    indices: tuple[Indices, Indices]
+    indices: tuple[Ints, Ints]
     layouts: tuple[Ways, Ways]
     shape: tuple[int, ...]
     moves: MovePrices
@@ -167,7 +155,7 @@ class Edge:
     is_linear: bool = True
     place: str = ""
     enters: bool = False
-    parts: Indices = field(init=False)
+    parts: Ints = field(init=False)
     tables: Floats = field(init=False)  # [parts, rows, columns]
     banned: Flags = field(init=False)
 
@@ -197,7 +185,7 @@ class Edge:
         self._planned[i, j] = True
         return float(late.sum())
 
-    def weighed(self, weights: Floats, i: Indices, j: Indices) -> Floats:
+    def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
         total = np.where(self.banned, np.inf, np.tensordot(weights[self.parts], self.tables, 1))
         return total[self.indices[0][i]][:, self.indices[1][j]]

@@ -1,6 +1,6 @@
 """Operations of a training step: dims by name, and what one mesh axis may do in each class of operations.
 
-A rule says it for one axis. It is written as a contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`.
+A rule says it for one axis. It prints as a contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`.
 The classes (`KINDS`) derive rules from the dims of an operation by the table of `contractions.types`;
 rules of its own replace them.
 """
@@ -21,8 +21,8 @@ from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
 REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
 TAGS = {"sum": SUM, "copy": COPY}
-Ways = NDArray[np.int64]  # [layouts, axes]: per axis the dim of the array that it shards, or a tag
-Indices = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Ways = Ints  # [layouts, axes]: per axis the dim of the array that it shards, or a tag
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
@@ -79,8 +79,8 @@ class Op:
     are one dim of the array. A dim has one length wherever it is; results reach operands by position.
     operands: names of operations, inputs and parameters. kind: its class, one of `KINDS`.
     whole: dims that no axis may shard. rules: they replace the rules of its class for an axis, each as in
-    `"b s/x c -> b n/x c"`, or as in `axis_rules`. times: how often it runs. again: in a repeated block, the
-    operation that gives the operand of a `carry` from the second time on.
+    `axis_rules`. times: how often it runs. again: in a repeated block, the operation that gives the operand
+    of a `carry` from the second time on.
     enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
     flops, accesses, saved: they replace the numbers of its class (`Kind`). inside: in a chain of operations,
@@ -97,7 +97,7 @@ class Op:
     operands: tuple[str, ...] = ()
     kind: str = "contraction"
     whole: tuple[str, ...] = ()
-    rules: tuple[str | tuple[int, ...], ...] | None = None
+    rules: tuple[tuple[int, ...], ...] | None = None
     times: int = 1
     again: str = ""
     enters: str | None = None
@@ -122,7 +122,6 @@ class Op:
             if unknown := [dim for dim in self.whole if dim not in known]:
                 reason = f"no dim {unknown[0]!r}"
                 raise NotationError(reason, text=self.text, hint=f"dims: {' '.join(known)}")
-            _ = self.axis_rules
 
     @cached_property
     def arrays(self) -> tuple[Layout, ...]:
@@ -156,7 +155,7 @@ class Op:
         *operands, result = self.dims
         idle, kind = (REPLICAS,) * len(self.every), KINDS[self.kind]
         if self.rules is not None or self.kind == "opaque":
-            return (*map(self._parsed, self.rules or ()), idle)
+            return (*(self.rules or ()), idle)
         rules = []
         for dim in dict.fromkeys((*result, *(d for dims in operands for d in dims))):
             if dim not in self.whole and (dim in result or kind.sums):
@@ -166,37 +165,22 @@ class Op:
 
     def text_of(self, rule: Sequence[int]) -> str:
         """A rule as a contraction over the axis `x`."""
-        *sides, result = (
-            str(layout_of([way], dims, "x")) for way, dims in zip(rule, self.dims, strict=False)
-        )
+        pairs = zip(rule, self.dims, strict=False)
+        *sides, result = (str(layout_of([way], dims, "x")) for way, dims in pairs)
         return f"{', '.join(sides)} {ARROW} {result}".strip()
 
-    def _parsed(self, text: str | tuple[int, ...]) -> tuple[int, ...]:
-        """The inverse of `text_of`."""
-        if not isinstance(text, str):
-            return text
-        sides = _sides(text)
-        if tuple(side.names for side in sides) != self.dims:
-            plain = self.text_of((REPLICAS,) * len(self.dims))
-            raise NotationError(f"it is not '{plain}' over an axis x", text=text)
-        return tuple(ways_of(side, "x")[0] for side in sides)
 
-
+@lru_cache(2**12)
 def parse_arrays(text: str) -> tuple[Layout, ...]:
     """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""
-    arrays = _sides(text)
+    is_made = not text.partition(ARROW)[0].strip()
+    operands, results, _ = parse_sides(f"() {text}" if is_made else text, "contraction")
+    arrays = tuple(Layout(*side) for side in (*operands, *results))[is_made:]
     for array in arrays:
         if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
             hint = "an operation has the dims of arrays, each once, and no axes"
             raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
     return arrays
-
-
-@lru_cache(2**12)
-def _sides(text: str) -> tuple[Layout, ...]:
-    is_made = not text.partition(ARROW)[0].strip()
-    operands, results, _ = parse_sides(f"() {text}" if is_made else text, "contraction")
-    return tuple(Layout(*side) for side in (*operands, *results))[is_made:]
 
 
 def dims_of(array: Layout) -> tuple[str, ...]:
@@ -223,7 +207,7 @@ def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
     return row
 
 
-def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> NDArray[np.int64]:
+def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Ints:
     """All combinations of rules, one per axis, that divide all dims evenly -> [options, arrays, axes]."""
     table, n_axes = np.array(op.axis_rules), len(mesh.axes)
     chosen = np.indices((len(table),) * n_axes).reshape(n_axes, -1).T
@@ -241,8 +225,7 @@ def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh)
 
     There a dim is sharded only once the dims before it are down to 1, by later axes of the mesh.
     """
-    grouped, fits, d = ways.copy(), np.ones(len(ways), bool), 0
-    axes = np.arange(len(mesh.axes))
+    grouped, fits, axes, d = ways.copy(), np.ones(len(ways), bool), np.arange(len(mesh.axes)), 0
     for group, dim in enumerate(array.dims):
         down, last = np.ones(len(ways), bool), np.full(len(ways), -1)
         for name in parts_of(dim):
@@ -258,11 +241,10 @@ def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh)
 
 def product(which: Flags, sizes: Sequence[int] | Floats) -> Floats:
     """The product of the sizes of some axes, which come last."""
-    factor: Floats = np.prod(np.where(which, sizes, 1), -1)
-    return factor
+    return np.asarray(np.prod(np.where(which, sizes, 1), -1))
 
 
-def distinct(ways: Ways) -> tuple[Ways, Indices]:
+def distinct(ways: Ways) -> tuple[Ways, Ints]:
     """The distinct layouts, and the number of the one that each option has."""
     rows, index = np.unique(ways, axis=0, return_inverse=True)
     return rows, index.reshape(-1)

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
@@ -21,7 +20,7 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.cost import Cost
 from xshard.step.moves import Edge, MovePrices, Term
-from xshard.step.op import Floats, Indices, Op, distinct, options_of, product, without_copies
+from xshard.step.op import Floats, Ints, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
@@ -38,9 +37,9 @@ class Node(NamedTuple):
     """
 
     name: str
-    ways: NDArray[np.int64]
+    ways: Ints
     values: Floats
-    kept: Indices | None = None
+    kept: Ints | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +80,7 @@ class StepProblem:
         return np.eye(len(self.blocks) * len(PARTS) + 5)
 
     def names(self, name: str) -> list[str]:
-        """A name for each dim of an array: several that are one dim have one name together.
-
-        Dims of parameters have the same names in all, so that one rule is for many.
-        """
+        """A name for each dim of an array; parameters have the same ones, so that one rule is for many."""
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:
             return ["".join(parts_of(dim)) for dim in dims]
@@ -111,10 +107,9 @@ class StepProblem:
         full = max(4, itemsize(self.step.dtype))
         return full, full * (2 + (itemsize(self.step.dtype) < full))
 
-    def _bytes(self, ways: NDArray[np.int64], shape: Sequence[int], each: int) -> Floats:
+    def _bytes(self, ways: Ints, shape: Sequence[int], each: int) -> Floats:
         """Bytes that a device holds of an array, with so many for each element."""
-        local: Floats = each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
-        return local
+        return each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
 
     def _stored(self, name: str) -> Node:
         shape, names, (gradient, state) = self.shape(name), self.names(name), self.optimizer_bytes
@@ -238,12 +233,8 @@ class StepProblem:
         """Seconds of a step and bytes that a device holds at most, by kind."""
         blocks = self._of_blocks(vector)
         sums = self.micro_batches * np.array(self.blocks) @ blocks
-        seconds = {
-            "computing": sums[COMPUTED] + sums[COMPUTED_BACK],
-            "moving": sums[MOVED] + sums[MOVED_BACK],
-        }
-        held = {kind: vector[part] for kind, part in MEMORY.items()}
-        return (
-            {kind: float(s) for kind, s in {**seconds, "optimizer": vector[OPTIMIZER]}.items()},
-            {kind: int(n) for kind, n in {**held, "while a block runs": blocks[:, HELD].max()}.items()},
-        )
+        computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
+        seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
+        held = {kind: int(vector[part]) for kind, part in MEMORY.items()}
+        held["while a block runs"] = int(blocks[:, HELD].max())
+        return {kind: float(s) for kind, s in seconds.items()}, held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 from xshard.notation.parser import ARROW
@@ -48,10 +48,7 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
 
 def _times(kinds: Sequence[object], start: int, size: int) -> int:
     """How often the operations from a place on come one after another."""
-    times = 1
-    while kinds[start + times * size :][:size] == kinds[start:][:size]:
-        times += 1
-    return times
+    return next(n for n in count(1) if kinds[start + n * size :][:size] != kinds[start:][:size])
 
 
 def _block(

@@ -16,7 +16,7 @@ from xshard.models import rule_of, use_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, RulesLike, spellings, text_of
 from xshard.step.moves import Edge
-from xshard.step.op import Flags, Indices, layout_of, ways_of, without_copies
+from xshard.step.op import Flags, Ints, layout_of, ways_of, without_copies
 from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.search import StepSearch
 
@@ -144,7 +144,7 @@ def _variety(patterns: Sequence[str]) -> float:
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)
 
 
-def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
+def limited(problem: StepProblem, rules: StepRules) -> list[Ints]:
     """The options of every node that rules leave; moves are limited, in place, to those that rules name."""
     allowed = [np.ones(len(node.ways), bool) for node in problem.nodes]
     step, once = problem.step, Rules({rules.once: True} if rules.once else {})
@@ -175,7 +175,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Indices]:
     return [np.nonzero(flags)[0] for flags in allowed]
 
 
-def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Indices]:
+def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
     """The options in which axes do in an array what its layout says; axes that it does not name are free.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.

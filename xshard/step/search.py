@@ -15,7 +15,7 @@ import numpy as np
 
 from xshard.step.cost import Cost, Pairs, solve_program
 from xshard.step.eliminate import Bucket, excess, minimum
-from xshard.step.op import Flags, Floats, Indices
+from xshard.step.op import Flags, Floats, Ints
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
@@ -37,7 +37,7 @@ class StepSearch:
 
     problem: StepProblem
     limit: float
-    left: Sequence[Indices] = ()
+    left: Sequence[Ints] = ()
     bound: float = 0.0
     seconds: float = np.inf
     best: list[int] | None = None

@@ -27,16 +27,10 @@ class TrainingStep:
     moves_anywhere: moves are possible between any two operations, instead of at modules (`Op.enters`).
     Raises PlanError for names that do not exist or come too late, ShapeError for lengths that do not fit.
 
-    >>> step = TrainingStep(
-    ...     ops=[
-    ...         Op("up", "b c, f c -> b f", ("x", "up.weight")),
-    ...         Op("loss", "b f -> ", ("up",), kind="loss"),
-    ...     ],
-    ...     lengths=dict(b=64, c=128, f=512),
-    ...     inputs={"x": "b c"},
-    ...     parameters={"up.weight": "f c"},
-    ... )
-    >>> print(step)
+    >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
+    >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
+    >>> lengths = {"b": 64, "c": 128, "f": 512}
+    >>> print(TrainingStep([up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}))
     up    contraction  b c, f c -> b f  x, up.weight
     loss  loss         b f ->           up
     """
@@ -124,11 +118,9 @@ class TrainingStep:
         return replace(self, ops=ops) if renamed else self
 
     def __str__(self) -> str:
-        rows = []
-        for op in self.ops:
-            kind = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
-            rows.append((op.name, kind, op.text, ", ".join(op.operands)))
-        return align_columns(rows)
+        kinds = [f"{op.kind} x {op.times}" if op.times > 1 else op.kind for op in self.ops]
+        rows = zip(self.ops, kinds, strict=True)
+        return align_columns([(op.name, kind, op.text, ", ".join(op.operands)) for op, kind in rows])
 
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:

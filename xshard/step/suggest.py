@@ -53,15 +53,10 @@ def suggest(
     Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.
 
     >>> from xshard import Op
-    >>> step = TrainingStep(
-    ...     ops=[
-    ...         Op("up", "b c, f c -> b f", ("x", "up.weight")),
-    ...         Op("loss", "b f -> ", ("up",), kind="loss"),
-    ...     ],
-    ...     lengths=dict(b=4096, c=8192, f=8192),
-    ...     inputs={"x": "b c"},
-    ...     parameters={"up.weight": "f c"},
-    ... )
+    >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
+    >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
+    >>> lengths = {"b": 4096, "c": 8192, "f": 8192}
+    >>> step = TrainingStep([up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"})
     >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
     >>> plan.parameters["up.weight"], plan.gap < 0.005
     ('o/dp/tp i', True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from xshard.step.classes import Written
+from xshard.step.classes import Written, common_factors, grouped
 from xshard.step.op import Op
 from xshard.step.step import TrainingStep
-from xshard.step.views import common_factors, grouped
 
 Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
 
@@ -86,10 +85,8 @@ class Trace:
         if how.get("rules") is not None:
             counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
             first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
-            how["rules"] = tuple(
-                tuple(starts[way] if way >= 0 else way for starts, way in zip(first, rule, strict=True))
-                for rule in how["rules"]
-            )
+            rules = (zip(first, rule, strict=True) for rule in how["rules"])
+            how["rules"] = tuple(tuple(s[way] if way >= 0 else way for s, way in rule) for rule in rules)
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
         self.ops.append(Op(name, Written(sides).text, tuple(operands), op.kind, whole, **how))
@@ -112,10 +109,11 @@ class Trace:
         """The factors of each letter of one dim: names, "" for a part of one, and lengths."""
         if len(letters) == 1:
             return {letters[0]: [(name, self.lengths[name]) for name in names]}
-        factors = common_factors([self.lengths[name] for name in names], [sizes[x] for x in letters])
-        entire = {dim[0]: name for name, dim in zip(names, factors.before, strict=True) if len(dim) == 1}
-        parts = zip(letters, factors.after, strict=True)
-        return {letter: [(entire.get(i, ""), factors.lengths[i]) for i in dim] for letter, dim in parts}
+        shapes = [self.lengths[name] for name in names], [sizes[x] for x in letters]
+        lengths, before, after = common_factors(*shapes)
+        entire = {dim[0]: name for name, dim in zip(names, before, strict=True) if len(dim) == 1}
+        parts = zip(letters, after, strict=True)
+        return {letter: [(entire.get(i, ""), lengths[i]) for i in dim] for letter, dim in parts}
 
     def _fresh(self, wanted: str, n: int, taken: Sequence[str]) -> str:
         """A name for a dim of length n that nothing in `taken` has."""
