@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import FREE, Written, aligned, along, convolution, placed, view
+from xshard.step.classes import FREE, Shape, Written, aligned, along, convolution, placed, view
 
-Shape = Sequence[int]
 Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
 
 
@@ -26,8 +25,9 @@ _SOURCES = """create_token empty iota random_bits random_fold_in random_seed ran
     random_wrap rng_bit_generator threefry2x32"""
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
-_COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
-COPIES = frozenset(_COPIES.split())
+COPIES = frozenset(
+    ["convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"]
+)
 
 
 def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:

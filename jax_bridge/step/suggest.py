@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +52,7 @@ class Loss:
             names += [f"{name} (input)" if name in names else name for name, _ in leaves]
         return cls(f, bound, names, [x for leaves in named for _, x in leaves], len(named[0]))
 
-    def filled(
-        self, values: Sequence[Any], other: Callable[[Any], Any] = lambda leaf: leaf
-    ) -> tuple[Any, ...]:
+    def filled(self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
         """The arguments with other values in place of arrays."""
         new, tree = iter(values), tuple(self.bound.arguments.values())
         filled: tuple[Any, ...] = jax.tree.map(lambda x: next(new) if is_array(x) else other(x), tree)
@@ -153,10 +150,8 @@ def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
     parameters, inputs = structs[: loss.n_parameters], structs[loss.n_parameters :]
-    elements = Counter[str]()
-    for x in parameters:
-        elements[str(x.dtype)] += math.prod(x.shape)
-    (dtype, _), *_ = elements.most_common(1) or [("bfloat16", 0)]
+    largest = max(parameters, key=lambda x: math.prod(x.shape), default=None)
+    dtype = "bfloat16" if largest is None else str(largest.dtype)
     trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), dtype)
     for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
         (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)

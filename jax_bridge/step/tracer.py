@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_bridge.step.primitives import INLINED, SLICE, STACK, written
+from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
 from xshard.step.trace import Trace
 
-INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}  # no module: moves are possible between any operations
 Name = str | None  # of an array; None for a number
 Names = Sequence[Name]
-Shape = Sequence[int]
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
 
 
@@ -68,10 +66,8 @@ class Tracer:
                 results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
                 self.aliases |= {name: results[0]} if results[0] else {}
             else:
-                results = [
-                    self._add(f"{name}:{i}" if i else name, kind, operands, v.aval.shape, times, eqn.params)
-                    for i, v in enumerate(eqn.outvars)
-                ]
+                outs = ((f"{name}:{i}" if i else name, v.aval.shape) for i, v in enumerate(eqn.outvars))
+                results = [self._add(out, kind, operands, shape, times, eqn.params) for out, shape in outs]
             arrays |= dict(zip(eqn.outvars, results, strict=True))
         return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
@@ -79,11 +75,11 @@ class Tracer:
         self, name: str, kind: str, operands: Names, shape: Shape, times: int, params: Any = None
     ) -> Name:
         """The operation of a primitive; None for a number that is computed from numbers."""
-        arrays, how = [o for o in operands if o is not None], {**INSIDE, "times": times}
+        arrays = [o for o in operands if o is not None]
         if not arrays and not shape:
             return None
         op = written(kind, params, [None if o is None else self.trace.shapes[o] for o in operands], shape)
-        return self.trace.add(name, op, arrays, shape, **how)
+        return self.trace.add(name, op, arrays, shape, times=times)
 
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """A block that runs `length` times: carries, and slices of what is stacked."""

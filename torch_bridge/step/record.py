@@ -34,7 +34,6 @@ SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"
 LARGEST = 2**20  # elements of numbers that have values
 NUMBERED = re.compile(r"(^|\.)\d+$")  # modules that may be repeated
 Links = dict[str, dict[int, str]]  # arrays -> their dims -> letters of a result with the same lengths
-INSIDE: dict[str, Any] = {"enters": "", "leaves": ""}
 
 
 class Length(int):
@@ -111,7 +110,7 @@ class StepRecorder(TorchDispatchMode):
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        op, how = call.op, dict[str, Any](INSIDE)
+        op, how = call.op, dict[str, Any]()
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
         is_constant = all(each in self.constants for each in operands)
         if links or (is_constant and operands):
@@ -229,7 +228,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     if name not in trace.shapes:
         raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
     if shape := trace.shapes[name]:
-        name = trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), (), **INSIDE)
+        name = trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), ())
     step = trace.step(name)
     unused = tuple(n for names in tied.values() for n in names if "|".join(names) not in step.parameters)
     return _with_modules(step, recorder), unused

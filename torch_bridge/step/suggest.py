@@ -24,8 +24,7 @@ class TorchSuggestion(Suggestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unused:
-            rules = {**self.parameters, "|".join(self.unused): "..."}
-            object.__setattr__(self, "parameters", Rules(rules))
+            object.__setattr__(self, "parameters", Rules({**self.parameters, "|".join(self.unused): "..."}))
 
     @property
     def result(self) -> str:

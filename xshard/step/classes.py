@@ -10,6 +10,8 @@ from xshard.notation.parser import ARROW
 
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
 Shape = Sequence[int]
+Shapes = Sequence[Shape]
+Places = Sequence[Sequence[int | None]]  # of dims of arrays in the result
 
 
 class Written(NamedTuple):
@@ -31,13 +33,8 @@ class Written(NamedTuple):
         return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
 
 
-def common_factors(
-    before: Sequence[int], after: Sequence[int]
-) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Two shapes of one array -> the lengths of as many factors of both as possible, outermost first.
-
-    Then for each dim of both shapes the numbers of its factors.
-    """
+def common_factors(before: Shape, after: Shape) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Two shapes of one array -> the lengths of all common factors; their numbers, for each dim of both."""
     lengths, numbers = list[int](), ([list[int]() for _ in before], [list[int]() for _ in after])
     rest, index = (list(before), list(after)), [0, 0]
 
@@ -75,18 +72,9 @@ def letters(n: int, prefix: str = "r") -> list[str]:
 
 
 def placed(
-    shapes: Sequence[Shape],
-    out: Shape,
-    places: Sequence[Sequence[int | None]],
-    kind: str = "linear",
-    whole: Collection[str] = (),
-    **work: Any,
+    shapes: Shapes, out: Shape, places: Places, kind: str = "linear", whole: Collection[str] = (), **work: Any
 ) -> Written:
-    """Dims at places of the result, or None; dims of other lengths are broadcast, or whole.
-
-    >>> placed([(8, 1), (4,)], (8, 4), [(0, 1), (1,)]).text
-    'r0 u0_1, r1 -> r0 r1'
-    """
+    """Dims at places of the result, or None; dims of other lengths are broadcast, or whole."""
     arrays, odd = list[list[str]](), {*whole}
     for k, shape in enumerate(shapes):
         arrays.append([])
@@ -99,26 +87,16 @@ def placed(
 
 
 def aligned(
-    shapes: Sequence[Shape], out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
+    shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
 ) -> Written:
     """The last dims are the result's."""
     return placed(shapes, out, [range(len(out) - len(s), len(out)) for s in shapes], kind, whole, **work)
 
 
 def along(
-    shapes: Sequence[Shape],
-    out: Shape,
-    dims: int | Sequence[int],
-    kind: str = "pointwise",
-    *,
-    sums: bool = False,
-    **work: Any,
+    shapes: Shapes, out: Shape, dims: int | Shape, kind: str = "pointwise", *, sums: bool = False, **work: Any
 ) -> Written:
-    """Some dims of the first operand are whole, or sums; all others are the result's, in their order.
-
-    >>> along([(8, 4)], (8,), 1).whole, along([(8, 4)], (8,), 1, "linear", sums=True).whole
-    ({'u0_1'}, set())
-    """
+    """Some dims of the first operand are whole, or sums; all others are the result's, in their order."""
     ndim, left = len(shapes[0]), iter(range(len(out)))
     named = {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
     places = [next(left) if len(out) == ndim or d not in named else None for d in range(ndim)]
@@ -144,9 +122,7 @@ def view(before: Shape, after: Shape) -> Written:
     return Written(arrays, "linear", whole, FREE, lengths)
 
 
-def convolution(
-    shapes: Sequence[Shape], out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
-) -> Written:
+def convolution(shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()) -> Written:
     """Windows are whole, and channels, if they are in groups of several.
 
     orders: the numbers of batch, channels (a kernel's: result's, operand's) and windows in every array.

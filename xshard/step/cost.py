@@ -137,6 +137,5 @@ def optimizer() -> Any:
     try:
         from scipy import optimize
     except ImportError:
-        hint = "pip install scipy, or xshard with its extra 'suggest'"
-        raise PlanError("a search needs scipy", hint=hint) from None
+        raise PlanError("a search needs scipy", hint="pip install scipy, or xshard[suggest]") from None
     return optimize

@@ -44,7 +44,7 @@ HAND: Mapping[str, HandPlan] = {
 def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     """The options of every node that a plan by hand leaves."""
     step, flags = problem.step, list[Flags]()
-    stream = dims_of(next((op.result for op in step.ops if op.kind == "carry"), step.ops[0].result))
+    stream = next((op.dims[-1] for op in step.ops if op.kind == "carry"), step.ops[0].dims[-1])
     weights = [dim for name in step.parameters for dim in dims_of(step.arrays[name])]
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
     tensor = [dim for dim in weights if dim not in stream]

@@ -17,6 +17,7 @@ from xshard.search.request import Request
 from xshard.step.op import COPY, REPLICAS, SUM, Flags, Floats, Ints, Ways, layout_of, product, without_copies
 
 Term = Floats | float
+Line = tuple[int, float, int, float]  # elements and seconds at both ends of a range
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
 
@@ -33,7 +34,7 @@ class MovePrices:
     mesh: Mesh
     dtype: str
     profile: Profile
-    _known: dict[tuple[object, ...], tuple[int, float, int, float]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Line] = field(default_factory=dict)
 
     def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
         """Seconds of a move of an array of global lengths, by the planner."""
@@ -59,9 +60,7 @@ class MovePrices:
         n, low, m, high = self._line(left, all(lengths[d] == 1 for d in before), octave)
         return low + (high - low) * max(elements - n, 0) / (m - n)
 
-    def _line(
-        self, ends: dict[int, tuple[int, int]], first: bool, octave: int
-    ) -> tuple[int, float, int, float]:
+    def _line(self, ends: dict[int, tuple[int, int]], first: bool, octave: int) -> Line:
         """Elements and seconds at both ends of a range, of a move that only these axes take part in."""
         key = (*ends.items(), first, octave)
         if key not in self._known:

@@ -133,11 +133,6 @@ class Op:
         """The arrays of the operands, of the result, and inside."""
         return (*self.arrays, *(parse_arrays(f"{ARROW} {text}")[0] for text in self.inside))
 
-    @property
-    def result(self) -> Layout:
-        """The array of the result."""
-        return self.arrays[-1]
-
     @cached_property
     def dims(self) -> tuple[tuple[str, ...], ...]:
         """The dims of each array, one by one."""

@@ -129,7 +129,7 @@ class StepProblem:
 
     def _node(self, op: Op) -> Node:
         ways, work, step = options_of(op, self.lengths, self.mesh), op.work, self.step
-        values, recomputed = np.zeros((len(ways), len(self.unit))), self._recomputed(op)
+        values, recomputed = np.zeros((len(ways), len(self.unit))), self.recompute and op.times > 1
         shapes = [shape_of(array, self.lengths) for array in op.arrays]
         local = [self._bytes(ways[:, j], s, itemsize(step.dtype)) for j, s in enumerate(shapes)]
         kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
@@ -147,9 +147,6 @@ class StepProblem:
         else:
             values[:, ACTIVATIONS] = op.times * saved
         return Node(op.name, ways, values)
-
-    def _recomputed(self, op: Op) -> bool:
-        return self.recompute and op.times > 1
 
     @cached_property
     def edges(self) -> list[Edge]:
@@ -172,7 +169,7 @@ class StepProblem:
         if op.again and name != op.again:  # the first of repeated blocks
             entered = spellings(entered)[0].replace("*", "0")
         once: Term = often
-        again: Term = often * self._recomputed(op)
+        again: Term = often * (self.recompute and op.times > 1)
         terms = dict[int, tuple[Term, Term, Term]]()
         if src.kept is not None:
             rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
@@ -191,8 +188,8 @@ class StepProblem:
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
-        where = entered or place, bool(entered)
-        return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, *where)
+        place = entered or place
+        return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, place, bool(entered))
 
     def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
         """The parts of the cost of an assignment; of a node, with each of its options in its place.

@@ -74,9 +74,8 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
-    inputs = {
-        name: text for name, text in inputs.items() if name not in own and first.get(name) not in inputs
-    }
+    others = {name for name in inputs if name not in own and first.get(name) not in inputs}
+    inputs = {name: text for name, text in inputs.items() if name in others}
     used = {name: _used(name, *texts, varying) for name, texts in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(own), **_merged(inputs)})

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from xshard.step.cost import Cost, Pairs, solve_program
+from xshard.step.cost import Pairs, solve_program
 from xshard.step.eliminate import Bucket, excess, minimum
 from xshard.step.op import Flags, Floats, Ints
 from xshard.step.problem import StepProblem
@@ -45,14 +44,10 @@ class StepSearch:
     vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.cost = self.problem.cost(self.limit)
         self.proof = np.zeros(len(self.problem.unit)), 0.0  # weights of the bound, and a constant
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
         self.live = self.left  # without options with which every assignment takes more than the cutoff
-
-    @cached_property
-    def cost(self) -> Cost:
-        """The cost of vectors of parts."""
-        return self.problem.cost(self.limit)
 
     def offer(self, assignment: Sequence[int]) -> float:
         """Plan the moves of an assignment, keep it if it is the best; the seconds that planning added."""

@@ -58,7 +58,7 @@ class TrainingStep:
                     self._check_operand(op.again, op.arrays[0], self.by_name)
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
-                shape_of(op.result, self.lengths)
+                shape_of(op.arrays[-1], self.lengths)
                 known.append(op.name)
         used = {name for op in self.ops for name in op.operands}
         if idle := [name for name in self.parameters if name not in used]:
@@ -83,7 +83,7 @@ class TrainingStep:
         """The dims of every array by its name."""
         texts = {**self.inputs, **self.parameters}
         arrays = {name: parse_arrays(f"{ARROW} {text}")[-1] for name, text in texts.items()}
-        return {**arrays, **{op.name: op.result for op in self.ops}}
+        return {**arrays, **{op.name: op.arrays[-1] for op in self.ops}}
 
     @cached_property
     def differentiable(self) -> frozenset[str]:
@@ -112,7 +112,7 @@ class TrainingStep:
             ops.append(replace(op, operands=tuple(renamed.get((o, op.name), o) for o in op.operands)))
             keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saved and c.kind != "share"}
             if len(keep) > 1:
-                text, name = f"{op.result} {ARROW} {op.result}", f"{op.name} (shared)"
+                text, name = f"{op.arrays[-1]} {ARROW} {op.arrays[-1]}", f"{op.name} (shared)"
                 ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters=""))
                 renamed |= {(op.name, consumer): name for consumer in keep}
         return replace(self, ops=ops) if renamed else self

@@ -56,11 +56,8 @@ class Trace:
         return name
 
     def add(self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **how: Any) -> str:
-        """An operation, and the shape of its result; returns its name.
-
-        how: fields of `Op`, `rules` as numbers.
-        """
-        operands, how = operands[: len(op.arrays) - 1], {**op.work, **how}
+        """An operation inside a module, the shape of its result, and fields of `Op`; returns its name."""
+        operands, how = operands[: len(op.arrays) - 1], {**op.work, "enters": "", "leaves": "", **how}
         arrays = [[dim.strip("()").split() for dim in dims] for dims in op.arrays]
         shapes = [*(self.shapes[o] for o in operands), shape]
         sizes = dict(op.lengths)
