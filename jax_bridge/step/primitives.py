@@ -25,9 +25,8 @@ _SOURCES = """create_token empty iota random_bits random_fold_in random_seed ran
     random_wrap rng_bit_generator threefry2x32"""
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
 SLICE, STACK = "slice of a scan", "stack of a scan"
-COPIES = frozenset(
-    ["convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"]
-)
+_COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
+COPIES = frozenset(_COPIES.split())
 
 
 def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:
