@@ -71,7 +71,7 @@ class Move:
         jax.clear_caches()
         make_program.cache_clear()
         mesh, dtype = ArrayMesh(self.mesh, self.mesh), np.dtype(self.case.dtype)
-        return make_program((self.plan,), mesh, (self.case.shape,), (dtype,), False, self.profile).run
+        return make_program(((self.plan, self.case.shape, dtype, ""),), mesh, False, self.profile).run
 
     def xla(self) -> Any:
         """XLA's own program: `jax.reshard` for sums, else the identity between two shardings."""

@@ -66,8 +66,7 @@ def einsum(
     text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):
-        what = "PRNG keys cannot be multiplied"
-        raise DtypeError(what, text=text, hint="redistribute and reshard move them")
+        raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
     own_shapes = tuple(x.shape for x in arrays)
     shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))[1]
     call = for_operands(call, own_shapes)

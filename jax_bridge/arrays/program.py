@@ -31,6 +31,8 @@ from xshard.plans.expression import Expression, check_given, sides
 
 LOG = logging.getLogger("xshard.reshard")
 
+Move = tuple[Expression, tuple[int, ...], np.dtype, str]  # an array's shape, dtype, and name for errors
+
 
 class Program(NamedTuple):
     """A function of all arrays, as it is and jitted, its plans, and the arrays that it expects."""
@@ -42,18 +44,9 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def make_program(
-    expressions: tuple[Expression, ...],
-    mesh: ArrayMesh,
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[np.dtype, ...],
-    donate: bool,
-    profile: ProfileLike,
-    paths: tuple[str, ...] = (),
-) -> Program:
-    """The program for one array per expression. paths: names of the arrays, for errors."""
+def make_program(moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile: ProfileLike) -> Program:
+    """The program for one array per move."""
     plans, sources, targets = list[Plan](), list[StoredArray](), list[StoredArray]()
-    moves = zip(expressions, shapes, dtypes, paths or ("",) * len(expressions), strict=True)
     for i, (expression, shape, dtype, path) in enumerate(moves, 1):
         src, dst, text = sides(expression)
         with located(path):
@@ -71,7 +64,7 @@ def make_program(
         plans.append(plan)
         array, sent = (text, dtype.name, list(shape)), (len(plan.steps), format_bytes(plan.bytes_received))
         what = "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device"
-        LOG.info(what, i, len(expressions), *array, *sent)
+        LOG.info(what, i, len(moves), *array, *sent)
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         LOG.info("tracing one program for %d arrays", len(arrays))  # a compiled program is not traced again

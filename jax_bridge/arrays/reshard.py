@@ -68,17 +68,16 @@ def reshard(
         with located(leaf.place):
             moves.append(_array_call(leaf.x, leaf.given))
     array_mesh = ArrayMesh.of([call.x for call in moves], [call.sides.text for call in moves], mesh)
-    expressions, shapes, dtypes = zip(*((c.expression, c.x.shape, c.x.dtype) for c in moves), strict=True)
-    planned_for, paths = machine(profile, array_mesh.here), tuple(leaf.place for leaf in leaves)
-    program = make_program(expressions, array_mesh, shapes, dtypes, donate, planned_for, paths)
+    named = zip(moves, leaves, strict=True)
+    wanted = tuple((c.expression, c.x.shape, c.x.dtype, leaf.place) for c, leaf in named)
+    program = make_program(wanted, array_mesh, donate, machine(profile, array_mesh.here))
     for leaf, call, source in zip(leaves, moves, program.sources, strict=True):
         with located(leaf.place):
             source.check(call.x, donate)
             check_order(leaf.x, source.array, source.text)
     xs = [source.bring(call.x) for call, source in zip(moves, program.sources, strict=True)]
     # Transformations see each move as it is. A program of its own is for arrays, which have memory to donate.
-    traced = any(isinstance(x, Tracer) for x in xs)
-    ys = program.traced(*xs) if traced else program.run(*xs)
+    ys = (program.traced if any(isinstance(x, Tracer) for x in xs) else program.run)(*xs)
     for x in xs:  # those with memory that no result could reuse
         if donate and not x.is_deleted():
             x.delete()
@@ -113,8 +112,8 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
         check_order(x, target.array, target.text)
         if (sharding := target.other_sharding(x)) is not None:
             if not is_on(x, target.mesh.own):
-                reason = f"the array is not on the mesh: {sharding}"
-                raise MeshError(reason, text=target.text, hint="place puts it there")
+                what = f"the array is not on the mesh: {sharding}"
+                raise MeshError(what, text=target.text, hint="place puts it there")
             layout = storage_layout(target.array.layout) if order_of(x) is None else target.array.layout
             x = reshard(x, (known_layout(x, sharding, target.array), layout), target.mesh.own)
         return target.bring(x)

@@ -65,8 +65,7 @@ def conv_general_dilated(
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
     options |= {"feature_group_count": feature_group_count, "precision": precision}
-    options |= {"preferred_element_type": preferred_element_type}
-    convolve: Callable[..., jax.Array] = partial(lax.conv_general_dilated, **options)
+    convolve = partial(lax.conv_general_dilated, preferred_element_type=preferred_element_type, **options)
     # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
@@ -118,8 +117,7 @@ def reduce_window(
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
     arguments = computation, window_dimensions, strides, padding, base, dilation
-    struct = jax.ShapeDtypeStruct(whole, init.dtype)
-    jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
+    jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), jax.ShapeDtypeStruct(whole, init.dtype))
     every = windows_of(whole, window_dimensions, strides, dilation, padding)
     windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 

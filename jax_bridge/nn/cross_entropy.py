@@ -60,8 +60,7 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *o
     losses = jnp.where(ignored, 0, losses)
     if reduction == "none":
         return losses
-    counted = jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)])
-    loss, count = reduced(counted, "sum", token_axes)
+    loss, count = reduced(jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)]), "sum", token_axes)
     return loss / count if reduction == "mean" else loss
 
 

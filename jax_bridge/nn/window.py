@@ -172,8 +172,7 @@ def interpolate(
 def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
     """The taps of `jax.image.resize`, from its response to every single input."""
     with jax.ensure_compile_time_eval():
-        eye = jnp.eye(length, dtype=dtype)
-        each = jax.image.resize(eye, (outputs, length), method, antialias=antialias)
+        each = jax.image.resize(jnp.eye(length, dtype=dtype), (outputs, length), method, antialias=antialias)
     matrix = np.asarray(each, np.float64)
     first = (matrix != 0).argmax(axis=1)
     last = length - (matrix[:, ::-1] != 0).argmax(axis=1)

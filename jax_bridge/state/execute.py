@@ -51,8 +51,7 @@ def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devic
         taken = []
         for move in array.moves:
             x, before = arrays[move.name], _before_and_after(move)[0]
-            sharding = move.transfer.source if before else move.src.whole
-            shape = sharding.local_shape(0)
+            shape = (move.transfer.source if before else move.src.whole).local_shape(0)
             blocks = _run_stages(x.blocks, move.plan, before, [devices[n] for n in first.src_devices])
             taken.append(SentPart(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers)))
             sources.append(LocalBlocks(blocks, jnp.dtype(x.dtype), shape))
@@ -60,11 +59,8 @@ def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devic
     program = tuple(devices[n] for n in numbers), [devices[n] for n in first.src_devices]
     arrived = _exchange(sources, tuple(wanted), *program)
     dst_devices = [devices[n] for n in first.dst_devices]
-    moves = [array.moves[0] for array in bucket]
-    return [
-        _run_stages(x, move.plan, _before_and_after(move)[1], dst_devices)
-        for x, move in zip(arrived, moves, strict=True)
-    ]
+    ends = zip(arrived, (array.moves[0] for array in bucket), strict=True)
+    return [_run_stages(x, move.plan, _before_and_after(move)[1], dst_devices) for x, move in ends]
 
 
 def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:
@@ -163,9 +159,8 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> tuple[tuple[Message, ..
             dim = sharded.part.dim
             if sharded.rows and dim is not None:
                 d = dim if side == 0 else dst_dims.index(dim)
-                in_block = row_numbers(sharded.rows[sharded.whole.dim_device(dim, device)])
                 rows = [rows_at(dims[d], 0), rows_at(dims[d], 1)]
-                rows[side] = in_block[rows[side]]
+                rows[side] = row_numbers(sharded.rows[sharded.whole.dim_device(dim, device)])[rows[side]]
                 dims[d] = merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
         devices = numbers.index(step.src_devices[src]), numbers.index(step.dst_devices[dst])
         messages.append(Message(*devices, tuple(dims)))

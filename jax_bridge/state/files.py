@@ -88,9 +88,8 @@ def save(
         x: Any = arrays[name]
         if isinstance(sharding := getattr(x, "sharding", None), NamedSharding):
             x = blocks_of(x)[sharding.mesh.devices.flat[device]]
-        block = np.asarray(x)
         stored = name_of(x.dtype)
-        return recast(block.view(carrier(stored)), stored, dtype)
+        return recast(np.asarray(x).view(carrier(stored)), stored, dtype)
 
     if len(set(all_or_none(planned))) > 1:
         hint = "names, shapes, shardings, numbers and texts are the same in all"

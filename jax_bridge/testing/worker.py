@@ -93,9 +93,8 @@ def _answer_plan(question: Question) -> Answer:
     backward = DeviceProgram(pulled, plan.mesh, [cotangents, *operands], sources, question.mode, np.nan)
     gradients, backward_s = _measured(backward)
     # The gradients of a max or min, and of several operands, begin with the forward pass.
-    repeats = not is_linear(plan) or len(sources) > 1
-    n_bytes: Any = {"forward_bytes": forward.received_bytes}
-    n_bytes["backward_bytes"] = None if repeats else backward.received_bytes
+    backward_bytes = None if not is_linear(plan) or len(sources) > 1 else backward.received_bytes
+    n_bytes: Any = {"forward_bytes": forward.received_bytes, "backward_bytes": backward_bytes}
     return Answer({OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s)
 
 
@@ -299,10 +298,9 @@ class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
     def __init__(self, plan: AnyPlan) -> None:
-        counter = Sharding(Layout(()), plan.mesh, ())
         (*sources, target), dtype, n = arrays_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
-        calls = [np.ones((), np.int32)] * n, counter
+        calls = [np.ones((), np.int32)] * n, Sharding(Layout(()), plan.mesh, ())
         self.program = DeviceProgram(partial(_loop, plan), plan.mesh, [calls, *inputs], [target], "novma")
         self.calls = 3
         self.seconds()

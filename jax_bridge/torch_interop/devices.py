@@ -48,9 +48,8 @@ class MeshPair:
         """torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
-            reason = f"JAX's mesh is of {platform} devices, where torch cannot have tensors"
             hint = f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies"
-            raise MeshError(reason, hint=hint)
+            raise MeshError(f"JAX's mesh is of {platform} devices, which torch does not share", hint=hint)
         return KINDS[platform]
 
     @cached_property
@@ -87,8 +86,7 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
 def check_one_block(meshes: MeshPair, what: str) -> None:
     """Raise MeshError if a process has several blocks but `what` one."""
     if not meshes.is_one_each:
-        mesh = dict(meshes.jax_mesh.shape)
-        reason = f"a process has several devices in JAX's mesh {mesh}, {what} one block"
+        reason = f"a process has several devices in JAX's {meshes.jax_axes!r}, {what} one block"
         raise MeshError(reason, hint="one tensor per local device, in a list")
 
 
@@ -194,6 +192,5 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
         options |= {"num_processes": dist.get_world_size(), "process_id": dist.get_rank()}
         jax.distributed.initialize(address[0], initialization_timeout=timeout_s, **options)
     except RuntimeError as error:
-        reason = f"JAX cannot join the {dist.get_world_size()} processes of torch: {error}"
         hint = "call initialize() before JAX makes its devices: before its first array or computation"
-        raise MeshError(reason, hint=hint) from error
+        raise MeshError(f"JAX cannot join the processes of torch: {error}", hint=hint) from error

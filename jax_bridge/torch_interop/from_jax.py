@@ -143,34 +143,28 @@ class _Apply(torch.autograd.Function):
         ctx.x64, ctx.precision = config.jax_enable_x64, config.jax_default_matmul_precision
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
-            borrowed = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
-            ctx.save_for_backward(*flat, *borrowed)
+            ctx.save_for_backward(*flat, *(x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]))
         rough = (group for i, group in enumerate(groups) if i not in program.smooth)
         ctx.mark_non_differentiable(*(x for group in rough for x in group))
         return tuple(x for group in groups for x in group)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd runs the backward pass of a GPU in another thread, which has other settings.
-        with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
-            return _Apply._pull(ctx, *cotangents)
-
-    @staticmethod
-    def _pull(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         program, flat, n = ctx.program, ctx.saved_tensors[: ctx.n_tensors], len(ctx.program.meshes.local)
         out_groups = program.divided(cotangents)
         smooth = [out_groups[i] for i in program.smooth]
-        if torch.is_grad_enabled():  # the backward pass is recorded
-            inputs, of_outputs = ([x if n > 1 else x[0] for x in g] for g in (program.divided(flat), smooth))
-            rest = iter(inputs)
-            leaves = [next(rest) if other is None else other for other in ctx.others]
-            results = program.pullback(leaves, of_outputs)
-            gradients = [x if n > 1 else [x] for x in results]
-        else:
-            of_mesh = [program.meshes.jax_mesh] * len(smooth)
-            arrays = list(map(_to_jax, smooth, program.cotangent_layouts, of_mesh))
-            results = program.backward(ctx.pull, arrays)
-            gradients = list(map(program.to_torch, results, program.gradient_layouts))
+        # Autograd runs the backward pass of a GPU in another thread, which has other settings.
+        with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
+            if torch.is_grad_enabled():  # the backward pass is recorded
+                both = program.divided(flat), smooth
+                inputs, of_outputs = (iter([x if n > 1 else x[0] for x in groups]) for groups in both)
+                leaves = [next(inputs) if other is None else other for other in ctx.others]
+                gradients = [x if n > 1 else [x] for x in program.pullback(leaves, [*of_outputs])]
+            else:
+                pairs = zip(smooth, program.cotangent_layouts, strict=True)
+                arrays = [_to_jax(group, layout, program.meshes.jax_mesh) for group, layout in pairs]
+                results = program.backward(ctx.pull, arrays)
+                gradients = list(map(program.to_torch, results, program.gradient_layouts))
         by_leaf = dict(zip(program.wrt, gradients, strict=True))
         of_tensors = (i for i, other in enumerate(ctx.others) if other is None)
         return None, None, None, *(x for i in of_tensors for x in by_leaf.get(i, [None] * n))
@@ -251,16 +245,15 @@ class VjpProgram:
             return self.fn(*leaves), None
 
         def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
-            replaced = dict(zip(self.wrt, some, strict=True))
-            return self.fn(*(replaced.get(i, x) for i, x in enumerate(leaves)))
+            replaced = dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))
+            return self.fn(*replaced.values())
 
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
         smooth = dict(zip(self.smooth, map(_conjugate, cotangents), strict=True))
         zeros = (np.zeros(aval.shape, jax.dtypes.float0) for aval in self.out_avals)
-        every = tuple(smooth.get(i, zero) for i, zero in enumerate(zeros))
-        return tuple(map(_conjugate, pull(every)))
+        return tuple(map(_conjugate, pull(tuple((dict(enumerate(zeros)) | smooth).values()))))
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True))

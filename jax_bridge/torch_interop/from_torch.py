@@ -94,9 +94,8 @@ def _prepare(
     def of_tensors(*tensors: Tensor) -> Any:
         return fn(*jax.tree.unflatten(tree, tensors))
 
-    shapes = (p.target.local_shape(0) for p in enters)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        types = zip(shapes, dtypes, strict=True)
+        types = [(p.target.local_shape(0), dtype) for p, dtype in zip(enters, dtypes, strict=True)]
         out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
     blocks, out_tree = jax.tree.flatten(out)
     if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
@@ -106,8 +105,7 @@ def _prepare(
         parsed = sides_or_one(layout)
         shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
         leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
-    call = HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves))
-    return call, out_tree
+    return HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves)), out_tree
 
 
 def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
@@ -211,10 +209,9 @@ class HostCall:
         n, wrt = len(self.enters), _smooth(self.enters)
         recorded = any(x.requires_grad for x in tensors)
         with torch.enable_grad():
-            inputs = [
-                x.detach().requires_grad_() if i in wrt and not x.requires_grad else x
-                for i, x in enumerate(tensors[:n])
-            ]
+            inputs = list(tensors[:n])
+            for i in wrt:
+                inputs[i] = inputs[i] if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
             outputs = self.fn(*inputs)
             cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
             pairs = [(outputs[i], g.conj()) for i, g in cotangents if outputs[i].requires_grad]

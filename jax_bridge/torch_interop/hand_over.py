@@ -29,6 +29,7 @@ from xshard.rules import Pattern
 from xshard.state.progress import Progress, reporting
 
 Given = Layout | Expression | Mapping[Pattern, Layout | Expression]
+Prepare = Callable[[Any, Layout | Expression], Callable[[], Any]]
 
 
 def to_jax(
@@ -118,12 +119,7 @@ def to_torch(
 
 
 def _hand_over(
-    tree: Any,
-    layout: Given,
-    prepare: Callable[[Any, Layout | Expression], Callable[[], Any]],
-    what: str,
-    progress: Progress,
-    is_leaf: Callable[[Any], bool] = lambda _: False,
+    tree: Any, layout: Given, prepare: Prepare, what: str, progress: Progress, is_leaf: Any = lambda _: False
 ) -> Any:
     """Check one array, or all leaves of a tree, before the first is handed over."""
     if not isinstance(layout, Mapping):

@@ -60,7 +60,7 @@ class Options:
 
     def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
         """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
-        return _route(layout, meshes, *array, self.profiles, self.via, _torch_refuses(meshes), to_jax)
+        return _route(layout, meshes, array, self.profiles, (self.via, _torch_refuses(meshes)), to_jax)
 
     @property
     def profiles(self) -> tuple[ProfileLike, ...]:
@@ -100,36 +100,28 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=65536)
 def _route(
-    layout: Layout | Expression,
-    meshes: MeshPair,
-    local_shape: tuple[int, ...],
-    shape: tuple[int, ...] | None,
-    dtype: str,
-    profiles: tuple[ProfileLike, ...],
-    via: str | None,
-    torch_refuses: str | None,
-    to_jax: bool,
+    layout: Layout | Expression, meshes: MeshPair, array: Any, profiles: Any, sides: Any, to_jax: bool
 ) -> Route:
     """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
+    (local_shape, shape, dtype), (via, torch_refuses) = array, sides
     src, dst, text = sides_or_one(layout)
-    torch_end, jax_end = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    both = (torch_end, jax_end) if to_jax else (jax_end, torch_end)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = both
+    ends = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends if to_jax else ends[::-1]
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
         check_axes(src, src_mesh, text)
         check_axes(dst, dst_mesh, text)
         whole = global_shape(src, src_mesh, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, meshes.axes, whole)
-        array, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
+        on_jax, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
         if via not in (None, *SIDES):
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
         options: Any = {"src_mesh": src_mesh, "src_devices": meshes.numbers(src_devices)}
         options |= {"dst_mesh": dst_mesh, "dst_devices": meshes.numbers(dst_devices)}
-        options |= {"shape": whole, "dtype": dtype}
-        in_torch, in_jax = (plan((src, dst), profile=profile, **options) for profile in profiles)
+        plan_on = functools.partial(plan, (src, dst), shape=whole, dtype=dtype, **options)
+        in_torch, in_jax = (plan_on(profile=profile) for profile in profiles)
         if all(s.kind == "retag" or (s is in_torch.transfer and s.is_in_place) for s in in_torch.steps):
-            return Route(src, text, blocks, array, stored, in_torch, None)
+            return Route(src, text, blocks, on_jax, stored, in_torch, None)
         refusals = {"torch": torch_refuses, "jax": _jax_refuses(in_jax, meshes)}
         plans = {"torch": in_torch, "jax": in_jax}
         able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
@@ -139,7 +131,7 @@ def _route(
             what = f"{cannot} bring '{in_torch.src}' to '{in_torch.dst}' here"
             raise PlanError(what, hint="\n  ".join(reasons))
         side = min(able, key=lambda side: plans[side].cost)  # torch at equal costs: it does not compile
-    return Route(src, text, blocks, array, stored, plans[side], side)
+    return Route(src, text, blocks, on_jax, stored, plans[side], side)
 
 
 def _torch_refuses(meshes: MeshPair) -> str | None:
@@ -161,8 +153,8 @@ def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
         else:
             mesh = plan_mesh(plan, meshes.devices)
-            shapes, dtypes = (plan.shape,), (jnp.dtype(plan.dtype),)
-            make_program((plan,), ArrayMesh(mesh, mesh), shapes, dtypes, False, "h100")
+            move = plan, plan.shape, jnp.dtype(plan.dtype), ""
+            make_program((move,), ArrayMesh(mesh, mesh), False, "h100")
     except XshardError as error:
         return error.reason
     return None

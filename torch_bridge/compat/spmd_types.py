@@ -105,8 +105,7 @@ def planned() -> Iterator[None]:
     def of_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:
         if not isinstance(getattr(src, "local_type", src), Mapping):
             return theirs(x, axis, src=src, dst=dst, **options)
-        layouts = (from_types(types, x.ndim) for types in (src, dst))
-        return moved(x, " -> ".join(map(str, layouts)), axis)
+        return moved(x, " -> ".join(str(from_types(types, x.ndim)) for types in (src, dst)), axis)
 
     def of_dtensors(x: Any, src: Any, dst: Any) -> Any:
         layouts = (from_types({}, x.ndim, spec) for spec in (src, dst))

@@ -171,8 +171,7 @@ def _executables(
     parts: list[Executable | TransferExecutable] = []
     legs = _legs(move.src.layout, move.dst.layout, same)
     for start, stop in itertools.pairwise(legs):
-        last = stop is legs[-1]
-        if same or not last:
+        if same or stop is not legs[-1]:
             call = MoveCall((start, stop), src, shape, move.profile)
             parts.append(call.executable((local_shape, move.op_dtype, device)))
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)

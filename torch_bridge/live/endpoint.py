@@ -171,9 +171,8 @@ class Endpoint:
         """The plan for a tree of the trainer; its ranks come first in the group of both programs."""
         n = self.src_mesh.n_devices
         devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
-        there = self.names, self.dst_mesh, devices
-        options = profile_of("of the trainer", facts[PROFILE]), self.bucket_bytes
-        return plan_described(tuple(facts.items()), target_rules(self.rules), *there, *options)
+        there = self.dst_mesh, devices, profile_of("of the trainer", facts[PROFILE]), self.bucket_bytes
+        return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, *there)
 
     def plan_text(self, plan: TreePlan) -> str:
         """The text that both programs compare."""

@@ -41,11 +41,8 @@ class PackedCollective:
 
 
 # The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
-_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
+_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
+_REDUCED["sum"] = lambda x: x.sum(0, dtype=x.dtype)
 
 
 def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
@@ -89,8 +86,7 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     messages = blocks[0].new_empty(sum(joint.sent))
     for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
         move.sent.write(block, move.sent.split_each(parts))
-    arrived = joint.run(messages, (sum(joint.received),))
-    shares = _dealt(arrived, received)
+    shares = _dealt(joint.run(messages, (sum(joint.received),)), received)
     return [move.place(block, parts) for move, block, parts in zip(packed, blocks, shares, strict=True)]
 
 
@@ -129,8 +125,8 @@ def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
     facts = {name: ", ".join(str(getattr(plan, name)) for plan in plans) for name in ("shape", "dtype")}
     facts["plan"] = "; ".join(str(step) for plan in plans for step in plan.steps)
-    digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
-    number = int.from_bytes(digest[:7], "little")
+    hashed = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False)
+    number = int.from_bytes(hashed.digest()[:7], "little")
     with _disable_current_modes(), torch.no_grad():
         values = torch.tensor([number, -number], device=device)
         for group in groups:

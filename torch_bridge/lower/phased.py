@@ -71,8 +71,7 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
         places = [sorted(group.devices).index(device) for device in group.devices]
         pieces, part = _rows(site, m, n, piece, places), _rows(site, 1, n, piece)
         down.append(reduce_scattered(group, pieces, part, op, site.tensor_device))
-        collective = Collective("all_gather", group, part.sizes, pieces.sizes)
-        up.insert(0, packed(collective, part, pieces))
+        up.insert(0, packed(Collective("all_gather", group, part.sizes, pieces.sizes), part, pieces))
     whole = _rows(site, 1, 1, piece)
     across = packed(Collective("all_reduce", far, whole.sizes, whole.sizes, op), whole, whole)
     return [flat, *down, across, *up, shaped]

@@ -57,8 +57,7 @@ def _moves(
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
             raise no_arithmetic(f"'{step}'", plan.dtype)
         if (rule := RULES.get(type(step))) is None:
-            hint = "add it to torch_bridge.lower.rules.RULES"
-            raise PlanError(f"torch_bridge lacks a rule for the step '{step}'", hint=hint)
+            raise PlanError(f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES")
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
         links, place = plan.profile.fabric(before.mesh), functools.partial(place_of, plan, i)
@@ -69,15 +68,13 @@ def _moves(
 
 def no_arithmetic(what: str, dtype: str) -> DtypeError:
     """The error of a reduction of a dtype in which torch cannot compute."""
-    hint = "this dtype only moves: cast before the reduction"
-    return DtypeError(f"torch has no {what} of {dtype}", hint=hint)
+    return DtypeError(f"torch has no {what} of {dtype}", hint="it only moves: cast before the reduction")
 
 
 def _computes(step: steps.Step, before: Sharding) -> bool:
     if isinstance(step, steps.Exchange):
-        after = step.after(before)
-        negates = any(view.sign < 0 for pair in view_pairs(before, after) for view in pair)
-        return step.op(before) is not None or negates
+        views = (view for pair in view_pairs(before, step.after(before)) for view in pair)
+        return step.op(before) is not None or any(view.sign < 0 for view in views)
     return isinstance(step, steps.AllReduce | steps.ReduceScatter | steps.Scale)
 
 

@@ -51,8 +51,7 @@ class RoutedExperts:
             return None
         there, width = self._under_way.pop()
         if not isinstance(result, Tensor):
-            hint = "a tensor, with a result per row"
-            raise ShapeError(f"experts return a {type(result).__name__}", hint=hint)
+            raise ShapeError(f"experts return a {type(result).__name__}", hint="a tensor: a result per row")
         if not len(result):  # gradients of unused experts are zeros, as on one device
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)

@@ -88,7 +88,6 @@ def _grouped(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     grouped = []
     for (name, *texts), members in groups.items():
         columns = zip(*([x for x in row if not isinstance(x, str)] for row in members), strict=True)
-        totals = [None if None in column else sum(column) for column in columns]
         first = (members[0][0], "") if len(members) == 1 else (name, f"x {len(members)}")
-        grouped.append((*first, *texts, *totals))
+        grouped.append((*first, *texts, *(None if None in column else sum(column) for column in columns)))
     return grouped

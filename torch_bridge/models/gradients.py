@@ -57,10 +57,9 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     pairs = zip(bucket, shares, strict=True)
     parts = [(torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs]
     flat = torch.cat([*parts, parts[0].new_tensor(used)])
-    expression = f"n | sum({','.join(bucket[0].axes)}) -> n"
     travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
     options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
-    pending: Any = redistribute(flat, expression, context.mesh, **options)
+    pending: Any = redistribute(flat, f"n | sum({','.join(bucket[0].axes)}) -> n", context.mesh, **options)
 
     def end() -> None:
         *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
@@ -92,7 +91,6 @@ class Gradients:
         self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
-        self._pass: BackwardPass | None = None
         self._attach([each.tensor for each in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -130,25 +128,21 @@ class Gradients:
         trained = [(x, each.later) for x, each in rows if x.requires_grad]
         order = self.context.axes.axes
         self._all = [Gradient(x, tuple(axis for axis in order if axis in later)) for x, later in trained]
-        self._handles = []
-        for gradient in self._all:
-            x = gradient.parameter
-            self._handles.append(x.register_hook(partial(self._arrives, gradient)))
-            self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, gradient)))
+        self._handles = [x.parameter.register_hook(partial(self._arrives, x)) for x in self._all]
+        for each in self._all:
+            arrived = partial(self._arrived, each)
+            self._handles.append(each.parameter.register_post_accumulate_grad_hook(arrived))
         last_first = self._all[::-1]  # as a backward pass fills the buckets
         keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
         members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
         self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
-        self._pass = None
-
-    def _begin(self) -> BackwardPass:
-        return BackwardPass([*map(len, self._buckets)])
+        self._pass: BackwardPass | None = None
 
     def _arrives(self, gradient: Gradient, _: Tensor) -> None:
         """Before a share is added to `.grad`."""
         if self._pass is None:
-            self._pass = self._begin()
+            self._pass = BackwardPass([*map(len, self._buckets)])
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._pass.coming.add(gradient)
         if not gradient.has_share() and gradient.parameter.grad is not None:  # a sum, or an earlier share
@@ -183,7 +177,7 @@ class Gradients:
             now.sent += [_begin_sums(bucket, self.context) for bucket in self._buckets[len(now.sent) :]]
             for end in now.sent:
                 end()
-            now = self._pass = self._begin()
+            now = self._pass = BackwardPass([*map(len, self._buckets)])
             if not self.unsummed:  # a parameter may get a second share after its bucket has left
                 break
         self._pass = None

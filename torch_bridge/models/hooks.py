@@ -113,8 +113,7 @@ class ModuleHooks:
                 part.put(x)
             self._stored = ()
             if self._saving is not None:
-                self._saving.__exit__(None, None, None)
-                self._saving = None
+                self._saving = self._saving.__exit__(None, None, None)
         self._depth = max(self._depth - 1, 0)
         if self.experts is not None:
             result = self.experts.leave(result)
@@ -212,8 +211,7 @@ def _regathered(stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather
 
     def pack(x: Tensor) -> Any:
         i = storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        is_ours = i is not None and x.dtype == dtypes[i]
-        return (i, x.shape, x.stride(), x.storage_offset()) if is_ours else x
+        return x if i is None or x.dtype != dtypes[i] else (i, x.shape, x.stride(), x.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

@@ -36,5 +36,5 @@ def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -
     [([0.0, 1.0], [[4.0, 4.0, 4.0]]), ([2.0, 3.0], [[4.0, 4.0, 4.0]])]
     """
     axes = axis if isinstance(axis, str) else ",".join(axis)
-    text = f"t/({axes}) ... -> t/to({axes}) ..."
-    return parallelize(module, {"*": f"e/({axes}) ..."}, {"": text}, mesh, **options)
+    rules = {"*": f"e/({axes}) ..."}, {"": f"t/({axes}) ... -> t/to({axes}) ..."}
+    return parallelize(module, *rules, mesh, **options)

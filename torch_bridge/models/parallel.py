@@ -130,8 +130,7 @@ def described(title: str, parallel: ParallelModel, path: str, ruled: str | None 
 def _note_on(error: BaseException, parallel: ParallelModel) -> str:
     """A note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    known = dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in parallel.names)
-    modules = [*known][::-1]
+    modules = [*dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in parallel.names)][::-1]
     paths = [parallel.names[module] for module in modules]
     title = f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"
     ruled = next((path for path in paths if path in parallel.hooks), paths[0])
@@ -186,8 +185,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """
     parallel = parallel_of(model)
     if parallel.gradients.unsummed:
-        hint = "one backward pass outside of no_sync sums them"
-        raise XshardError("gradients are each process's share", hint=hint)
+        raise XshardError("gradients are each process's share", hint="a pass outside of no_sync sums them")
     context, is_largest = parallel.context, math.isinf(norm_type)
     coords = zip(context.axes.axes, context.axes.coords(context.processes.device), strict=True)
     later_along = {axis for axis, i in coords if i}
@@ -195,8 +193,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     norms = [torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)]
     for each in parallel.parameters:
         gradient = each.tensor.grad
-        is_first = later_along <= set(each.sharding.layout.axes)  # of the processes with the same block
-        if gradient is not None and is_first and gradient.numel():
+        # The first of the processes with the same block counts it.
+        if gradient is not None and later_along <= set(each.sharding.layout.axes) and gradient.numel():
             wide = torch.promote_types(gradient.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide).to(norms[0]))
     block = torch.stack(norms)

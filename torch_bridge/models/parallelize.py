@@ -242,9 +242,8 @@ def _parameters(
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
         if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
             ways = written(sharding.layout), written(each.sharding.layout)
-            what = f"{name} is {each.name}, and stored as '{ways[0]}', not '{ways[1]}'"
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
-            raise PlanError(what, hint=hint)
+            raise PlanError(f"{name} is {each.name}, stored as '{ways[0]}', not '{ways[1]}'", hint=hint)
         each.names.append(name)
         each.owners.append((module, attribute))
         if name in parameters:

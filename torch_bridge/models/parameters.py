@@ -128,9 +128,8 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
         with torch.enable_grad():
             node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         if tuple(node._input_metadata[0].shape) != tuple(x.shape):  # type: ignore[union-attr]
-            what = f"{name} is part of a graph, which still waits for its backward pass"
             hint = "parallelize first, or drop what was computed before, or compute that under no_grad()"
-            raise XshardError(what, hint=hint)
+            raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
 
 
 def _dict_with(owner: nn.Module, attribute: str) -> dict[str, Any]:

@@ -179,8 +179,7 @@ def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict
     for each in parallel.parameters:
         block = each.tensor
         whole = each.gathered(context) if each.sharding.layout.axes else block.detach()
-        is_parameter = isinstance(block, nn.Parameter)
-        whole = nn.Parameter(whole, block.requires_grad) if is_parameter else whole.clone()
+        whole = nn.Parameter(whole, block.requires_grad) if isinstance(block, nn.Parameter) else whole.clone()
         wholes[each.name] = whole
         if missing := [name for name in each.names if name not in own]:
             raise XshardError(f"{missing[0]} is in the parallel model, and missing in original=")

@@ -281,8 +281,7 @@ class BlockAttention(torch.autograd.Function):
                 of_q, of_k, of_v = blocks.pull(dy, queries, result, sums, k, wide_v, mask)
                 q_gradient[:, :, tile.q] += of_q
                 blocks.add(kv_gradient[:, :, tile.k], torch.cat((of_k, of_v[..., : v.shape[-1]]), -1))
-            if wait is not None:
-                kv_gradient = wait() + kv_gradient
+            kv_gradient = kv_gradient if wait is None else wait() + kv_gradient
             is_last = turn + 1 == blocks.attn.rounds
             wait = blocks.send(kv_gradient, -turn if is_last else 1) if blocks.attn.how == RING else None
         kv_gradient = kv_gradient if wait is None else wait()
@@ -299,9 +298,8 @@ def _attention(
     q, k, v = (as_tensor(x, name) for x, name in zip(qkv, "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
-    like = q.new_empty(0)
-    call = ProcessAttention(*options, processes=process_mesh(mesh), profile=profile, like=like)
-    y, *lse = call.run(q, k, v, layout)
+    where: Any = {"processes": process_mesh(mesh), "profile": profile, "like": q.new_empty(0)}
+    y, *lse = ProcessAttention(*options, **where).run(q, k, v, layout)
     return (y.to(q.dtype), lse[0].squeeze(-1)) if lse else y.to(q.dtype)
 
 

@@ -58,8 +58,7 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: MeshLik
     losses = losses.masked_fill(ignored, 0)
     if reduction == "none":
         return losses
-    both = torch.stack([losses.sum(), (~ignored).sum().to(losses)])
-    total, count = reduced(both, "sum", token_axes)
+    total, count = reduced(torch.stack([losses.sum(), (~ignored).sum().to(losses)]), "sum", token_axes)
     return total / count if reduction == "mean" else total
 
 

@@ -92,7 +92,7 @@ def domain_parallel(
         if converter is not None:
             new: nn.Module = _Converted(converter(module), path)
         elif type(module) in LAYERS:
-            new = layer_of(module, layout, mesh, path=path, outputs=outputs, in_model=True)
+            new = layer_of(module, layout, mesh, path, outputs)
         else:
             _check_followed(module, path)
             new = same_state(module, type(module))

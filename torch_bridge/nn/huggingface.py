@@ -49,8 +49,7 @@ def register_attention(
     ) -> tuple[Tensor, None]:
         documents, position_ids = (options.get(name) for name in ("documents", "position_ids"))
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
-            hint = "attention over a sharded sequence lacks it"
-            raise XshardError(f"{name!r} with {refused[0]}", hint=hint)
+            raise XshardError(f"{name!r} with {refused[0]}", hint="attention over sharded sequences lacks it")
         if attention_mask is not None and attention_mask.ndim != 2:
             what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
             raise XshardError(what, hint="a mask of tokens, [batch, rows]; documents= of packed tokens")
@@ -103,6 +102,7 @@ def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequenc
     wrong = (ids != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
         what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
-        ours = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]"
-        hint = f"{ours}; documents= if packed"
+        hint = (
+            f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; if packed, documents="
+        )
         raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)

@@ -65,18 +65,12 @@ class Layer:
 
 
 def layer_of(
-    module: nn.Module,
-    layout: Layout | str,
-    mesh: MeshLike,
-    *,
-    path: str = "",
-    outputs: str = "",
-    in_model: bool = False,
+    module: nn.Module, layout: Layout | str, mesh: MeshLike, path: str | None = None, outputs: str = ""
 ) -> Any:
-    """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in errors."""
+    """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in a model, if any."""
     layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
     layer.layout, layer.mesh = Layout.parse(layout), mesh
-    layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, in_model
+    layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, path is not None
     _, option, only, hint = layer.form
     if option and {*each(value := getattr(module, option), 1)} != {only}:
         raise with_path(XshardError(f"{option}={value}", hint=hint), layer.path)

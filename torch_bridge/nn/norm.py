@@ -47,8 +47,7 @@ def group_norm(layer: Any, x: Tensor, placement: Placement, groups: int | None =
         raise ShapeError(f"{channels} channels in {groups} groups", text=str(placement.layout))
     n = channels // groups * math.prod(placement.shape[2:])
     grouped = x.reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
-    over = range(2, grouped.ndim), range(2, x.ndim)
-    y, *_ = _standardised(grouped, placement, *over, n, layer.eps)
+    y, *_ = _standardised(grouped, placement, range(2, grouped.ndim), range(2, x.ndim), n, layer.eps)
     return _scaled(y.reshape(x.shape), placement.copied(layer.weight, layer.bias), x.ndim - 2), placement
 
 
@@ -64,8 +63,7 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     normalized, centred = tuple(layer.normalized_shape), isinstance(layer, nn.LayerNorm)
     first, eps = len(placement.shape) - len(normalized), layer.eps
     if placement.shape[first:] != normalized:
-        what = f"the last dims of {placement.shape} are not {normalized}"
-        raise ShapeError(what, text=str(placement.layout))
+        raise ShapeError(f"last dims of {placement.shape}, not {normalized}", text=str(placement.layout))
     last, over = placement.layout.dims[first:], range(first, len(placement.shape))
     used = {axis for dim in last for axis in dim.axes}
     copies = placement.copied(layer.weight, layer.bias if centred else None)

@@ -16,7 +16,7 @@ from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.state.leaves import local_array, rank, tensors_and_constants
-from xshard import Mesh, Profile, Rules, trees
+from xshard import Mesh, Rules, trees
 from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
@@ -25,6 +25,7 @@ from xshard.state import Names, TreePlan, plan_transfer
 
 LEAF, PROFILE = "leaf ", "profile"
 Facts = Mapping[str, str]
+Pairs = tuple[tuple[Any, Any], ...]  # items of a mapping, hashable
 
 
 def described(
@@ -75,25 +76,19 @@ def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=32)
-def plan_described(
-    facts: tuple[tuple[str, str], ...],
-    dst_rules: tuple[tuple[Any, Any], ...] | None,
-    names: Names | None,
-    mesh: Mesh,
-    devices: tuple[tuple[int, ...], tuple[int, ...]],
-    profile: str | Profile,
-    bucket_bytes: int | str | None,
-) -> TreePlan:
-    """The plan for a described tree; dst_rules: see `target_rules`. Cached, as trainers send again."""
+def plan_described(facts: Pairs, dst_rules: Pairs | None, names: Names | None, *there: Any) -> TreePlan:
+    """The plan for a described tree; dst_rules: see `target_rules`; there: the mesh, the devices of both
+    meshes, profile and bucket_bytes. Cached, as trainers send again."""
     shapes, dtypes, layouts, _ = leaf_facts(dict(facts))
+    dst_mesh, (src_devices, dst_devices), profile, bucket_bytes = there
     src_mesh, src_rules = mesh_in(dict(facts))[0], {re.compile(re.escape(n)): layouts[n] for n in layouts}
     rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
-    there: Any = {"dst_mesh": mesh, "src_devices": devices[0], "dst_devices": devices[1], "names": names}
-    options: Any = {"dtypes": dtypes, "profile": profile, "bucket_bytes": bucket_bytes}
-    return plan_transfer(shapes, rules, src_mesh=src_mesh, **there, **options)
+    ends: Any = {"src_mesh": src_mesh, "src_devices": src_devices, "dst_devices": dst_devices}
+    options: Any = {"names": names, "profile": profile, "bucket_bytes": bucket_bytes}
+    return plan_transfer(shapes, rules, dst_mesh=dst_mesh, dtypes=dtypes, **ends, **options)
 
 
-def target_rules(rules: Any) -> tuple[tuple[Any, Any], ...] | None:
+def target_rules(rules: Any) -> Pairs | None:
     """The second of a pair of rules, hashable; None for rules with arrows."""
     return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
 

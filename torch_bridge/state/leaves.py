@@ -95,8 +95,8 @@ class LocalArray:
         """The tensor to fill: the block, or new memory on a device."""
         if self.block is not None and not self.block.is_meta:
             return self.block
-        shape = self.sharding.local_shape(self.device)
-        return _on_large_pages(torch.empty(shape, dtype=self.dtype, device=device))
+        out = torch.empty(self.sharding.local_shape(self.device), dtype=self.dtype, device=device)
+        return _on_large_pages(out)
 
 
 def local_arrays(

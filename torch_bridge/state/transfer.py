@@ -87,8 +87,7 @@ def transfer(
         raise MeshError("no rank brings a tree", hint="ranks of src_mesh pass theirs, all others None")
     senders = tree_facts.mesh_in(facts)[1]
     if missing := [r for r in senders if not reports[r]["within"]]:
-        hint = f"all of {senders} pass their blocks"
-        raise MeshError(f"ranks {missing} of the source bring no tree", hint=hint)
+        raise MeshError(f"ranks {missing} of the source bring no tree", hint=f"all of {senders} pass theirs")
     where = mesh_of(dst_mesh), (senders, ranks_of(dst_mesh)), machine(profile), bucket_bytes
     plan = tree_facts.plan_described(tuple(facts.items()), tree_facts.target_rules(rules), names, *where)
     if dry_run:
@@ -123,8 +122,7 @@ def execute(
             for move in moves:
                 part = nothing if src is None else _part(blocks[move.name], move.src.numpy_index(src))
                 parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
-            crossings = [cross(move.plan, tensor_device, group) for move in moves]
-            results = iter(run_together(crossings, parts))
+            results = iter(run_together([cross(move.plan, tensor_device, group) for move in moves], parts))
             for array in bucket:
                 arrived = [next(results) for _ in array.moves]
                 if dst is not None:

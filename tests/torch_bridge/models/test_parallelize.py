@@ -387,7 +387,7 @@ REFUSED = [
     "XshardError: rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, ",
     "XshardError: rule 'blocks' fits no module",  # a list of modules is not called
     "NotationError: embed: unknown mesh axis 'cp' in\n    'b s/cp'\n         ^^\n",
-    "PlanError: head.weight is embed.weight, and stored as 'v/tp c', not '...'",
+    "PlanError: head.weight is embed.weight, stored as 'v/tp c', not '...'",
     "NotationError: head.weight: a parameter is stored and used as values, not as 'v c | sum(tp)'",
     "ShapeError: blocks.0.norm.weight: 2 dims, the parameter has 1 in 'o/tp i'",
     "PlanError: extra: no rule says how activations lie in 'the model'",
@@ -400,7 +400,7 @@ REFUSED = [
     "XshardError: blocks.1.up.weight differs between processes, before it is sharded",
     "XshardError: torch.autograd.grad would give each process its share of a parameter's gradient",
     "XshardError: a Net that is not parallel",
-    "XshardError: blocks.0.up.weight is part of a graph, which still waits for its backward pass",
+    "XshardError: blocks.0.up.weight is part of a graph that waits for its backward pass",
     "XshardError: the model is parallel already",
     "PlanError: bias is whole along 'tp', which shards its module: each process would add it in '...'",
     "PlanError: bias is whole along 'tp', which shards its module: each process would add it in 'o'\n  sh",
