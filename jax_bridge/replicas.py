@@ -23,8 +23,7 @@ from xshard.replicas import ReplicaCheck, checks_of
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     """`apply`, with checks of `x`, and of cotangents, which raise JAX's error with a ReplicaError's text."""
-    everyone = Mesh(bound_sizes(plan.mesh.axes))
-    entering, returning = checks_of(plan, everyone, text)
+    entering, returning = checks_of(plan, Mesh(bound_sizes(plan.mesh.axes)), text)
     y = apply(plan, _expect(x, entering=_watched(entering), returning=None), ad)
     return _expect(y, entering=None, returning=_watched(returning)) if returning else y
 

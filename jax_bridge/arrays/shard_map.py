@@ -104,12 +104,15 @@ class _BorderArray(NamedTuple):
             return self.call.run(x, axes)
 
 
+_Ends = list[_BorderArray]
+
+
 class _Program(NamedTuple):
     """A jitted function of arrays, its arguments and results at the border, and the tree of results."""
 
-    arguments: list[_BorderArray]
+    arguments: _Ends
     run: Callable[..., Sequence[jax.Array]]
-    results: list[_BorderArray]
+    results: _Ends
     tree: Callable[[Sequence[jax.Array]], Any]
 
 
@@ -204,13 +207,7 @@ class _MappedFunction:
             return _BorderArray(call, StoredArray.of(array, mesh, text, path))
 
     def _program(
-        self,
-        names: Sequence[str],
-        tree: Any,
-        leaves: Sequence[Leaf],
-        arguments: list[_BorderArray],
-        mesh: ArrayMesh,
-        placed: Sequence[jax.Array],
+        self, names: list[str], tree: Any, leaves: list[Leaf], arguments: _Ends, mesh: ArrayMesh, placed: Any
     ) -> _Program:
         axes = tuple(free_axes(mesh.here))
         taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]

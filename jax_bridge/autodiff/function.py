@@ -173,9 +173,7 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
 
 # The identity, which a transposition meets first: it refuses, and the collectives are never transposed.
 _forward: Callable[..., jax.Array] = linear_primitive(
-    "xshard_forward",
-    run=lambda x, *, plan: x,
-    transpose=lambda cotangent, *, plan: _refuse("linear_transpose", plan),
+    "xshard_forward", run=lambda x, *, plan: x, transpose=lambda _, *, plan: _refuse("linear_transpose", plan)
 )
 
 

@@ -86,10 +86,8 @@ def _prepare(
 ) -> tuple[HostCall, Any]:
     """The call for arrays of these shapes and dtypes, and the structure of its results."""
     dtypes = [buffers.torch_dtype(x.dtype) for x in arrays]
-    enters = tuple(
-        _plan(sides_or_one(layout), meshes, x.shape, x.dtype.name, enters=True)
-        for layout, x in zip(layouts_of("in_layouts", in_layouts, tree), arrays, strict=True)
-    )
+    moves = zip(map(sides_or_one, layouts_of("in_layouts", in_layouts, tree)), arrays, strict=True)
+    enters = tuple(_plan(sides, meshes, x.shape, x.dtype.name, enters=True) for sides, x in moves)
 
     def of_tensors(*tensors: Tensor) -> Any:
         return fn(*jax.tree.unflatten(tree, tensors))

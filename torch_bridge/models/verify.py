@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, described, parallel_of
@@ -23,7 +24,7 @@ from xshard.errors import ShapeError, located
 
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
-Watch = Callable[[nn.Module], AbstractContextManager[Any]]
+Watch = Callable[[Module], AbstractContextManager[Any]]
 Run = Callable[[Watch], Any]
 
 
@@ -38,12 +39,7 @@ class Wanted(NamedTuple):
 
 
 def verify(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Loss = None,
-    tol: float | None = None,
-    original: nn.Module | None = None,
+    model: Module, batch: Any, *, loss: Loss = None, tol: float | None = None, original: Module | None = None
 ) -> None:
     """Raise EquivalenceError, on all processes, unless loss and gradients are as on one device.
 
@@ -111,7 +107,7 @@ def _whole(call: Call, parallel: ParallelModel) -> Call:
     return whole
 
 
-def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
+def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
     """The loss, after its backward pass."""
     with torch.enable_grad():
         named = {key: x for key, x in call.items() if isinstance(key, str)}
@@ -132,7 +128,7 @@ def _run(model: nn.Module, call: Call, loss: Loss, parallel: ParallelModel | Non
 
 
 def _on_one_device(
-    source: nn.Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
+    source: Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
 ) -> list[Wanted]:
     """The loss of a copy on one device, and this process's block of each of its gradients."""
     context = parallel.context
@@ -169,7 +165,7 @@ def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict[str, Tensor]]:
+def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
     """A copy without rules, and its tensors by name; replicated parameters share the model's memory."""
     context = parallel.context
     own = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
@@ -184,7 +180,7 @@ def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict
         if missing := [name for name in each.names if name not in own]:
             raise XshardError(f"{missing[0]} is in the parallel model, and missing in original=")
         memo |= {id(own[name]): whole for name in each.names}
-    copied: nn.Module = copy.deepcopy(source, memo)
+    copied: Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
     for owner, attribute, count in parallel.counts:
         if id(owner) in memo:  # not in original=
@@ -199,7 +195,7 @@ def _copied(source: nn.Module, parallel: ParallelModel) -> tuple[nn.Module, dict
 
 
 @contextmanager
-def _unchanged(model: nn.Module, parallel: ParallelModel) -> Iterator[None]:
+def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Gradients are None inside, and as before afterwards; so are buffers."""
     gradients = [(each.tensor, each.tensor.grad) for each in _with_gradients(parallel)]
     every = ((own, name, x) for own in (m._buffers for m in model.modules()) for name, x in own.items())

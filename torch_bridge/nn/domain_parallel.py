@@ -97,10 +97,8 @@ def domain_parallel(
             _check_followed(module, path)
             new = same_state(module, type(module))
             inside = f"{path}." if path else ""
-            new._modules = {
-                name: child if child is None else swap(child, inside + name)
-                for name, child in module._modules.items()
-            }
+            children = module._modules.items()
+            new._modules = {name: None if x is None else swap(x, inside + name) for name, x in children}
             paths[id(new)] = path
         swapped[id(module)] = new
         return new

@@ -102,7 +102,5 @@ def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequenc
     wrong = (ids != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
         what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
-        hint = (
-            f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; if packed, documents="
-        )
+        hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
         raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)

@@ -50,11 +50,10 @@ class Copies:
         return replace(self, batches=self.batches + 1)
 
     def __call__(self, *blocks: Tensor) -> Any:
-        shapes = [(*x.shape[: self.batches], *x.shape[self.batches + 1 :]) for x in blocks]
-        tables = [
-            x.movedim(self.batches, 0).reshape(x.shape[self.batches], math.prod(shape))
-            for x, shape in zip(blocks, shapes, strict=True)
-        ]
+        d = self.batches
+        shapes = [(*x.shape[:d], *x.shape[d + 1 :]) for x in blocks]
+        pairs = zip(blocks, shapes, strict=True)
+        tables = [x.movedim(d, 0).reshape(x.shape[d], math.prod(shape)) for x, shape in pairs]
         if self.home:
             results = [self._summed(x) for x in self._sent_on(tables, self.received, self.sent)]
         else:
