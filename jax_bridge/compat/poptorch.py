@@ -38,5 +38,4 @@ def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph:
 def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
     adjoint. Raises ShapeError if N does not divide the leading dim."""
-    parts = x.reshape(compat.equal_parts(x.shape, axis_size(axis)))
-    return all_to_all(parts, 1, 0, axis).reshape(x.shape)
+    return all_to_all(x.reshape(compat.equal_parts(x.shape, axis_size(axis))), 1, 0, axis).reshape(x.shape)

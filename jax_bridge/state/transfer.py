@@ -68,8 +68,7 @@ def transfer(
     if not to_move:
         return tree
     src_mesh, devices = _mesh_and_devices(to_move, dst_mesh)
-    checked = ((leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move)
-    sources = named_once(checked)
+    sources = named_once((leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move)
     src_rules: Any = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
     if names is not None:
         src_rules = src_rules, rules if isinstance(rules, Rules) else {"**": rules}

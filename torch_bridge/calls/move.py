@@ -112,10 +112,9 @@ class MoveCall(NamedTuple):
         local_shape, dtype, device = block
         travels = ", ".join(map(str, comm_dtype_of(self.comm_dtype, dtype)))
         sent |= {"dtype": name_of(dtype), "device": device.type, "comm_dtype": travels}
-        everywhere = {"expression": self.text, "mesh": ranked(self.mesh)}
         own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
         within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts({"expression": self.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own)
 
 
 def check_local(

@@ -235,8 +235,7 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     """The placement of a block in the domain of the program's manager, if there is one."""
     if (manager := _sharding_manager(None)) is None:
         return None
-    layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
-    placement = placed_as(x, layout, _domain_of(manager))
+    placement = placed_as(x, Layout.parse(_layout_text(shard_dim)).resolved(x.ndim), _domain_of(manager))
     return replace(placement, shares=placement.axes)
 
 

@@ -86,8 +86,7 @@ class Rounds:
         assert rotation is not None, "a ring has two devices or more"
         lengths = tuple((name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths)
         order = ring.order(ring.rotation.mesh.index(rotation.processes.device, (ring.axis,)))
-        local = replace(whole, lengths=lengths)
-        return cls(local, ring, rotation, tuple(order))
+        return cls(replace(whole, lengths=lengths), ring, rotation, tuple(order))
 
     def __call__(self, *blocks: Tensor) -> Tensor:
         parts = [self._parts(i, block) for i, block in enumerate(blocks)]

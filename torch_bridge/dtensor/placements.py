@@ -106,8 +106,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     """Raise NotationError, at `span` or the left side, unless a DTensor is placed as `layout` says."""
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
-    layout_of_x = from_placements(x.placements, mesh, x.ndim, shape)
-    have = Sharding(layout_of_x.named(want.layout.names), mesh, shape)
+    have = Sharding(from_placements(x.placements, mesh, x.ndim, shape).named(want.layout.names), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
         hint = f"its placements are {x.placements} on {mesh!r}"

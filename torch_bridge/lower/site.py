@@ -40,8 +40,7 @@ class Site(NamedTuple):
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
         sides = (zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2])
-        symbols = self.lengths or {}
-        before, after = (tuple(symbols.get(name, n) for name, n in side) for side in sides)
+        before, after = (tuple((self.lengths or {}).get(name, n) for name, n in side) for side in sides)
         return before, after
 
     def group(self, axes: Sequence[str]) -> Group:

@@ -67,8 +67,7 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     """A block for each of several crossings of a group -> results, in one message per pair of processes."""
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
-    steps = (each.before for each in crossings)
-    outs = [_stepped(*each) for each in zip(steps, starts, dtypes, strict=True)]
+    outs = [_stepped(*each) for each in zip((c.before for c in crossings), starts, dtypes, strict=True)]
     sending = [i for i, each in enumerate(crossings) if _sends(each.plan)]
 
     def stay() -> None:  # what moves nowhere is copied while the others travel

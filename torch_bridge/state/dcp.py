@@ -153,7 +153,8 @@ def _item(folder: Path, info: Any) -> _Item:
     if not 0 <= info.offset <= end <= file.stat().st_size:
         raise FileError(f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}")
     if getattr(info, "transform_descriptors", None):
-        raise FileError(f"{file.name}: {info.transform_descriptors}", hint="extensions of DCP are not read")
+        what = f"{file.name} is written by {info.transform_descriptors}"
+        raise FileError(what, hint="extensions of DCP are not read")
     return _Item(file, info.offset, info.length)
 
 
