@@ -71,14 +71,12 @@ class Tracer:
             arrays |= dict(zip(eqn.outvars, results, strict=True))
         return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
-    def _add(
-        self, name: str, kind: str, operands: Names, shape: Shape, times: int, params: Any = None
-    ) -> Name:
+    def _add(self, name: str, kind: str, operands: Names, shape: Shape, times: int, how: Any = None) -> Name:
         """The operation of a primitive; None for a number that is computed from numbers."""
         arrays = [o for o in operands if o is not None]
         if not arrays and not shape:
             return None
-        op = written(kind, params, [None if o is None else self.trace.shapes[o] for o in operands], shape)
+        op = written(kind, how, [None if o is None else self.trace.shapes[o] for o in operands], shape)
         return self.trace.add(name, op, arrays, shape, times=times)
 
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:

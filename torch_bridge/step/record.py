@@ -41,15 +41,14 @@ class Length(int):
 
     origins: tuple[tuple[str, int], ...]
 
-    @classmethod
-    def of(cls, n: int, *origins: tuple[str, int]) -> Length:
-        length = cls(n)
+    def __new__(cls, n: int, *origins: tuple[str, int]) -> Length:
+        length = super().__new__(cls, n)
         length.origins = origins
         return length
 
     def __mul__(self, other: Any) -> int:
         n = int(self) * other
-        return Length.of(n, *self.origins, *other.origins) if isinstance(other, Length) else n
+        return Length(n, *self.origins, *other.origins) if isinstance(other, Length) else n
 
 
 class StepRecorder(TorchDispatchMode):
@@ -176,8 +175,8 @@ class Functions(TorchFunctionMode):
             return result
         array = self.recorder.known[id(args[0])][1]
         if isinstance(result, int):
-            return Length.of(result, (array, args[1] % args[0].ndim))
-        return torch.Size([Length.of(n, (array, d)) for d, n in enumerate(result)])
+            return Length(result, (array, args[1] % args[0].ndim))
+        return torch.Size([Length(n, (array, d)) for d, n in enumerate(result)])
 
 
 def first_tensor(values: Any) -> Tensor | None:
