@@ -18,7 +18,7 @@ from tests.fuzz import owner_steps
 from tests.fuzz.chains import random_needs, random_owners
 from tests.fuzz.run import fuzz
 from xshard.errors import NotationError, ShapeError
-from xshard.layout import pieces, runs
+from xshard.layout import runs
 from xshard.notation import maps
 from xshard.notation.parser import Dim
 
@@ -216,8 +216,7 @@ def test_edges_that_make_no_sense() -> None:
 @pytest.mark.parametrize("runtime", ["numpy", "numpy-between", "numpy-trees"])
 def test_rows_as_arrays_are_rows_as_runs(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random cases, in which nearly every list of rows is an array, as it is where rows are many."""
-    for module in (runs, pieces):
-        monkeypatch.setattr(module, "MOST_RUNS", 1)
+    monkeypatch.setattr(runs, "MOST_RUNS", 1)
     *_, report = fuzz(runtime, 3, 60)
     assert not report.failures, "\n".join(f"{seed}: {why}" for seed, why in report.failures.items())
 

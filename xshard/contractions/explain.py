@@ -37,12 +37,10 @@ def rows(plan: ContractionPlan) -> tuple[Row, ...]:
 
 def _part_rows(part: Part, itemsize: int) -> list[Row]:
     start, *steps = move_rows(part.result)
-    contraction = start._replace(
-        step=f"contract {part.dims}" + (f", {part.ring}" if part.ring else ""),
-        received=format_bytes(0),
-        time=format_seconds(part.work),
-        peak=format_bytes(itemsize * sum(a.max_local_size for a in (*part.used, part.result.source))),
-    )
+    step = f"contract {part.dims}" + (f", {part.ring}" if part.ring else "")
+    held = itemsize * sum(array.max_local_size for array in (*part.used, part.result.source))
+    costs = {"received": format_bytes(0), "time": format_seconds(part.work), "peak": format_bytes(held)}
+    contraction = start._replace(step=step, **costs)
     return [*(row for move in part.moves for row in move_rows(move)), contraction, *steps]
 
 

@@ -113,12 +113,8 @@ def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None or isinstance(unfolded(dim.overlap), Reads):
         return rows, []
-    beyond = [
-        (span.run, boundary_at(unfolded(dim.overlap), span.origin))
-        for span in row_spans(dim, length, sizes, coords)
-        if span.run.start == FILL or is_flipped(span, dim)
-    ]
-    return rows, beyond
+    spans = (s for s in row_spans(dim, length, sizes, coords) if s.run.start == FILL or is_flipped(s, dim))
+    return rows, [(span.run, boundary_at(unfolded(dim.overlap), span.origin)) for span in spans]
 
 
 def boundary_at(overlap: Halo | Window | Reads, origin: str) -> Boundary:

@@ -10,19 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from xshard.layout.runs import (
-    Numbers,
-    Rows,
-    Run,
-    Runs,
-    as_runs,
-    interval,
-    interval_pairs,
-    n_rows,
-    row_numbers,
-    select,
-)
-from xshard.notation.maps import NamedMap, Owners
+from xshard.layout.runs import Rows, Run, Runs, as_runs, interval, interval_pairs, n_rows, row_numbers, select
+from xshard.notation.maps import NamedMap, Numbers, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
 Sizes = tuple[int, ...]

@@ -10,22 +10,8 @@ from typing import Any
 import numpy as np
 
 from xshard.layout import runs
-from xshard.layout.runs import (
-    FILL,
-    MOST_RUNS,
-    Numbers,
-    Pieces,
-    Rows,
-    Run,
-    Runs,
-    as_runs,
-    check_pieces,
-    counted,
-    expanded,
-    pieces,
-    row_numbers,
-)
-from xshard.notation.maps import unique_rows
+from xshard.layout.runs import FILL, Pieces, Rows, Run, Runs, as_runs, counted, expanded, pieces, row_numbers
+from xshard.notation.maps import Numbers, unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one
 
@@ -41,14 +27,11 @@ def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     edges = unique_rows(np.concatenate([table.start, stop]))
     first = np.searchsorted(edges, table.start)
     many = np.searchsorted(edges, stop) - first
-    check_pieces(int(many.sum()))
+    runs.check_pieces(int(many.sum()))
     which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
     start, length = edges[interval], np.diff(edges)[interval]
-    return (
-        Pieces(table.block[which], (table.local - table.start)[which] + start, start, length),
-        interval,
-        which,
-    )
+    parts = Pieces(table.block[which], (table.local - table.start)[which] + start, start, length)
+    return parts, interval, which
 
 
 def firsts(table: Pieces, *, alone: bool) -> Pieces:
@@ -77,7 +60,7 @@ def layers(table: Pieces) -> list[Pieces]:
 
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
-    if any(lengths) and MOST_RUNS < len(table.local) >= sum(lengths) // 128:  # many short pieces: arrays
+    if any(lengths) and runs.MOST_RUNS < len(table.local) >= sum(lengths) // 128:  # many short pieces: arrays
         edges = np.cumsum([0, *lengths])
         numbers = np.full(edges[-1], FILL)
         numbers[counted(table.length, table.local + edges[table.block])] = counted(table.length, table.start)
@@ -139,7 +122,7 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     here, asked = np.flatnonzero(~mine), interval[~mine]
     first = np.searchsorted(interval[there], asked, side="left")
     many = np.searchsorted(interval[there], asked, side="right") - first
-    check_pieces(int(many.sum()))
+    runs.check_pieces(int(many.sum()))
     of_a, of_b = there[counted(many, first)], np.repeat(here, many)
     pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
     rows = np.zeros(len(pairs), np.int64)
@@ -187,7 +170,7 @@ def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Nu
     step = np.maximum(stride, 1)[run]
     first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
     many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
-    check_pieces(int(many.sum()))
+    runs.check_pieces(int(many.sum()))
     pair, i = np.repeat(np.arange(len(many)), many), counted(many, first)
     of, begin = run[pair], start[run[pair]] + i * step[pair]
     end = np.minimum(begin + length[of], hi[pair])

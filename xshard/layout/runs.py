@@ -281,9 +281,7 @@ def _merged(runs: Iterable[Run]) -> Iterator[Run]:
     for run in runs:
         if last is None:
             last = run
-        elif (
-            last.repeats == run.repeats == 1 and last.start != FILL and run.start == last.start + last.length
-        ):
+        elif last.repeats == run.repeats == 1 and FILL != last.start == run.start - last.length:
             last = Run(last.start, last.length + run.length)
         else:
             yield last

@@ -303,10 +303,8 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
 def with_values(data: dict[str, Any]) -> dict[str, Any]:
     """Plain data, and the values of the maps that it names by digest, if there are any, under `maps`."""
     maps = [_KNOWN[match[1:]] for match in sorted(set(re.findall(DIGEST, json.dumps(data))))]
-    values = {
-        m.digest: {"kind": type(m).__name__, "starts": m.starts.tolist(), "rows": m.rows.tolist()}
-        for m in maps
-    }
+    arrays = ((m, {"starts": m.starts.tolist(), "rows": m.rows.tolist()}) for m in maps)
+    values = {m.digest: {"kind": type(m).__name__, **lists} for m, lists in arrays}
     return data | {"maps": values} if values else data
 
 

@@ -126,41 +126,25 @@ def reading_plan() -> Iterator[None]:
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
     """A plan -> its JSON as a dict."""
-    data = {
-        "src": str(plan.src),
-        "dst": str(plan.dst),
-        **mesh_to_plain(plan.steps_mesh),
-        "src_devices": [] if isinstance(plan.devices, range) else list(plan.devices),
-        "shape": list(plan.shape),
-        "dtype": plan.dtype,
-        "scale": str(plan.scale),
-        "profile": plan.profile.name,
-        "memory_limit": plan.memory_limit,
-        "objective": plan.objective,
-        "steps": [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps],
-        "after": [str(stage.after.layout) for stage in plan.stages],
-    }
-    return with_values(data)
+    data = {"src": str(plan.src), "dst": str(plan.dst), **mesh_to_plain(plan.steps_mesh)}
+    data["src_devices"] = [] if isinstance(plan.devices, range) else list(plan.devices)
+    data |= {"shape": list(plan.shape), "dtype": plan.dtype, "scale": str(plan.scale)}
+    data |= {"profile": plan.profile.name, "memory_limit": plan.memory_limit, "objective": plan.objective}
+    data["steps"] = [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps]
+    return with_values(data | {"after": [str(stage.after.layout) for stage in plan.stages]})
 
 
 def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> tuple[dict[str, Any], list[str]]:
     """The inverse: the arguments of `Plan`, and the layouts to which its steps should lead."""
     machine = load_profile(data["profile"] if profile is None else profile)
     _maps = maps_in(data)  # which the texts below name
-    values = {
-        "src": Layout.parse(data["src"]),
-        "dst": Layout.parse(data["dst"]),
-        "mesh": Mesh(data["mesh"]),
-        "devices": tuple(data.get("src_devices", ())),
-        "shape": tuple(data["shape"]),
-        "dtype": name_of(data["dtype"]),
-        "scale": from_plain(Fraction, data["scale"]),
-        "profile": machine,
-        "memory_limit": from_plain(int | None, data["memory_limit"]),
-        "objective": data["objective"],
-        "split": split_from_plain(data.get("split", {})),
-        "steps": tuple(_step(step, machine) for step in data["steps"]),
-    }
+    values: dict[str, Any] = {side: Layout.parse(data[side]) for side in ("src", "dst")}
+    values |= {"mesh": Mesh(data["mesh"]), "devices": tuple(data.get("src_devices", ()))}
+    values |= {"shape": tuple(data["shape"]), "dtype": name_of(data["dtype"]), "profile": machine}
+    values |= {"scale": from_plain(Fraction, data["scale"]), "objective": data["objective"]}
+    values["memory_limit"] = from_plain(int | None, data["memory_limit"])
+    values["split"] = split_from_plain(data.get("split", {}))
+    values["steps"] = tuple(_step(step, machine) for step in data["steps"])
     return values, data["after"]
 
 

@@ -227,12 +227,10 @@ def _against_best(plan: Plan, others: Sequence[Alternative]) -> str:
     if best.cost <= plan.cost:
         why = "holds less" if plan.peak_bytes < best.plan.peak_bytes else "is the plainer of the two"
         return f"As fast as {best.name} under '{plan.profile.name}'; it {why}."
-    fewer = (
-        (best.plan.bytes_received - plan.bytes_received, "bytes received"),
-        (best.plan.messages - plan.messages, "messages"),
-        (len(best.plan.steps) - len(plan.steps), "steps"),
-    )
-    why = ", ".join(f"{n} fewer {what}" for n, what in fewer if n > 0) or "cheaper launches and copies"
+    here, there = ((p.bytes_received, p.messages, len(p.steps)) for p in (plan, best.plan))
+    costs = zip(("bytes received", "messages", "steps"), here, there, strict=True)
+    fewer = ", ".join(f"{other - own} fewer {what}" for what, own, other in costs if other > own)
+    why = fewer or "cheaper launches and copies"
     saved = format_seconds(best.cost - plan.cost)
     return f"{saved} faster than {best.name}, the best of the others, under '{plan.profile.name}': {why}."
 

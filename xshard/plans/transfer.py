@@ -243,17 +243,13 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
         starts = np.flatnonzero(np.diff(size[left]) | np.diff(group[left])) + 1
         batches += [(-int(size[some[0]]) * n, t, some) for some in np.split(left, starts) if len(some)]
     for minus_bytes, t, some in sorted(batches, key=lambda batch: batch[:2]):
-        pieces, profile, (devices, receivers) = (
-            transfers[t]._pieces,
-            transfers[t].profile,
-            transfers[t]._numbers,
-        )
+        pieces, profile = transfers[t]._pieces, transfers[t].profile
+        devices, receivers = transfers[t]._numbers
         holders = pieces.holders[pieces.group[some[0]]]
         across = are_across(profile, devices[holders], receivers[pieces.dst[some], None])
         links = profile.default, profile.across or profile.default
-        each_s = np.array([link.latency_s - minus_bytes / link.bytes_per_s for link in links])[
-            across.astype(int)
-        ]
+        by_link_s = [link.latency_s - minus_bytes / link.bytes_per_s for link in links]
+        each_s = np.array(by_link_s)[across.astype(int)]
         if (each_s == each_s[0, 0]).all():
             one_s = max(float(each_s[0, 0]), 1e-12)
             picked, busy_s[devices[holders]] = _filled(busy_s[devices[holders]], one_s, len(some))

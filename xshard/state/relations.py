@@ -177,10 +177,8 @@ def _parts_of_whole(
     n_groups = shape[d] // group if group else 0
     fits = not lengths or [n_groups * each for each in rows] == [*lengths]
     if not fits or n_groups * group != shape[d]:
-        raise ShapeError(
-            f"{relation}: dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows",
-            hint="rows= has the rows of each part that come in turn",
-        )
+        reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows"
+        raise ShapeError(f"{relation}: {reason}", hint="rows= has the rows of each part that come in turn")
     starts = [sum(rows[:i]) for i in range(n)]
     turns = (n_groups, group) if n_groups > 1 else ()
     runs = [Run(start, each, *turns) for start, each in zip(starts, rows, strict=True)]

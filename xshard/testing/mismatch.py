@@ -100,11 +100,9 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
 
 def located(subject: Subject, case: Case) -> Mismatch:
     """The report of blocks that do not agree: the largest error, and the likely cause."""
-    errors = [
-        # NaN counts as the largest error.
-        np.where(mask, np.nan_to_num(np.abs(in_double(a) - in_double(b)), nan=np.inf), -1)
-        for a, b, mask in zip(case.got, case.want, case.wrong, strict=True)
-    ]
+    blocks = zip(case.got, case.want, case.wrong, strict=True)
+    gaps = ((np.abs(in_double(a) - in_double(b)), mask) for a, b, mask in blocks)
+    errors = [np.where(mask, np.nan_to_num(gap, nan=np.inf), -1) for gap, mask in gaps]  # NaN is the largest
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
     index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
     rows = tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index))

@@ -39,10 +39,8 @@ class Digit(NamedTuple):
     def cut(self, size: int) -> tuple[Digit, Digit]:
         """The digit split in two; the first has `size` values."""
         src, dst = self.src, self.dst
-        return (
-            Digit(size, src and src.before(size), dst and dst.before(size)),
-            Digit(self.size // size, src and src.after(size), dst and dst.after(size)),
-        )
+        first = Digit(size, src and src.before(size), dst and dst.before(size))
+        return first, Digit(self.size // size, src and src.after(size), dst and dst.after(size))
 
 
 def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:

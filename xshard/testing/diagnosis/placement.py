@@ -156,10 +156,8 @@ def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
     named: Dim = sharding.layout.dims[dim]
     sizes = sharding.mesh.sizes_of(named.axes)
     coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
-    borrowed = [
-        np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
-        for stretch in row_spans(named, sharding.shape[dim], sizes, coords)
-    ]
+    spans = row_spans(named, sharding.shape[dim], sizes, coords)
+    borrowed = [np.full(span.run.length * span.run.repeats, span.origin != "own") for span in spans]
     return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
 
 

@@ -248,10 +248,8 @@ class Cluster:
             return set(range(i * self._ranks, (i + 1) * self._ranks)) <= answered().keys()
 
         with ThreadPoolExecutor(self._n) as threads:
-            asked = [
-                threads.submit(process.ask, function, *values, timeout_s=timeout_s)
-                for process, values in zip(processes, arguments, strict=True)
-            ]
+            calls = zip(processes, arguments, strict=True)
+            asked = [threads.submit(p.ask, function, *values, timeout_s=timeout_s) for p, values in calls]
             try:
                 while still := wait(asked, timeout=_LOOK_S).not_done:
                     failed = [i for i, each in enumerate(asked) if each.done() and each.exception()]
