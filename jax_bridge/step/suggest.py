@@ -110,9 +110,8 @@ class JaxSuggestion(Suggestion):
         name = self.names.get(name, name)
         start, used = self.layouts.get(name, (None, None))
         op = self.search.problem.step.by_name.get(name)
-        if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
-            return x
-        if op is not None and op.kind not in MAKERS and start == used:
+        is_kept = op is not None and op.kind not in MAKERS and start == used
+        if used is None or used.tagged("sum") or len(used.dims) != x.ndim or is_kept:
             return x
         spec = to_partition_spec(Layout(used.dims))
         where = NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec

@@ -27,11 +27,6 @@ def fused(step: TrainingStep) -> TrainingStep:
 
     A place where a rule can move an array beside a product stays. A chain of light operations counts as one
     kernel: it reads its operands and writes its result.
-
-    >>> split = Op("split", "b (g h) -> b g h", ("x",), "linear", accesses=0.0)
-    >>> act = Op("act", "b g h -> b g h", ("split",), "pointwise")
-    >>> print(fused(TrainingStep([split, act], {"b": 8, "g": 2, "h": 3}, {"x": "b (g h)"}, {})))
-    act  pointwise  b (g h) -> b g h  x
     """
     ops, tried, changed = {op.name: op for op in step.ops}, set[Any](), True
     while changed:
