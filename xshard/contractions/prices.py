@@ -21,7 +21,6 @@ from xshard.search.request import Request
 BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
 
-
 Shape = tuple[int, ...]
 Make = Callable[[], ArrayMove]
 

@@ -134,8 +134,7 @@ class CandidateSearch:
             local = shardings.sharding_at(placement, i)
             touched += shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
             estimates += self._estimates(i, local, sums)
-        flops = shardings.flops(placement)
-        passes = 1 + n if self.objective == BOTH else 1
+        flops, passes = shardings.flops(placement), 1 + n if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
@@ -148,6 +147,5 @@ class CandidateSearch:
         means = None if sums is None else (i, sums)
         estimates = [self.prices.move(before, after, shape, means, move)]
         if self.objective == BOTH:
-            dual = self.prices.move(after.dual, before.dual, shape, means, lambda: move().dual)
-            estimates.append(dual)
+            estimates += [self.prices.move(after.dual, before.dual, shape, means, lambda: move().dual)]
         return estimates

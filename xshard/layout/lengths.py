@@ -33,8 +33,7 @@ def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None
     if known is not None and not isinstance(known, Collection):
         return known
     if not known:
-        length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
-        if length is not None:
+        if (length := _inferred_length(dim, rows, mesh.sizes_of(dim.axes))) is not None:
             return length
         reason = f"{rows} rows do not say how long dim {dim.name!r} is"
     else:

@@ -269,12 +269,9 @@ class _Parser(Scanner):
             self.spans.axes.append((name, span))
             return Shard((name,))
         if name not in (*_ORDERS, ROUTED):
-            known = ", ".join(_ORDERS)
-            meant = did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)
-            raise self.error(f"unknown order {name!r}", span, f"{meant}orders are: {known}")
-        if name == BY:
-            return self.owned()
-        return self.ordered(name, span)
+            hint = f"{did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)}orders are: {', '.join(_ORDERS)}"
+            raise self.error(f"unknown order {name!r}", span, hint)
+        return self.owned() if name == BY else self.ordered(name, span)
 
     def ordered(self, order: str, span: Span) -> Shard:
         """`( axis , ... , number , ... )`: axes, then the numbers of the order."""
@@ -319,6 +316,6 @@ class _Parser(Scanner):
         span = self.span
         kind = self.expect("name", hint=f"tags are: {', '.join(TAGS)}")
         if kind not in TAGS:
-            meant = did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)
-            raise self.error(f"unknown tag {kind!r}", span, f"{meant}tags are: {', '.join(TAGS)}")
+            hint = f"{did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)}tags are: {', '.join(TAGS)}"
+            raise self.error(f"unknown tag {kind!r}", span, hint)
         return kind, tuple(self.listed(self.axis))

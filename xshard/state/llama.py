@@ -60,8 +60,6 @@ def named(text: str) -> Names:
         if name in (f"llama-to-{other}", f"{other}-to-llama") and len(sizes) == (0 if other == "flax" else 3):
             return maker(*sizes) if name.startswith("llama") else maker(*sizes).inverse
     known = [f"llama-to-{other}" for other in makers]
-    raise XshardError(
-        f"{text!r} does not name names",
-        hint=f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "
-        "for fused and megatron with heads, key heads, and rows per head, as in llama-to-fused:32,8,128",
-    )
+    hint = f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "
+    hint += "for fused and megatron with heads, key heads, and rows per head, as in llama-to-fused:32,8,128"
+    raise XshardError(f"{text!r} does not name names", hint=hint)

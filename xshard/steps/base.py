@@ -19,7 +19,6 @@ from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 Block = NDArray[Any]
 Blocks = Sequence[Block]
-
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 FREE = ("retag", "transpose")  # kinds of local steps that return a view

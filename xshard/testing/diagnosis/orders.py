@@ -142,11 +142,9 @@ def _shifted(came: Order, dim: Dim) -> str | None:
     steps = np.unique(came[matched_rows] - matched_rows)
     if len(steps) != 1 or steps[0] == 0 or 2 * len(matched_rows) < len(came):
         return None
-    by = int(steps[0])
-    return (
-        f"row r of {dim.name!r} holds what belongs to row r{by:+d}: off by {abs(by)} "
-        "(a halo one wider at one end and narrower at the other, an offset, a window that begins elsewhere)"
-    )
+    off = f"row r of {dim.name!r} holds what belongs to row r{steps[0]:+d}: off by {abs(steps[0])}"
+    why = "a halo one wider at one end and narrower at the other, an offset, a window that begins elsewhere"
+    return f"{off} ({why})"
 
 
 def _listed(came: Order, dim: Dim) -> str | None:

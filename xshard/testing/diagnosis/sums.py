@@ -183,11 +183,8 @@ def rounded(case: Case) -> str | None:
     error = largest_error(list(map(in_double, case.got)), list(map(in_double, case.want)))
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
-            share = f"{error / case.scale:.1e}"
-            return (
-                f"errors are at most {share} of the largest value: rounding, as of {name}, or an "
-                "approximation (a GELU by tanh, another epsilon)"
-            )
+            share = f"errors are at most {error / case.scale:.1e} of the largest value"
+            return f"{share}: rounding, as of {name}, or an approximation (a GELU by tanh, another epsilon)"
     return None
 
 
