@@ -205,8 +205,7 @@ def check_even(array: Sharding, text: str) -> None:
 
 
 def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
-    """The global array for blocks of a layout, without tags and overlaps, sharded over axes that divide dims.
-    Raises ShapeError for a dim in another order that they do not divide."""
+    """The array of blocks of a layout, without tags, overlaps, uneven axes. Raises ShapeError."""
     with mark_errors(text):
         dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
         return Sharding(Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape)

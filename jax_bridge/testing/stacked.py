@@ -202,5 +202,4 @@ def _size(shapes: str) -> tuple[int, int]:
     itemsizes = {int(array["bits"] or 8) // 8 for array in arrays}
     if len(itemsizes) != 1:
         raise ValueError(f"cannot read the result '{shapes}' of a collective")
-    elements = sum(math.prod(map(int, filter(None, a["shape"].split(",")))) for a in arrays)
-    return elements, itemsizes.pop()
+    return sum(math.prod(map(int, filter(None, a["shape"].split(",")))) for a in arrays), itemsizes.pop()

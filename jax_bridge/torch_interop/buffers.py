@@ -62,8 +62,7 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
-        row_major = torch.empty(x.shape, device="meta").stride()
-        return f"its strides are {x.stride()}, JAX's are {row_major}"
+        return f"its strides are {x.stride()}, JAX's are {torch.empty(x.shape, device='meta').stride()}"
     if x.device.type == "cuda" and x.device.index != device.local_hardware_id:
         return f"it is on {x.device}, the mesh has {device}"
     if x.device.type == "cpu" and x.numel() and x.data_ptr() % ALIGNMENT:

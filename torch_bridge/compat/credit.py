@@ -67,8 +67,7 @@ class DomainParallelManager:
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
         """The global ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
-        before = None if self.is_first_domain_rank else rank - 1
-        return before, None if self.is_last_domain_rank else rank + 1
+        return None if self.is_first_domain_rank else rank - 1, None if self.is_last_domain_rank else rank + 1
 
 
 Manager = DomainParallelManager | None

@@ -152,8 +152,7 @@ def _ends(parts: Sequence[Tensor]) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
-    """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
-    Raises DtypeError where torch has no arithmetic for a reduced or scaled dtype, MeshError for threads."""
+    """A plan between two meshes -> its executable; all of `group` call. Raises DtypeError, MeshError."""
     rank, transfer = rank_in(group), plan.transfer
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)

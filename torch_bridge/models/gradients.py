@@ -84,6 +84,8 @@ class BackwardPass:
 class Gradients:
     """Sums gradients in every backward pass, unless `syncs` is False; then once calls `after_first`."""
 
+    _pass: BackwardPass | None = None
+
     def __init__(
         self, context: ParallelContext, sharded: Sequence[ShardedParameter], bucket_bytes: int | None
     ) -> None:
@@ -137,7 +139,7 @@ class Gradients:
         members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
         self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
-        self._pass: BackwardPass | None = None
+        self._pass = None
 
     def _arrives(self, gradient: Gradient, _: Tensor) -> None:
         """Before a share is added to `.grad`."""

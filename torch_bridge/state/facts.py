@@ -77,8 +77,7 @@ def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
 
 @lru_cache(maxsize=32)
 def plan_described(facts: Pairs, dst_rules: Pairs | None, names: Names | None, *there: Any) -> TreePlan:
-    """The plan for a described tree; dst_rules: see `target_rules`; there: the mesh, the devices of both
-    meshes, profile and bucket_bytes. Cached, as trainers send again."""
+    """The plan for a described tree, cached. there: the mesh, both meshes' devices, profile, bucket_bytes."""
     shapes, dtypes, layouts, _ = leaf_facts(dict(facts))
     dst_mesh, (src_devices, dst_devices), profile, bucket_bytes = there
     src_mesh, src_rules = mesh_in(dict(facts))[0], {re.compile(re.escape(n)): layouts[n] for n in layouts}
@@ -106,8 +105,7 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
-    """Results by name -> the described tree, or with `names` the results by name. Tensors that were on the
-    CPU beside tensors on other devices, as counters of steps, go to the CPU again."""
+    """Results by name -> the described tree; by name with `names`. Counters of steps go to the CPU again."""
     *_, kinds = leaf_facts(facts)
     mixed = len(set(kinds.values())) > 1
     for array in plan.arrays:

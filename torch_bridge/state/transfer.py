@@ -109,8 +109,7 @@ def execute(
     donate: bool = False,
     progress: Progress = None,
 ) -> dict[str, Tensor] | None:
-    """Source blocks of this process by name -> its destination blocks; None outside of the destination mesh.
-    All of `group` call it; its ranks are the devices of the plan."""
+    """Source blocks by name -> destination blocks; None outside of that mesh. All of `group` call it."""
     rank, both = rank_in(group), (plan.src_devices, plan.dst_devices)
     src, dst = (devices.index(rank) if rank in devices else None for devices in both)
     last = {move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves}

@@ -80,8 +80,7 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 def by_rank(
     items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
 ) -> list[tuple[Any, ...]]:
-    """For every item, by its `mesh`, the results of all ranks, which start once per number of devices.
-    function: called on each rank with the items of its world, and `args`; returns a result per item."""
+    """For every item, by its `mesh`, the results of all ranks; `function` gets a world's items and `args`."""
     results: dict[int, tuple[Any, ...]] = {}
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
