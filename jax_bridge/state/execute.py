@@ -59,8 +59,8 @@ def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devic
     program = tuple(devices[n] for n in numbers), [devices[n] for n in first.src_devices]
     arrived = _exchange(sources, tuple(wanted), *program)
     dst_devices = [devices[n] for n in first.dst_devices]
-    ends = zip(arrived, (array.moves[0] for array in bucket), strict=True)
-    return [_run_stages(x, move.plan, _before_and_after(move)[1], dst_devices) for x, move in ends]
+    pairs = zip(arrived, (array.moves[0] for array in bucket), strict=True)
+    return [_run_stages(x, move.plan, _before_and_after(move)[1], dst_devices) for x, move in pairs]
 
 
 def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:

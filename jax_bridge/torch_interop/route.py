@@ -105,8 +105,8 @@ def _route(
     """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
     (local_shape, shape, dtype), (via, torch_refuses) = array, sides
     src, dst, text = sides_or_one(layout)
-    ends = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends if to_jax else ends[::-1]
+    sides = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = sides if to_jax else sides[::-1]
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
         check_axes(src, src_mesh, text)

@@ -169,8 +169,8 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     overlap = (begin_before & begin_before.T).sum() > some.sum()
     if not inside or math.prod(shape) != sizes.prod(-1).sum() or overlap:
         raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
-    ends = zip(starts.tolist(), stops.tolist(), strict=True)
-    parts = [_Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype) for start, stop in ends]
+    boxes = zip(starts.tolist(), stops.tolist(), strict=True)
+    parts = [_Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype) for start, stop in boxes]
     for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
         if size * dtypes.itemsize(dtype) > part.item.length:
             raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")

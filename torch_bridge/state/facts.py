@@ -82,9 +82,9 @@ def plan_described(facts: Pairs, dst_rules: Pairs | None, names: Names | None, *
     dst_mesh, (src_devices, dst_devices), profile, bucket_bytes = there
     src_mesh, src_rules = mesh_in(dict(facts))[0], {re.compile(re.escape(n)): layouts[n] for n in layouts}
     rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
-    ends: Any = {"src_mesh": src_mesh, "src_devices": src_devices, "dst_devices": dst_devices}
+    devices: Any = {"src_mesh": src_mesh, "src_devices": src_devices, "dst_devices": dst_devices}
     options: Any = {"names": names, "profile": profile, "bucket_bytes": bucket_bytes}
-    return plan_transfer(shapes, rules, dst_mesh=dst_mesh, dtypes=dtypes, **ends, **options)
+    return plan_transfer(shapes, rules, dst_mesh=dst_mesh, dtypes=dtypes, **devices, **options)
 
 
 def target_rules(rules: Any) -> Pairs | None:

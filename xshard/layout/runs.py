@@ -205,16 +205,16 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
     if len(src) * len(dst) <= 8 and all(run.repeats == 1 and run.start != FILL for run in (*src, *dst)):
-        found, done = list[tuple[int, int, int]](), 0  # quicker than arrays
+        shared, done = list[tuple[int, int, int]](), 0  # quicker than arrays
         places = itertools.accumulate((run.length for run in src), initial=0)
         ordered = sorted((run.start, place, run.length) for run, place in zip(src, places, strict=False))
         for run in dst:
             for begin, place, length in ordered:
                 start, stop = max(begin, run.start), min(begin + length, run.start + run.length)
                 if start < stop:
-                    found.append((place + start - begin, done + start - run.start, stop - start))
+                    shared.append((place + start - begin, done + start - run.start, stop - start))
             done += run.length
-        return merged_segments(np.array(found, np.int64))
+        return merged_segments(np.array(shared, np.int64))
     a, b = pieces((src,)), pieces((dst,))
     a = a.take(np.argsort(a.start, kind="stable"))
     in_a, in_b, first, last = met(a, b)

@@ -110,8 +110,9 @@ class Suggestion(Pictured):
         """An option of a node as text."""
         problem, node = self.search.problem, self.search.problem.nodes[i]
         text = str(layout_of(node.ways[option, -1], problem.names(node.name), problem.mesh.axes))
-        is_cut = node.kept is not None and "/" in text
-        return f"{text}, gathered {('for each use', 'once per step')[node.kept[option]]}" if is_cut else text
+        if node.kept is None or "/" not in text:
+            return text
+        return f"{text}, gathered {('for each use', 'once per step')[node.kept[option]]}"
 
     def estimate(
         self,
