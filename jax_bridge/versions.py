@@ -154,3 +154,11 @@ def host_callback(function: Callable[..., None], types: Any) -> Callable[..., An
     """`function(context, results, *arguments)`, called by XLA on the memory of its device."""
     # `jax.pure_callback` holds a thread while others copy: with a device per thread it deadlocks.
     return buffer_callback(function, types, vmap_method="sequential")
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many arguments of a scan are constants, and how many are carries."""
+    if "ft_in" in params:  # from 0.12 on
+        consts, carries, _ = params["ft_in"].unpack()
+        return len(consts), len(carries)
+    return params["num_consts"], params["num_carry"]

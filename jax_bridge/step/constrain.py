@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_bridge.step.tracer import Jaxpr, body_of, is_number, places
+from jax_bridge.versions import scan_counts
 
 Change = Callable[[str, jax.Array], jax.Array]
 
@@ -48,12 +49,13 @@ def evaluate(
 def _scan(
     run: Callable[..., list[Any]], params: Any, place: str, inputs: Sequence[str], values: Sequence[Any]
 ) -> list[Any]:
-    n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
-    names = [*inputs[:n], *(f"{place}.carry.{i}" for i in range(m - n)), *inputs[m:]]
+    n, n_carries = scan_counts(params)
+    m = n + n_carries
+    names = [*inputs[:n], *(f"{place}.carry.{i}" for i in range(n_carries)), *inputs[m:]]
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results = run(names, *values[:n], *carry, *xs)
-        return results[: m - n], results[m - n :]
+        return results[:n_carries], results[n_carries:]
 
     how = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, stacks = jax.lax.scan(step, list(values[n:m]), list(values[m:]), **how)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
+from jax_bridge.versions import scan_counts
 from xshard.step.trace import Trace
 
 Name = str | None  # of an array; None for a number
@@ -82,8 +83,8 @@ class Tracer:
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """A block that runs `length` times: carries, and slices of what is stacked."""
         trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
-        n, inner, args = eqn.params["num_consts"], times * length, list(operands)
-        m = n + eqn.params["num_carry"]
+        n, n_carries = scan_counts(eqn.params)
+        m, inner, args = n + n_carries, times * length, list(operands)
         carries = dict[int, Name]()
         for i, operand in enumerate(operands):
             if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):

@@ -171,7 +171,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
         (tmp_path / at).unlink()
     (tmp_path / "x.safetensors").symlink_to("x.safetensors")
-    with pytest.raises(FileError, match="Symlink loop"):
+    with pytest.raises(FileError, match=r"Symlink loop|Too many levels"):
         open_checkpoint(tmp_path)
     with pytest.raises(FileError, match="null byte"):
         open_checkpoint(tmp_path / "x\0")
