@@ -10,7 +10,7 @@ from tests.benchmarks.helpers import quick_run
 
 
 def test_a_quick_run_compares_bytes_and_times(tmp_path: Path) -> None:
-    _, data, printed = quick_run("einsum", tmp_path)
+    _, data, printed = quick_run("einsum", tmp_path, forked=True)
     assert {"peers", "cached_s", "claims", "cases", "timed"} <= set(data)
     assert len(data["cases"]) == 5 and "dtensor" in printed
     for row in data["cases"]:

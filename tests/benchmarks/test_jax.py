@@ -9,7 +9,7 @@ from tests.benchmarks.helpers import quick_run
 
 
 def test_reshards_are_compared_with_xla(tmp_path: Path) -> None:
-    _, data, printed = quick_run("jax_reshard", tmp_path)
+    _, data, printed = quick_run("jax_reshard", tmp_path, forked=True)
     assert {"dispatch", "claims", "compiled", "timed"} < set(data)
     assert len(data["compiled"]) == 4 and len(data["timed"]) == 1, printed
     exact = data["claims"][0]

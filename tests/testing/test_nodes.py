@@ -43,8 +43,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_random_redistributions_have_the_right_values_and_bytes(cluster: Cluster) -> None:
-    test_across_nodes.check(cluster, 2, 40)
-    test_across_nodes.check_jax(cluster, 12)
+    test_across_nodes.check(cluster, 2, 16)
+    test_across_nodes.check_jax(cluster, 6)
 
 
 @pytest.fixture(scope="module")

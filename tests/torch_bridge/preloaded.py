@@ -10,6 +10,7 @@ gc.disable()
 
 import hypothesis
 import pytest
+import sklearn.datasets
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
