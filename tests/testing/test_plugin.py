@@ -93,19 +93,9 @@ def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, 
     """Exit status and output of a pytest that runs files with these texts."""
     for name, text in texts.items():
         (folder / name).write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "xshard.testing.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-v",
-        "-oaddopts=",
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "xshard.testing.plugin", "-p", "no:cacheprovider", "-v"]
     done = subprocess.run(
-        [*command, *options, *texts],
+        [*command, "-oaddopts=", *options, *texts],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
