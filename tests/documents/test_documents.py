@@ -11,7 +11,6 @@ import ast
 import doctest
 import functools
 import importlib.util
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -51,6 +50,11 @@ class Block(NamedTuple):
         asked = SPECIAL.match(self.code)
         return asked and (asked[1], int(asked[2]))
 
+    @property
+    def optional(self):
+        """What it imports of OPTIONAL."""
+        return [name for name in OPTIONAL if re.search(rf"(from|import) {name}", self.code)]
+
 
 def blocks(document):
     text = (ROOT / document).read_text()
@@ -61,10 +65,13 @@ def blocks(document):
 
 
 def in_one_launch(some):
-    """Blocks of a document that ask for the same ranks or devices, one after the other."""
-    return [
-        list(group) for _, group in itertools.groupby(some, lambda block: (block.document, block.special))
-    ]
+    """Blocks of a folder that ask for as many ranks, or of a document that ask for as many devices."""
+    found = {}
+    for block in some:
+        runtime, n = block.special
+        place = Path(block.document).parent if runtime == "torchrun" else block.document
+        found.setdefault(f"{place}:{n}{':optional' * bool(block.optional)}", []).append(block)
+    return found
 
 
 def printed_by(block):
@@ -112,6 +119,7 @@ def printed_there(n_devices, path):
 WITH_PYTHON = [name for name in DOCUMENTS if python_blocks(name) and not name.startswith("docs/models/")]
 ON_DEVICES = [block for document in WITH_PYTHON for block in python_blocks(document) if block.special]
 UNDER_TORCHRUN = next(block for block in ON_DEVICES if block.special[0] == "torchrun")
+LAUNCHES = in_one_launch(block for block in ON_DEVICES if block is not UNDER_TORCHRUN)
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON)
@@ -125,23 +133,14 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     assert_shown([*asked, *(shown for block in plain for shown in printed_by(block))], text)
 
 
-@pytest.mark.parametrize(
-    "some",
-    in_one_launch(block for block in ON_DEVICES if block is not UNDER_TORCHRUN),
-    ids=lambda some: f"{some[0].document}:{some[0].line}",
-)
-def test_the_code_runs_on_several_devices(some, tmp_path):
-    used = {
-        name
-        for block in some
-        for name in OPTIONAL
-        if f"import {name}" in block.code or f"from {name}" in block.code
-    }
-    if missing := [name for name in sorted(used) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_code_runs_on_several_devices(launch, tmp_path):
+    some = LAUNCHES[launch]
+    if missing := {name for block in some for name in block.optional if not importlib.util.find_spec(name)}:
+        pytest.skip(f"not installed: {', '.join(sorted(missing))}")
     (runtime, n), paths = some[0].special, []
-    for block in some:
-        (folder := tmp_path / str(block.line)).mkdir()
+    for number, block in enumerate(some):
+        (folder := tmp_path / str(number)).mkdir()
         paths.append(script_of([block], folder))
     if runtime == "torchrun":
         from tests.torch_bridge.helpers import on_ranks  # imports torch, which the rest of this file does not
