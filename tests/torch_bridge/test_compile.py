@@ -20,7 +20,7 @@ from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbe
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.layout.layout import parse_expression
 
-MESH, WIDE = xs.Mesh(a=2), xs.Mesh(a=2, b=2)
+MESH = xs.Mesh(a=2)
 EVERY_STEP = [  # with a leading dim that is whole
     "s n/a d -> s n d | copy(a)",
     "s n d -> s n/a d",
@@ -66,20 +66,26 @@ def _compiled(expression: str, mesh: MeshLike, blocks: Iterable[Tensor]) -> int:
     return backend.frame_count
 
 
-def _one_graph(expressions: list[str], mesh: MeshLike | None) -> None:
-    """All expressions in one function. mesh: blocks of one shape on it; None: on one of names, of any length
-    of the first dim."""
-    on = WIDE if expressions[0] in TWO_AXES else MESH
+def _graphs(placed: list[str], named: list[str], *names: str) -> None:
+    """All expressions in one function, compiled as one graph.
+
+    placed: on a device mesh, of one shape; named: on a mesh of names, of any length of the first dim.
+    """
+    on, expressions = xs.Mesh(dict.fromkeys(names, 2)), [*placed, *named]
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    meshes = [*(mesh for _ in placed), *(on for _ in named)]
 
     def user(xs: list[Tensor]) -> list[Tensor]:
-        return [xt.redistribute(x * 2, e, mesh or on) * 3 for x, e in zip(xs, expressions, strict=True)]
+        moves = zip(xs, expressions, meshes, strict=True)
+        return [xt.redistribute(x * 2, e, m) * 3 for x, e, m in moves]
 
-    torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(user, backend=backend, fullgraph=True)
-    for i, n in enumerate((4, 3, 7, 2) if mesh is None else (3,) * 4):
-        blocks = [block_of(numbers(n, 8, 8) % (i + 5), e, on).requires_grad_() for e in expressions]
-        for x in blocks if mesh is None else ():
+    for i, n in enumerate((4, 3, 7)):
+        shapes = [(3 if m is mesh else n, 8, 8) for m in meshes]
+        cut = zip(shapes, expressions, strict=True)
+        blocks = [block_of(numbers(*shape) % (i + 5), e, on).requires_grad_() for shape, e in cut]
+        for x in blocks[len(placed) :]:
             torch._dynamo.mark_dynamic(x, 0)
         for expression, *same in zip(
             expressions, *_pulled(compiled, blocks), *_pulled(user, blocks), strict=True
@@ -94,12 +100,6 @@ def _pulled(function, blocks: list[Tensor]) -> tuple[list[Tensor], tuple[Tensor,
     values = function(blocks)
     weights = [torch.arange(float(y.numel()), dtype=y.dtype).view(y.shape) % 7 for y in values]
     return values, torch.autograd.grad(values, blocks, weights)
-
-
-def _graphs(placed: list[str], named: list[str], *names: str) -> None:
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    _one_graph(placed, mesh)
-    _one_graph(named, None)
 
 
 def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change() -> None:
