@@ -30,8 +30,9 @@ def test_neither(): pass
 def in_pytest(folder: Path, *arguments: str) -> str:
     (folder / "test_loads.py").write_text(LOADS)
     (folder / "test_does.py").write_text(DOES)
-    words = ("-m", "pytest", "-p", "tests.without", "-rs", "-p", "no:cacheprovider", *arguments)
-    options = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    words = ("-m", "pytest", "-pxdist.plugin", "-ptests.without", "-pno:cacheprovider", "-rs", *arguments)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    options = {"cwd": folder, "env": environment, "text": True}
     return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=False, **options).stdout
 
 
