@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
@@ -48,34 +49,30 @@ def on_devices(
     def apply(block, *parameters):
         if mode != "vma":
             parameters = [xj.ops.copy_to(p, source.layout.axes) for p in parameters]
-        return layers(nn.Sharded(block, layout, shape=x.shape), *parameters)
+        y = layers(nn.Sharded(block, layout, shape=x.shape), *parameters)
+        targets.append(y.sharding)
+        return y.block
 
-    def forward(block, *parameters):
-        y = apply(block[0], *parameters)
-        return nn.Sharded(y.block[None], y.sharding)
-
-    def both(block, cotangent, *parameters):
-        y, pull = jax.vjp(lambda *given: apply(*given).block, block[0], *parameters)
-        gradient, *others = pull(cotangent[0])
+    def both(block, *parameters):
+        y, pull = jax.vjp(apply, block[0], *parameters)
+        cotangent = cotangent_of(targets[-1].shape, x.dtype)
+        cut = padded(xs.reference.scatter(cotangent, str(targets[-1].layout), mesh), targets[-1], fill=np.nan)
+        gradient, *others = pull(jnp.asarray(cut)[jax.lax.axis_index(mesh.axes if mode != "pmap" else axis)])
         return y[None], gradient[None], tuple(others)
 
-    def mapped(local, ins, outs):
-        options = {"mesh": device_mesh(mesh), "check_vma": mode == "vma"}
-        return jax.shard_map(local, in_specs=ins, out_specs=outs, **options)
-
+    targets: list[xs.Sharding] = []  # of each trace
     given = (nowhere,) * len(parameters)
     blocks = padded(xs.reference.scatter(x, layout, mesh), source, fill=np.nan)
-    target = jax.eval_shape(mapped(forward, (everywhere, *given), everywhere), blocks, *parameters).sharding
-    cotangent = cotangent_of(target.shape, x.dtype)
-    cut = padded(xs.reference.scatter(cotangent, str(target.layout), mesh), target, fill=np.nan)
     if mode == "pmap":
         axis = next(a for a in mesh.axes if mesh.size(a) == mesh.n_devices)
-        program = jax.pmap(both, axis, in_axes=(0, 0, *[None] * len(parameters)))
-        y, gradient, others = program(blocks[:, None], cut[:, None], *parameters)
+        program = jax.pmap(both, axis, in_axes=(0, *[None] * len(parameters)))
+        y, gradient, others = program(blocks[:, None], *parameters)
         y, gradient, others = y[:, 0], gradient[:, 0], tuple(g[0] for g in others)
     else:
-        ins, outs = (everywhere, everywhere, *given), (everywhere, everywhere, given)
-        y, gradient, others = jax.jit(mapped(both, ins, outs))(blocks, cut, *parameters)
+        specs = {"in_specs": (everywhere, *given), "out_specs": (everywhere, everywhere, given)}
+        mapped = jax.shard_map(both, mesh=device_mesh(mesh), check_vma=mode == "vma", **specs)
+        y, gradient, others = jax.jit(mapped)(blocks, *parameters)
+    target = targets[-1]
     return (_whole(y, target), [_whole(gradient, source), *map(np.asarray, others)]), target
 
 

@@ -77,7 +77,7 @@ def blocks_of(case: Case, x, of_keys: bool = False, dims: str = "bshk"):
 @in_jax
 def test_a_ring_and_others_under_transformations() -> None:
     """Layers in a scan, each computed again, under vmap; in float32, where JAX's own attention is used."""
-    case, mask = Case(ROW, "b s/zigzag(cp) h k", (4, 4)), Mask(True, has_alibi=True)
+    case, mask = Case(xs.Mesh(cp=2), "b s/zigzag(cp) h k", (4, 4)), Mask(True, has_alibi=True)
     given = problem(case, mask)
     x = np.stack([padded(*blocks_of(case, y)) for y in (given.q, given.k)], 1)
 
@@ -89,7 +89,7 @@ def test_a_ring_and_others_under_transformations() -> None:
 
     def gradients(how):
         loss = jax.value_and_grad(lambda x: jnp.cos(model(how, x)).sum())
-        return jax.jit(sharded(jax.vmap(loss), ROW))(x)
+        return jax.jit(sharded(jax.vmap(loss), case.mesh))(x)
 
     with jax.enable_x64(True):
         (y, found), (wanted_y, wanted) = gradients("ring"), gradients("gather")

@@ -130,7 +130,8 @@ def taylor_series(m, X, T, W):
         y, (first, second) = jet(lambda x: m.op(x) * m.op(x), (x,), ((t, jnp.zeros_like(t)),))
         return y, first, second
 
-    return m.spread(local, ("src", "src"), ("dst", "dst", "dst"))(X, T)
+    # Jitted, `jet` rounds its factorials in another way: for all moves alike.
+    return jax.jit(m.spread(local, ("src", "src"), ("dst", "dst", "dst")))(X, T)
 
 
 ROWS: dict[str, Callable[..., object]] = {  # programs of what moves, X, T and W
@@ -174,6 +175,7 @@ MOVES = {
 ADD_UP = ("grad_inside", "grad_inside_of_jit", "vjp_inside")
 
 
+COMPOSED = ("jacrev", "hessian", "grad_of_grad", "jvp_of_grad", "grad_of_jvp", "scan", "cond_and_while")
 # What a rule for reverse mode cannot do. (JAX takes no function with a rule of its own through `jet`.)
 FORWARD = ("jvp_outside", "jvp_inside", "jacfwd", "grad_of_jvp", "linearize", "linear_transpose")
 REVERSE = [name for name in ROWS if name not in (*FORWARD, "taylor_series")]
@@ -186,10 +188,9 @@ def expected_of(name: str) -> list[np.ndarray]:
 
 
 def results_of(name: str, move: str, ad: str) -> list[jax.Array]:
-    """The results of a row for a moved array: one operation after the other for a gather, else jitted."""
+    """The results of a row for a moved array: jitted, but for a gather under one transformation."""
     program = functools.partial(ROWS[name], Moved(*MOVES[move], ad=ad))
-    # Jitted, `jet` rounds its factorials in another way.
-    jitted = move != "gather" and name not in ("eager", "export", "taylor_series")
+    jitted = (move != "gather" or name in COMPOSED) and name not in ("eager", "export")
     return jax.tree.leaves((jax.jit(program) if jitted else program)(X, T, W))
 
 
