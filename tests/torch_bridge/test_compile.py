@@ -73,7 +73,7 @@ def _graphs(placed: list[str], named: list[str], *names: str) -> None:
     """
     on, expressions = xs.Mesh(dict.fromkeys(names, 2)), [*placed, *named]
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    meshes = [*(mesh for _ in placed), *(on for _ in named)]
+    meshes: list[MeshLike] = [*(mesh for _ in placed), *(on for _ in named)]
 
     def user(xs: list[Tensor]) -> list[Tensor]:
         moves = zip(xs, expressions, meshes, strict=True)
