@@ -15,8 +15,9 @@ from xshard.layout import Mesh
 from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
 from xshard.plans.plan import Plan, find_plan, search_plan
 from xshard.search.grid import Cut, Grid, State, grid, remembered
-from xshard.search.moves import estimate
+from xshard.search.moves import Space, estimate
 from xshard.search.request import Request
+from xshard.search.solve import best_path, respelled
 
 BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
@@ -34,6 +35,7 @@ class MoveEstimate:
     after: OperandSharding
     shape: Shape
     make: Make
+    scales: bool  # whether it may multiply by a constant
     level: int = BOUND
 
     def __post_init__(self) -> None:
@@ -66,20 +68,27 @@ class Prices:
             grid, received = self._grid(shape), self._received(before, after, math.prod(shape))
             start = grid.least_launch + grid.least_latency
             seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
-            known = self._moves[leg] = MoveEstimate(seconds, before, after, shape, make)
+            known = self._moves[leg] = MoveEstimate(seconds, before, after, shape, make, means is not None)
         return known
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
+        both = self._state(move.shape, move.before), self._state(move.shape, move.after)
         if move.level == BOUND:
-            both = self._state(move.shape, move.before), self._state(move.shape, move.after)
             move.level, move.seconds = ESTIMATE, max(move.seconds, self._estimate(move.shape, *both))
         else:
-            move.level, move.seconds = PRICE, self.plan(move.make()).cost
+            price = self.plan(move.make()).cost if move.scales else self._price(move.shape, *both)
+            move.level, move.seconds = PRICE, price
 
     @remembered
     def _estimate(self, shape: Shape, start: State, goal: State) -> float:
         return estimate(self._grid(shape), start, goal)
+
+    def _price(self, shape: Shape, *states: State) -> float:
+        grid = self._grid(shape)
+        start, goal = map(grid.sharding, states)
+        space = Space(start, respelled(goal, start), grid.itemsize, self.profile)
+        return best_path(space.route).seconds
 
     @remembered
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers

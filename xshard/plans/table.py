@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.cost.model import Profile
+from xshard.dtypes import itemsize
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout import Sharding
@@ -166,11 +167,16 @@ def _alternative_steps(
     if start.layout.overlaps or goal.layout.overlaps:
         made = overlap_paths.ways(start, goal, dtype, profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
-    space = Space(start, goal, dtype, profile)
+    space = Space(start, goal, itemsize(dtype), profile)
+    search = Search(space.route, None)
+
+    def steps(search: Search) -> tuple[Step, ...]:
+        return space.steps(search.path().moves)
+
     return {
-        **({"whole axes": Search(space, None).best_path} if split else {}),
+        **({"whole axes": functools.partial(steps, search)} if split else {}),
         "direct exchange": lambda: (space.exchange(goal.layout),),
-        "collectives alone": Search(space, None, exchanges=False).best_path,
+        "collectives alone": functools.partial(steps, replace(search, exchanges=False)),
         "all-gather and slice": lambda: _gather_and_slice(start, goal),
     }
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from xshard.cost.model import LOCAL, too_large
 from xshard.errors import PlanError
 from xshard.search.grid import Grid, State
-from xshard.search.moves import Move, Space, move_cost, step_of
+from xshard.search.moves import Move, Route, move_cost
 from xshard.search.successors import Moves
-from xshard.steps import Step
+from xshard.steps import Permute
 
 # How many states of a directed space are settled before the best path so far is taken: once by nearness to
 # the goal, once by cost. Complete spaces are searched to the end.
@@ -42,28 +42,20 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """Cheapest-first search over a space; scaled: elements held by the step that multiplies by the scale."""
+    """Cheapest-first search of a route; scaled: elements held by the step that multiplies by the scale."""
 
-    space: Space
+    route: Route
     memory_limit: int | None
     exchanges: bool = True
     scaled: int = 0
 
     @cached_property
     def grid(self) -> Grid:
-        return self.space.grid
+        return self.route.grid
 
     @cached_property
     def moves(self) -> Moves:
-        return Moves(self.space)
-
-    def best_path(self) -> tuple[Step, ...]:
-        """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
-        return self.steps(self.path())
-
-    def steps(self, path: Path) -> tuple[Step, ...]:
-        """The moves of a path as steps."""
-        return tuple(step_of(self.space, move, state) for state, move in path.moves)
+        return Moves(self.route)
 
     def path(self) -> Path:
         """The cheapest path within the memory limit. Raises PlanError if none fits."""
@@ -78,7 +70,7 @@ class Search:
     @cached_property
     def _largest(self) -> int:
         """Elements of the larger side: no block in between is larger."""
-        return max(self.space.start.max_local_size, self.space.goal.max_local_size)
+        return max(self.grid.block(self.route.start), self.grid.block(self.route.goal))
 
     @cached_property
     def _least_step(self) -> float:
@@ -91,7 +83,7 @@ class Search:
 
     def _explored(self, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""
-        grid, start, goal = self.grid, self.space.start_state, self.space.goal_state
+        grid, start, goal = self.grid, self.route.start, self.route.goal
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
@@ -99,7 +91,7 @@ class Search:
         if self.memory_limit is not None and held * grid.itemsize > self.memory_limit:
             return None
         # A path may hold both blocks at no cost, and any number if a sum ends.
-        both = self.space.start.max_local_size + self.space.goal.max_local_size
+        both = grid.block(start) + grid.block(goal)
         path = Path(0.0, 0, held, math.inf if set(start.sums) - set(goal.sums) else both, ())
         if start == goal:
             return path
@@ -132,7 +124,7 @@ class Search:
 
     def _expected(self, state: State) -> float:
         """Seconds that collectives take from a state, if each axis that is to be changed takes one."""
-        goal = self.space.goal_state
+        goal = self.route.goal
         wanted = self.grid.roles(goal)
         ending = sum(a not in goal.sums for a in state.sums)
         moving = sum(role != wanted.get(axis) for axis, role in self.grid.roles(state).items())
@@ -141,13 +133,13 @@ class Search:
     def _moves(self, state: State, path: Path, best: Path | None, nearest: bool) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
         if self.exchanges:
-            yield Move("exchange", (), self.space.goal_state)
+            yield Move("exchange", (), self.route.goal)
         yield from self.moves.collectives(state)
         if nearest or not self.exchanges:
             return
         # After any other exchange at least one more step communicates: the direct exchange includes all
         # local changes. Only a sum may begin better locally.
-        begins = set(self.space.goal_state.sums) - set(state.sums)
+        begins = set(self.route.goal.sums) - set(state.sums)
         least = path.seconds + self._least_exchange + (0.0 if begins else self._remaining(state))
         if best is None or least < best.seconds:
             yield from self.moves.exchanges(state)
@@ -178,19 +170,17 @@ class Search:
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even shards, looked up for others."""
-        space = self.space
         if self.grid.is_regular(state) and self.grid.is_regular(after):
             return True
-        here = space.start.with_layout(space.layout(state))
         try:
-            step_of(space, Move("permute", (), after), state).after(here)
+            Permute(self.grid.sharding(after).layout).after(self.grid.sharding(state))
         except PlanError:
             return False
         return True
 
     def _remaining(self, state: State) -> float:
         """A lower bound for the seconds of any path from a state to the goal."""
-        return self.grid.least_seconds(state, self.space.goal_state)
+        return self.grid.least_seconds(state, self.route.goal)
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""

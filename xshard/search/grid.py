@@ -235,7 +235,7 @@ class Grid:
         most = math.prod(self.shape) * self.mesh.n_devices**2
         if not (is_node_local or begins) and most < 2**62:
             return self._counted(state, after)
-        before, there = self._sharding(state), self._sharding(after)
+        before, there = self.sharding(state), self.sharding(after)
         if is_node_local:
             return node_local_traffic(before, there, self.nodes or 1)
         return traffic.counted_traffic(before, there, self.fabric.spans)
@@ -296,7 +296,7 @@ class Grid:
         return traffic.span_axes(self.mesh, self.fabric.spans)
 
     @remembered
-    def _sharding(self, state: State) -> Sharding:
+    def sharding(self, state: State) -> Sharding:
         """A state as a sharding; its dims have numbers for names."""
         dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
         return Sharding(Layout(dims, (("sum", self.names(state.sums)),)), self.mesh, self.shape)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard import steps
 from xshard.cost.model import Profile
-from xshard.dtypes import itemsize
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.grid import Cut, Grid, State, grid
@@ -34,17 +33,42 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Route:
+    """Two states, and what differs between them."""
+
+    grid: Grid
+    start: State
+    goal: State
+
+    @cached_property
+    def changing(self) -> list[int]:
+        """The axes with different roles on both sides."""
+        sums = set(self.start.sums) ^ set(self.goal.sums)
+        return sorted({*self.grid.changing(self.start, self.goal), *sums})
+
+    @cached_property
+    def spare(self) -> list[int]:
+        """The axes with replicas on both sides that can take shares for those that change."""
+        return self.grid.spare(self.start, self.goal, self.changing)
+
+
+@dataclass(frozen=True)
 class Space:
-    """The states between two shardings in normal form without copies."""
+    """The route between two shardings in normal form without copies, with the names of their dims."""
 
     start: Sharding
     goal: Sharding
-    dtype: str
+    itemsize: int
     profile: Profile
 
     @cached_property
     def grid(self) -> Grid:
-        return grid(self.start.mesh, self.start.shape, itemsize(self.dtype), self.profile)
+        return grid(self.start.mesh, self.start.shape, self.itemsize, self.profile)
+
+    @cached_property
+    def route(self) -> Route:
+        """The states of both shardings."""
+        return Route(self.grid, self.state(self.start.layout), self.state(self.goal.layout))
 
     @cached_property
     def op(self) -> str:
@@ -62,29 +86,14 @@ class Space:
         dims = zip(self.start.layout.names, map(self.grid.cut_by, state.cuts), strict=True)
         return Layout(tuple(Dim(*dim) for dim in dims), ((self.op, self.grid.names(state.sums)),))
 
-    @cached_property
-    def start_state(self) -> State:
-        return self.state(self.start.layout)
-
-    @cached_property
-    def goal_state(self) -> State:
-        return self.state(self.goal.layout)
-
-    @cached_property
-    def changing(self) -> list[int]:
-        """The axes with different roles on both sides."""
-        start, goal = self.start_state, self.goal_state
-        return sorted({*self.grid.changing(start, goal), *set(start.sums) ^ set(goal.sums)})
-
-    @cached_property
-    def spare(self) -> list[int]:
-        """The axes with replicas on both sides that can take shares for those that change."""
-        return self.grid.spare(self.start_state, self.goal_state, self.changing)
-
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
         """The exchange to a layout from another, by default the start; with node-local senders if needed."""
         here = self.start.layout if frm is None else frm
         return Exchange(to, self.grid.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
+
+    def steps(self, moves: Iterable[tuple[State, Move]]) -> tuple[steps.Step, ...]:
+        """Moves, each with the state before it -> the steps that they stand for."""
+        return tuple(STEPS[move.kind](self, move, state) for state, move in moves)
 
 
 class MoveCost(NamedTuple):
@@ -106,11 +115,6 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
         seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
         known = grid.costs[key] = MoveCost(seconds, traffic.received, held)
     return known
-
-
-def step_of(space: Space, move: Move, state: State) -> steps.Step:
-    """A move -> the step that it stands for."""
-    return STEPS[move.kind](space, move, state)
 
 
 def _gathered(grid: Grid, move: Move, state: State, before: int, after: int) -> steps.Traffic:

@@ -148,8 +148,8 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
         # Node-local senders are not for blocks that overlap.
         return Exchange(to) if isinstance(step, Exchange) else replace(step, to=to)  # type: ignore[type-var]
 
-    space = Space(here := plain(bare), plain(aim), dtype, machine)
-    steps = Search(space, None).best_path()
+    space = Space(here := plain(bare), plain(aim), itemsize(dtype), machine)
+    steps = space.steps(Search(space.route, None).path().moves)
     for step in steps:
         here = step.after(here)
         if any(here.layout.dims[d].shards for d in fixed):  # a way through a dim that overlaps

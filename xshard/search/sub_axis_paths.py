@@ -13,8 +13,7 @@ from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.grid import Cut, State
-from xshard.search.moves import Move, Space, move_cost, step_of
-from xshard.steps import Step
+from xshard.search.moves import Move, Route, Space, move_cost
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -27,55 +26,52 @@ Moves = tuple[tuple[State, Move], ...]
 
 @dataclass(frozen=True)
 class SubAxisPath:
-    """A path, its seconds, and the space with the axes that it names."""
+    """A path, its seconds, and the route with the axes that it names."""
 
     seconds: float
-    space: Space
+    route: Route
     moves: Moves
 
     @property
     def split(self) -> Split:
         """The axes that it splits."""
-        mesh = self.space.start.mesh
+        mesh = self.route.grid.mesh
         return mesh.split if isinstance(mesh, SubAxisMesh) else ()
 
-    def steps(self) -> tuple[Step, ...]:
-        return tuple(step_of(self.space, move, state) for state, move in self.moves)
 
-
-def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> SubAxisPath | None:
+def best_sub_axis_path(route: Route, path: Path, memory_limit: int | None) -> SubAxisPath | None:
     """The cheapest slice, permutation and gathers over sub-axes, if cheaper than `path` on whole axes."""
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
-    needs = _needs(space)
-    if needs is None or not (_cuts_further(needs) or space.spare):
+    needs = _needs(route)
+    if needs is None or not (_cuts_further(needs) or route.spare):
         return None  # equal parts are permuted without sub-axes
-    if _least_seconds(space, needs) >= path.seconds:
+    if _least_seconds(route, needs) >= path.seconds:
         return None
-    split = tuple(_all_parts(space))
+    split = tuple(_all_parts(route))
     if not split:
         return None
-    finest = _divided(space, split)
-    limit = math.inf if memory_limit is None else memory_limit / space.grid.itemsize
+    finest = _divided(route, split)
+    limit = math.inf if memory_limit is None else memory_limit / route.grid.itemsize
     best: SubAxisPath | None = None
     for more, axes in _options(finest, needs):
         best = _cheapest(finest, more, axes, limit, best.seconds if best else path.seconds) or best
-    return None if best is None else _in_few_parts(space, best)
+    return None if best is None else _in_few_parts(route, best)
 
 
-def _needs(space: Space) -> tuple[list[int], list[int]] | None:
+def _needs(route: Route) -> tuple[list[int], list[int]] | None:
     """Factors by which both sides must shard every dim further to match; None if they cannot."""
-    endpoints = space.start_state, space.goal_state
-    if endpoints[0].sums != endpoints[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
+    endpoints = route.start, route.goal
+    if endpoints[0].sums != endpoints[1].sums or not all(map(route.grid.is_regular, endpoints)):
         return None
-    parts = [[space.grid.parts(cut) for cut in end.cuts] for end in endpoints]
+    parts = [[route.grid.parts(cut) for cut in end.cuts] for end in endpoints]
     common = [math.lcm(*both) for both in zip(*parts, strict=True)]
-    if any(n % parts_ for n, parts_ in zip(space.start.shape, common, strict=True)):
+    if any(n % parts_ for n, parts_ in zip(route.grid.shape, common, strict=True)):
         return None
     needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
     for end, more in zip(endpoints, needs, strict=True):
-        if math.prod(more) > space.grid.parts(a for a in space.grid.free(end) if a in space.changing):
+        if math.prod(more) > route.grid.parts(a for a in route.grid.free(end) if a in route.changing):
             return None
     return needs[0], needs[1]
 
@@ -84,9 +80,9 @@ def _cuts_further(needs: Needs) -> bool:
     return any(n > 1 for more in needs for n in more)
 
 
-def _least_seconds(space: Space, needs: Needs) -> float:
+def _least_seconds(route: Route, needs: Needs) -> float:
     """A lower bound for such paths: elements that must arrive, launches and first latencies."""
-    grid, profile, both = space.grid, space.profile, (space.start_state, space.goal_state)
+    grid, profile, both = route.grid, route.grid.profile, (route.start, route.goal)
     far = grid.least_crossing(*both)
     seconds = profile.launch("permute") + (grid.fabric.links[0].latency_s if far else grid.least_latency)
     if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
@@ -94,35 +90,35 @@ def _least_seconds(space: Space, needs: Needs) -> float:
     return seconds + grid.least_received(*both) * grid.itemsize / grid.fastest
 
 
-def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _all_parts(route: Route) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The axes that may be split: changing axes into prime factors, others at the boundary of nodes."""
-    grid = space.grid
-    for a in (*space.changing, *space.spare):
+    grid = route.grid
+    for a in (*route.changing, *route.spare):
         spans = sorted(grid.group((a,)), key=lambda span: -span.stride)
         # A part of a ring is no ring.
         whole = any(grid.fabric.links[span.level].topology == "ring" for span in spans)
-        parts = (_primes(span.size) if a in space.changing else (span.size,) for span in spans)
+        parts = (_primes(span.size) if a in route.changing else (span.size,) for span in spans)
         sizes = tuple(chain.from_iterable(parts))
         if len(sizes) > 1 and not whole:
             yield grid.axes[a], sizes
 
 
-def _options(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+def _options(route: Route, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
     """The needs and the axes to meet them; also with a dim sharded over replicas: less crosses nodes."""
     if _cuts_further(needs):
-        yield needs, space.changing
-    near = [a for a in space.spare if len(space.grid.levels(a)) == 1]
-    parts = space.grid.parts(near)
-    cuts = space.goal_state.cuts
+        yield needs, route.changing
+    near = [a for a in route.spare if len(route.grid.levels(a)) == 1]
+    parts = route.grid.parts(near)
+    cuts = route.goal.cuts
     for d, cut in enumerate(cuts if parts > 1 else ()):
-        if space.start.shape[d] % (space.grid.parts(cut) * needs[1][d] * parts) == 0:
+        if route.grid.shape[d] % (route.grid.parts(cut) * needs[1][d] * parts) == 0:
             wider = ([n * parts if e == d else n for e, n in enumerate(more)] for more in needs)
-            yield (next(wider), next(wider)), [*space.changing, *near]
+            yield (next(wider), next(wider)), [*route.changing, *near]
 
 
-def _in_few_parts(space: Space, path: SubAxisPath) -> SubAxisPath:
-    """The same path with sub-axes merged that stay side by side. space: on whole axes."""
-    fine, passed = path.space.grid, [move.after.cuts for _, move in path.moves]
+def _in_few_parts(route: Route, path: SubAxisPath) -> SubAxisPath:
+    """The same path with sub-axes merged that stay side by side. route: on whole axes."""
+    fine, passed = path.route.grid, [move.after.cuts for _, move in path.moves]
     groups: dict[str, list[list[int]]] = {}  # of every whole axis, the parts that stay side by side
     for number, part in enumerate(fine.axes):
         known = groups.setdefault(fine.mesh.origin(part), [])
@@ -131,7 +127,7 @@ def _in_few_parts(space: Space, path: SubAxisPath) -> SubAxisPath:
         else:
             known.append([number])
     split = tuple((axis, tuple(map(fine.parts, groups[axis]))) for axis, _ in path.split if groups[axis][1:])
-    fewer = _divided(space, split) if split else space
+    fewer = _divided(route, split) if split else route
     # The first of the merged sub-axes stands for all; both meshes have the axes in the same order.
     first = {parts[0]: number for number, parts in enumerate(chain.from_iterable(groups.values()))}
 
@@ -157,19 +153,19 @@ def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
     return cut is None or (one, other) in pairwise(cut)
 
 
-def _divided(space: Space, split: Split) -> Space:
-    """The space on a mesh with these axes split."""
-    mesh = SubAxisMesh(space.start.mesh, split)
-    fine = (mesh.factored(end) for end in (space.start, space.goal))
+def _divided(route: Route, split: Split) -> Route:
+    """The route on a mesh with these axes split."""
+    grid, mesh = route.grid, SubAxisMesh(route.grid.mesh, split)
+    fine = (mesh.factored(grid.sharding(end)) for end in (route.start, route.goal))
     start, goal = (end.with_layout(end.normal) for end in fine)
-    return Space(start, goal, space.dtype, space.profile)
+    return Space(start, goal, grid.itemsize, grid.profile).route
 
 
-def _cheapest(space: Space, needs: Needs, axes: list[int], limit: float, below: float) -> SubAxisPath | None:
+def _cheapest(route: Route, needs: Needs, axes: list[int], limit: float, below: float) -> SubAxisPath | None:
     """The cheapest such path over some axes in less than `below` seconds. limit: most elements held."""
-    start, goal = space.start_state, space.goal_state
+    start, goal = route.start, route.goal
     slices, gathers = (
-        list(islice(_new_cuts(space, [a for a in space.grid.free(end) if a in axes], more), MAX_WAYS))
+        list(islice(_new_cuts(route, [a for a in route.grid.free(end) if a in axes], more), MAX_WAYS))
         for end, more in zip((start, goal), needs, strict=True)
     )
     best: SubAxisPath | None = None
@@ -177,7 +173,7 @@ def _cheapest(space: Space, needs: Needs, axes: list[int], limit: float, below: 
         there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
         longer = [d for d, cut in enumerate(landed) if cut]
         orders = [_gathered(there, landed, order) for order in permutations(longer)]
-        priced = [_priced(space, moves, limit) for moves in orders]
+        priced = [_priced(route, moves, limit) for moves in orders]
         last = min(range(len(orders)), key=lambda i: priced[i])
         for sliced in slices:
             here = State(tuple(map(tuple.__add__, start.cuts, sliced)), start.sums)
@@ -185,13 +181,13 @@ def _cheapest(space: Space, needs: Needs, axes: list[int], limit: float, below: 
                 continue
             slicing: Moves = ((start, Move("slice", sliced, here)),) if any(sliced) else ()
             first = (*slicing, (here, Move("permute", (), there)))
-            total = _priced(space, first, limit) + priced[last]
+            total = _priced(route, first, limit) + priced[last]
             if total < below * (1 - LEAST_GAIN):
-                best, below = SubAxisPath(total, space, (*first, *orders[last])), total
+                best, below = SubAxisPath(total, route, (*first, *orders[last])), total
     return best
 
 
-def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
+def _new_cuts(route: Route, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
     """How free axes may shard every dim into `needs` times as many parts; of equal sub-axes the innermost."""
     if not needs:
         yield ()
@@ -199,13 +195,13 @@ def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterat
     alike: set[tuple[object, ...]] = set()
     for n in range(len(free) + 1):
         for cut in reversed(list(combinations(free, n))):
-            if space.grid.parts(cut) != needs[0]:
+            if route.grid.parts(cut) != needs[0]:
                 continue
-            kinds = tuple((space.start.mesh.origin(space.grid.axes[a]), space.grid.levels(a)) for a in cut)
+            kinds = tuple((route.grid.mesh.origin(route.grid.axes[a]), route.grid.levels(a)) for a in cut)
             if kinds in alike:
                 continue
             alike.add(kinds)
-            for others in _new_cuts(space, [a for a in free if a not in cut], needs[1:]):
+            for others in _new_cuts(route, [a for a in free if a not in cut], needs[1:]):
                 yield (cut, *others)
 
 
@@ -220,9 +216,9 @@ def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
     return tuple(moves)
 
 
-def _priced(space: Space, moves: Moves, limit: float) -> float:
+def _priced(route: Route, moves: Moves, limit: float) -> float:
     """Seconds of a path; infinite if it holds too much."""
-    prices = [move_cost(space.grid, move, state) for state, move in moves]
+    prices = [move_cost(route.grid, move, state) for state, move in moves]
     return math.inf if any(p.held > limit for p in prices) else sum(p.seconds for p in prices)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product, takewhile
 
 from xshard.search.grid import Cut, State, remembered
-from xshard.search.moves import Move, Space
+from xshard.search.moves import Move, Route
 
 # Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
 COMPLETE_AXES, COMPLETE_DIMS, COMPLETE_DEVICES = 3, 3, 64
@@ -15,13 +15,13 @@ MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a larg
 
 
 class Moves:
-    """The moves of one space, generated in a fixed order."""
+    """The moves of one route, generated in a fixed order."""
 
-    def __init__(self, space: Space) -> None:
-        self.grid, self.goal, start = space.grid, space.goal_state, space.start_state
-        self.dims = range(len(space.start.shape))
+    def __init__(self, route: Route) -> None:
+        self.grid, self.goal, start = route.grid, route.goal, route.start
+        self.dims = range(len(start.cuts))
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
-        self.usable = tuple(sorted({*space.changing, *space.spare}))
+        self.usable = tuple(sorted({*route.changing, *route.spare}))
         small = len(self.usable) <= COMPLETE_AXES and len(self.dims) <= COMPLETE_DIMS
         small = small and self.grid.parts(self.usable) <= COMPLETE_DEVICES
         plain = (self.grid.is_regular(state) for state in (start, self.goal))
