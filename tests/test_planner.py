@@ -193,11 +193,10 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     mesh, shape, src, dst = move
     ends = [xs.Sharding(layout, mesh, shape) for layout in (src, dst)]
     start, goal = (without_copies(s.with_layout(s.normal)) for s in ends)
-    space = Space(start, goal, "float32", xs.load_profile(profile))
-    search = Search(space, None)
-    path = search.path()
+    space = Space(start, goal, 4, xs.load_profile(profile))
+    path = Search(space.route, None).path()
     ends = start.layout, goal.layout, mesh, shape, "float32"
-    plan = xs.Plan(*ends, search.steps(path), profile=space.profile)
+    plan = xs.Plan(*ends, space.steps(path.moves), profile=space.profile)
     assert path.seconds == pytest.approx(plan.cost, rel=1e-12)
     assert path.held * 4 == plan.peak_bytes
 

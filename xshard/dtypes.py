@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -49,6 +50,7 @@ def name_of(dtype: object) -> str:
     return name if name in _EXTENDED else np.dtype(name).name
 
 
+@lru_cache(maxsize=64)
 def itemsize(name: str) -> int:
     """Bytes of one element. Raises DtypeError for an unknown name."""
     if name in _EXTENDED:
