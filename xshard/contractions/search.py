@@ -43,6 +43,11 @@ class Candidate(NamedTuple):
         """The same by the bounds of all moves."""
         return self._total([estimate.least for estimate in self.estimates])
 
+    def cost(self, prices: Prices) -> float:
+        """Seconds by the prices of all moves, without waiting."""
+        self.priced(prices)
+        return round(self.work + sum([estimate.seconds for estimate in self.estimates]), 15)
+
     def _total(self, seconds: list[float]) -> float:
         times = [s for s in seconds if s]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)

@@ -117,14 +117,19 @@ class _Solver:
             return
         limit, objective = self.request.flops_limit, self.request.objective
         every = CandidateSearch(self.shardings, self.prices, objective)
-        paths = (self.start.then(tuple(range(n)), c) for c in every.best(limit))
-        plans = map(self._plan, paths)
-        if objective == BOTH and (first := next(plans, None)):
+        candidates = every.best(limit)
+        if objective == BOTH and (first := next(candidates, None)):
             # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
-            candidate = next(CandidateSearch(self.shardings, self.prices, FORWARD).best(limit))
-            other = self._plan(self.start.then(tuple(range(n)), candidate))
-            yield min(first, other, key=lambda plan: plan.cost)
-        yield from plans
+            other = next(CandidateSearch(self.shardings, self.prices, FORWARD).best(limit))
+            both = first, every.candidate(other.placement)
+            candidates = itertools.chain([min(both, key=self._cost)], candidates)
+        yield from (self._plan(self.start.then(tuple(range(n)), candidate)) for candidate in candidates)
+
+    def _cost(self, candidate: Candidate) -> float:
+        """Seconds of all operands contracted so at once, in rounds if they may be."""
+        if self.request.overlap == NEVER:
+            return candidate.cost(self.prices)
+        return self._plan(self.start.then(tuple(range(len(self.start.left))), candidate)).cost
 
     def _paths(self) -> list[ContractionPath]:
         """The best paths pair by pair: searched by estimates of their moves, ranked by prices."""
