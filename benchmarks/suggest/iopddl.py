@@ -18,9 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.suggest.pool import pool
 from xshard.step.cost import Cost, Pairs, solve_program
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
+MOST_PAIRS = 200_000  # of options, in one integer program
 
 
 @dataclass
@@ -177,24 +179,38 @@ def restored(graph: Graph, chosen: Sequence[int]) -> list[int]:
 
 
 def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, float]:
+    """The cheapest assignment of a reduced graph, None if none is found, and a lower bound of all.
+
+    A graph with too many pairs of options has the options of a pool only, and then the pool's bound.
+    """
     times = reduce(graph)
-    values = []
-    for v, (cost, usage) in enumerate(zip(graph.costs, graph.usages, strict=True)):
-        values.append(np.concatenate([cost[:, None], usage[:, None] * times[:, v] / graph.limit], 1))
+    shares = [usage[:, None] * row / graph.limit for usage, row in zip(graph.usages, times.T, strict=True)]
+    left, bound, size = [np.arange(len(cost)) for cost in graph.costs], -np.inf, pairs_of(graph)
+    told = f"  {sum(len(o) > 1 for o in left)} nodes with {sum(map(len, left))} options, {size} pairs"
+    if size > MOST_PAIRS:
+        left, bound = pool(graph.costs, shares, graph.tables)
+        told += f"; {sum(map(len, left))} options in the pool"
+    print(f"{told}, {len(times)} times left", flush=True)
+    values = [
+        np.concatenate([c[own, None], s[own]], 1) for c, s, own in zip(graph.costs, shares, left, strict=True)
+    ]
     pairs = []
-    for edge, table in graph.tables.items():
-        rows, i = np.unique(table, axis=0, return_inverse=True)
+    for (v, w), table in graph.tables.items():
+        rows, i = np.unique(table[np.ix_(left[v], left[w])], axis=0, return_inverse=True)
         rows, j = np.unique(rows, axis=1, return_inverse=True)
-        pairs.append(Pairs(edge, (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
+        pairs.append(Pairs((v, w), (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
     unit = np.eye(1 + len(times))
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
-    options, left = sum(map(len, graph.costs)), sum(len(c) > 1 for c in graph.costs)
-    print(
-        f"  {left} nodes with {options} options, {len(graph.tables)} edges, {len(times)} times left",
-        flush=True,
-    )
-    return solve_program(values, pairs, cost, max(about, 1.0), most_nodes, gap)
+    chosen, below = solve_program(values, pairs, cost, max(about, bound, 1.0), most_nodes, gap)
+    if chosen is not None:
+        chosen = [int(own[k]) for own, k in zip(left, chosen, strict=True)]
+    return chosen, bound if size > MOST_PAIRS else below
+
+
+def pairs_of(graph: Graph) -> int:
+    """The number of pairs of options that differ, of all edges."""
+    return sum(len(np.unique(t, axis=0)) * len(np.unique(t, axis=1).T) for t in graph.tables.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
