@@ -23,6 +23,7 @@ from xshard.step.cost import Cost, Pairs, solve_program
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 MOST_PAIRS = 200_000  # of options, in one integer program
+STEPS = (1, 4), (2, 8), (3, 12), (1.5, 6)  # of prices, for each program of a graph with more
 
 
 @dataclass
@@ -181,16 +182,33 @@ def restored(graph: Graph, chosen: Sequence[int]) -> list[int]:
 def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, float]:
     """The cheapest assignment of a reduced graph, None if none is found, and a lower bound of all.
 
-    A graph with too many pairs of options has the options of a pool only, and then the pool's bound.
+    A graph with too many pairs of options has several programs, each of the options that assignments have under
+    many prices and of the best assignment so far; the bound is then from the prices.
     """
-    times = reduce(graph)
+    times, size = reduce(graph), pairs_of(graph)
     shares = [usage[:, None] * row / graph.limit for usage, row in zip(graph.usages, times.T, strict=True)]
-    left, bound, size = [np.arange(len(cost)) for cost in graph.costs], -np.inf, pairs_of(graph)
-    told = f"  {sum(len(o) > 1 for o in left)} nodes with {sum(map(len, left))} options, {size} pairs"
-    if size > MOST_PAIRS:
-        left, bound = pool(graph.costs, shares, graph.tables)
-        told += f"; {sum(map(len, left))} options in the pool"
-    print(f"{told}, {len(times)} times left", flush=True)
+    every = [np.arange(len(cost)) for cost in graph.costs]
+    told = f"{sum(len(o) > 1 for o in every)} nodes with {sum(map(len, every))} options, {size} pairs"
+    print(f"  {told}, {len(graph.tables)} edges, {len(times)} times left", flush=True)
+    if size <= MOST_PAIRS:
+        return solve_among(graph, shares, every, most_nodes, gap)
+    best, bound = None, -np.inf
+    for steps in STEPS:
+        left, below = pool(graph.costs, shares, graph.tables, steps)
+        bound = max(bound, below)
+        if best is not None:
+            left = [np.union1d(own, k) for own, k in zip(left, best, strict=True)]
+        chosen, _ = solve_among(graph, shares, left, most_nodes, gap)
+        best = best if chosen is None else chosen  # the best so far is among the options
+        found = "nothing" if best is None else f"{graph.cost(best) + 0:.0f}"
+        print(f"  {sum(map(len, left))} options of assignments under prices: {found}", flush=True)
+    return best, bound
+
+
+def solve_among(
+    graph: Graph, shares: Sequence[np.ndarray], left: Sequence[np.ndarray], most_nodes: int, gap: float
+) -> tuple[list[int] | None, float]:
+    """The cheapest assignment with some of the options, as an integer program, and a bound of all with them."""
     values = [
         np.concatenate([c[own, None], s[own]], 1) for c, s, own in zip(graph.costs, shares, left, strict=True)
     ]
@@ -199,13 +217,13 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, 
         rows, i = np.unique(table[np.ix_(left[v], left[w])], axis=0, return_inverse=True)
         rows, j = np.unique(rows, axis=1, return_inverse=True)
         pairs.append(Pairs((v, w), (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
-    unit = np.eye(1 + len(times))
+    unit = np.eye(1 + shares[0].shape[1])
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
-    chosen, below = solve_program(values, pairs, cost, max(about, bound, 1.0), most_nodes, gap)
-    if chosen is not None:
-        chosen = [int(own[k]) for own, k in zip(left, chosen, strict=True)]
-    return chosen, bound if size > MOST_PAIRS else below
+    chosen, bound = solve_program(values, pairs, cost, max(about, 1.0), most_nodes, gap)
+    if chosen is None:
+        return None, bound
+    return [int(own[k]) for own, k in zip(left, chosen, strict=True)], bound
 
 
 def pairs_of(graph: Graph) -> int:

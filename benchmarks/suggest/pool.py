@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-STEPS = 1.5, 3.0, 6.0, 12.0  # of prices: for a shortage of one limit, in bounds
 ROUNDS = 250  # of messages and prices, for each step
 FIRST = 10  # rounds before assignments count
 EVERY = 10  # rounds between assignments that are improved
@@ -94,12 +93,12 @@ def pool(
     costs: Sequence[np.ndarray],
     shares: Sequence[np.ndarray],
     tables: Mapping[tuple[int, int], np.ndarray],
-    steps: Sequence[float] = STEPS,
+    steps: Sequence[float],
     rounds: int = ROUNDS,
 ) -> tuple[list[np.ndarray], float]:
     """For every node the options of assignments under many prices, and a lower bound of all costs.
 
-    costs, shares, tables: as for `Messages`.
+    costs, shares, tables: as for `Messages`. steps: of prices, for a shortage of one limit, in bounds.
     """
     met, highest = [np.zeros(len(cost), bool) for cost in costs], -np.inf
     for step in steps:
