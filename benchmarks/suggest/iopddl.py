@@ -23,7 +23,7 @@ from xshard.step.cost import Cost, Pairs, solve_program
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 MOST_PAIRS = 200_000  # of options, in one integer program
-STEPS = (1, 4), (2, 8), (3, 12), (1.5, 6)  # of prices, for each program of a graph with more
+STEPS = (3, 12), (1, 6)  # of prices, for each program of a graph with more
 
 
 @dataclass

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xshard import Op, TrainingStep
+from xshard import Layout, Op, TrainingStep
+from xshard.notation.parser import parse_sides
+from xshard.step.op import ways_of
 
 NORM = "b s c, c -> b s c"
 LLAMA = {
@@ -41,6 +43,9 @@ class Model:
         if weight:
             self.parameters[f"{name}.weight"] = weight
             operands = (*operands, f"{name}.weight")
+        if "rules" in how:  # as texts over an axis x
+            sides = [parse_sides(rule, "contraction")[:2] for rule in how["rules"]]
+            how["rules"] = tuple(tuple(ways_of(Layout(*s), "x")[0] for s in (*a, *b)) for a, b in sides)
         self.ops.append(Op(name, text, tuple(operands), times=self.times, **how))
         return name
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+FEW = 20  # options of a node, which stay all
 ROUNDS = 250  # of messages and prices, for each step
 FIRST = 10  # rounds before assignments count
 EVERY = 10  # rounds between assignments that are improved
@@ -96,11 +97,11 @@ def pool(
     steps: Sequence[float],
     rounds: int = ROUNDS,
 ) -> tuple[list[np.ndarray], float]:
-    """For every node the options of assignments under many prices, and a lower bound of all costs.
+    """For every node its few options, or those of assignments under many prices; a lower bound of all costs.
 
     costs, shares, tables: as for `Messages`. steps: of prices, for a shortage of one limit, in bounds.
     """
-    met, highest = [np.zeros(len(cost), bool) for cost in costs], -np.inf
+    met, highest = [np.full(len(cost), len(cost) <= FEW) for cost in costs], -np.inf
     for step in steps:
         messages, prices = Messages(costs, shares, tables), np.zeros(shares[0].shape[1])
         turn = np.zeros(len(prices))
