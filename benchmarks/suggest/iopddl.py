@@ -182,8 +182,8 @@ def restored(graph: Graph, chosen: Sequence[int]) -> list[int]:
 def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, float]:
     """The cheapest assignment of a reduced graph, None if none is found, and a lower bound of all.
 
-    A graph with too many pairs of options has several programs, each of the options that assignments have under
-    many prices and of the best assignment so far; the bound is then from the prices.
+    A graph with too many pairs of options has several programs, each of the options of assignments under many
+    prices and of the best assignment so far; the bound is then from the prices.
     """
     times, size = reduce(graph), pairs_of(graph)
     shares = [usage[:, None] * row / graph.limit for usage, row in zip(graph.usages, times.T, strict=True)]
@@ -200,7 +200,7 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, 
             left = [np.union1d(own, k) for own, k in zip(left, best, strict=True)]
         chosen, _ = solve_among(graph, shares, left, most_nodes, gap)
         best = best if chosen is None else chosen  # the best so far is among the options
-        found = "nothing" if best is None else f"{graph.cost(best) + 0:.0f}"
+        found = "nothing" if best is None else f"{graph.cost(best):.0f}"
         print(f"  {sum(map(len, left))} options of assignments under prices: {found}", flush=True)
     return best, bound
 
@@ -208,7 +208,7 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, 
 def solve_among(
     graph: Graph, shares: Sequence[np.ndarray], left: Sequence[np.ndarray], most_nodes: int, gap: float
 ) -> tuple[list[int] | None, float]:
-    """The cheapest assignment with some of the options, as an integer program, and a bound of all with them."""
+    """The cheapest assignment of some of the options by an integer program, and a bound of all such."""
     values = [
         np.concatenate([c[own, None], s[own]], 1) for c, s, own in zip(graph.costs, shares, left, strict=True)
     ]

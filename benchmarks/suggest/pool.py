@@ -1,8 +1,8 @@
-"""The options of a graph's nodes that good assignments have, for graphs too large for one integer program.
+"""Options of good assignments of a graph, if all of them are too many for one integer program.
 
-Messages between nodes (TRW-S, Kolmogorov 2006) find assignments under prices for what counts at each time, and
-prices change by what the assignments exceed (subgradients). Large steps make them vary, which an integer
-program over their options needs more than a good bound.
+Messages between nodes (TRW-S, Kolmogorov 2006) find assignments under prices for what counts at each time;
+prices change by what an assignment exceeds (subgradients). Large steps make assignments vary: an integer
+program over their options needs that more than a good bound.
 """
 
 from __future__ import annotations

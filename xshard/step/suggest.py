@@ -83,7 +83,7 @@ def suggest(
     while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
         search, ahead = min(running, key=lambda s: s.bound), max(searches, key=lambda s: len(s.vectors))
         search.cutoff = best
-        if 2 * search.bound < ahead.bound and 2 * len(search.vectors) < len(ahead.vectors):
+        if 2 * search.bound < min(ahead.bound, 2 * best) and 2 * len(search.vectors) < len(ahead.vectors):
             search.learn(ahead)
         if search.bound >= best or next(running[search], True):
             progress(len(searches) - len(running), len(searches))
@@ -91,6 +91,8 @@ def suggest(
             if search.bound < best:
                 search.improve()
         best = min(best, search.seconds)
+        for worse in (s for s in searches if s.bound >= best < s.seconds):
+            vars(worse.problem).pop("edges", None)  # tables of moves, which no one asks for again
     for search in sorted(searches, key=lambda s: s.bound):
         if search.bound < best * (1 - gap):
             search.close(gap)
@@ -118,6 +120,4 @@ def problems(
             raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
         numbers = [micro_batches]
     again = [False, True] if recompute is None and any(op.times > 1 for op in step.ops) else [bool(recompute)]
-    for n in numbers:
-        for each in again:
-            yield StepProblem(step, moves, n, each, overlap)
+    yield from (StepProblem(step, moves, n, each, overlap) for n in numbers for each in again)
