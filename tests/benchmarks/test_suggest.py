@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from benchmarks.suggest import iopddl
 from benchmarks.suggest.__main__ import judge
+from benchmarks.suggest.models import COMBINE, DISPATCH, deepseek, mixtral
 from tests.benchmarks.helpers import quick_run
 
 
@@ -20,3 +25,35 @@ def test_a_quick_run_leaves_rows_and_claims_that_can_fail(tmp_path: Path) -> Non
         worse[0][name] = 2**40
         failing = [claim.failing[0] for claim in judge(worse) if not claim.holds]
         assert failing and all("8B 16 x 8192" in each for each in failing), name
+
+
+def test_rules_of_experts_are_those_of_the_texts() -> None:
+    for step in (mixtral(8, 64), deepseek(8, 64)):
+        texts = [[op.text_of(rule) for rule in op.rules] for op in step.ops if op.rules]
+        assert texts == [list(DISPATCH), list(COMBINE)]
+
+
+def test_a_graph_is_solved_whole_and_with_the_options_of_assignments(monkeypatch: Any) -> None:
+    random, sizes = np.random.default_rng(0), [22, 24, 23, 21]
+    costs = [random.integers(0, 100, n).astype(float) for n in sizes]
+    usages = [random.integers(0, 100, n).astype(float) for n in sizes]
+    edges = {(i, j): random.integers(0, 100, (sizes[i], sizes[j])) for i in range(4) for j in range(i)}
+    total, used, shapes = 0.0, 0.0, np.eye(4, dtype=int)
+    for cost, usage, shape in zip(costs, usages, shapes, strict=True):
+        shape = np.where(shape, -1, 1)
+        total, used = total + cost.reshape(shape), used + usage.reshape(shape)
+    for (i, j), table in edges.items():
+        total = total + np.moveaxis(table.T.reshape(sizes[j], sizes[i], 1, 1), (0, 1), (j, i))
+    best = np.where(used <= 60, total, np.inf).min()
+    assert best > total.min()  # the limit counts
+    monkeypatch.setattr(iopddl, "STEPS", ((3.0,),))
+    for most in (iopddl.MOST_PAIRS, 0):
+        monkeypatch.setattr(iopddl, "MOST_PAIRS", most)
+        graph = iopddl.Graph(list(costs), list(usages), [(0, 2)] * 4, {}, 60.0)
+        for edge, table in edges.items():
+            graph.add(edge, table)
+        whole = copy.deepcopy(graph)
+        chosen, bound = iopddl.solve(graph, 2000, 0.0)
+        assert chosen is not None and bound <= best + 1e-6
+        solution = iopddl.restored(graph, chosen)
+        assert whole.cost(solution) == best and whole.peak(solution) <= 60

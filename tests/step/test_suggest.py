@@ -131,6 +131,8 @@ def test_it_prints_rules_cost_and_plans_by_hand(found):
 def test_micro_batches_and_recomputing_save_memory():
     kept = suggest(a_model(), MESH, micro_batches=1, recompute=False)
     tight = suggest(a_model(), MESH, memory=math.ceil(sum(kept.memory.values()) * 0.7))
+    lost = {plan.search for plan in tight.by_hand.values() if plan.search.bound >= tight.search.seconds}
+    assert lost - {tight.search} and not any("edges" in vars(s.problem) for s in lost - {tight.search})
     assert sum(tight.memory.values()) < sum(kept.memory.values()) * 0.7
     assert tight.seconds >= kept.bound
 
