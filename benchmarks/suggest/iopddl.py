@@ -90,7 +90,7 @@ def reduce(graph: Graph) -> np.ndarray:
     """Leave out what no best solution needs, until nothing changes: nodes keep one option; the times left."""
     while True:
         times = graph.times()
-        counted = times.any(0)
+        counted = np.asarray(times.any(0))
         before = sum(map(len, graph.costs)), len(graph.tables)
         ends: list[list[tuple[int, int]]] = [[] for _ in graph.costs]
         for edge in graph.tables:
@@ -272,7 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         share = f"{row['cost'] / row['best_known']:.4f} of the best known" if row["cost"] else "nothing found"
         print(f"{row['instance']}: {share}, bound {row['bound']:.0f}, {row['seconds']:.1f} s", flush=True)
-    return finish(options, "A contest's instances", judge(rows), "scipy", rows={"instances": rows})
+    named = " ".join(path.name for path in options.instances)
+    command = f"python -m benchmarks.suggest.iopddl {named} --best {options.best.name}"
+    title, rows_by_name = "A contest's instances", {"instances": rows}
+    return finish(options, title, judge(rows), "scipy", rows=rows_by_name, command=command)
 
 
 if __name__ == "__main__":

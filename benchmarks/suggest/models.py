@@ -119,7 +119,7 @@ def experts(model: Model, name: str, x: str) -> str:
     """Tokens to their experts in blocks of n, and back."""
     inner = f"{name}.experts"
     router = model.op(f"{name}.gate", "b s c, e c -> b s e", (x,), "e c")
-    how = {"kind": "linear", "rules": DISPATCH, "enters": inner}
+    how: dict[str, Any] = {"kind": "linear", "rules": DISPATCH, "enters": inner}
     sent = model.op(f"{name}.dispatch", "b s c, b s e -> e b n c", (x, router), **how)
     gate, up = (
         model.op(f"{inner}.{each}_proj", "e b n c, e m c -> e b n m", (sent,), "e m c")

@@ -70,7 +70,7 @@ class Messages:
 
     def used(self, chosen: Iterable[int]) -> np.ndarray:
         """The share of the limit that an assignment uses at every time."""
-        return np.sum([shares[k] for shares, k in zip(self.shares, chosen, strict=True)], 0)
+        return np.asarray(sum(shares[k] for shares, k in zip(self.shares, chosen, strict=True)))
 
     def improved(self, chosen: Sequence[int], exceeded: float) -> list[int]:
         """An assignment that no change at one node makes cheaper. exceeded: costs of a limit once over."""

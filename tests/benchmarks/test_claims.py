@@ -18,6 +18,7 @@ from benchmarks.nodes import __main__ as nodes
 from benchmarks.planner import claims as planner
 from benchmarks.plans import __main__ as plans
 from benchmarks.state import claims as state
+from benchmarks.suggest import iopddl
 from benchmarks.torch_redistribute import claims as torch
 from tests.benchmarks.helpers import recorded
 
@@ -41,6 +42,7 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "planner": lambda data: planner.judge(data["public"], data["scaled"], data["speed"], quick=False),
     "plans": lambda data: plans.claims(data["models"]),
     "state": lambda data: state.judge(data["loads"], data["transfers"]),
+    "suggest_iopddl": lambda data: iopddl.judge(data["instances"]),
     "torch_redistribute": lambda data: torch.judge(
         **{rows: data[rows] for rows in ("host", "ends", "memory", "packs")}
     ),
@@ -178,6 +180,11 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"transfers/0/across_bytes/xshard": 106}, ["transfer: bytes over the link / the fewest"]),
         ({"transfers/0/seconds/DTensor": [1.4]}, ["transfer: torch's own / ours"]),
         ({"transfers/0/seconds/DCP's state dict, from rank 0": [1.4]}, ["transfer: torch's own / ours"]),
+    ],
+    "suggest_iopddl": [
+        ({"instances/2/cost": 2e6}, ["cost / the best known"]),
+        ({"instances/0/of_limit": 1.1}, ["bytes at the peak"]),
+        ({"instances/1/seconds": 1e3}, ["processor seconds / the contest's limit"]),
     ],
     "torch_redistribute": [
         ({"host/0/xshard/forward_s": 7e-5}, ["host time of a forward call, us"]),

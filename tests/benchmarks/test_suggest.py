@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.suggest import iopddl
 from benchmarks.suggest.__main__ import judge
 from benchmarks.suggest.models import COMBINE, DISPATCH, deepseek, mixtral
+from benchmarks.suggest.pool import Messages
 from tests.benchmarks.helpers import quick_run
 
 
@@ -38,7 +39,7 @@ def test_a_graph_is_solved_whole_and_with_the_options_of_assignments(monkeypatch
     costs = [random.integers(0, 100, n).astype(float) for n in sizes]
     usages = [random.integers(0, 100, n).astype(float) for n in sizes]
     edges = {(i, j): random.integers(0, 100, (sizes[i], sizes[j])) for i in range(4) for j in range(i)}
-    total, used, shapes = 0.0, 0.0, np.eye(4, dtype=int)
+    total, used, shapes = np.zeros(()), np.zeros(()), np.eye(4, dtype=int)
     for cost, usage, shape in zip(costs, usages, shapes, strict=True):
         shape = np.where(shape, -1, 1)
         total, used = total + cost.reshape(shape), used + usage.reshape(shape)
@@ -57,3 +58,18 @@ def test_a_graph_is_solved_whole_and_with_the_options_of_assignments(monkeypatch
         assert chosen is not None and bound <= best + 1e-6
         solution = iopddl.restored(graph, chosen)
         assert whole.cost(solution) == best and whole.peak(solution) <= 60
+
+
+def test_messages_along_a_chain_give_its_minimum() -> None:
+    random = np.random.default_rng(1)
+    costs = [random.integers(0, 100, 5).astype(float) for _ in range(4)]
+    tables = {(i, i + 1): random.integers(0, 100, (5, 5)) for i in range(3)}
+    messages = Messages(costs, [np.zeros((5, 0))] * 4, tables)
+    messages.sweep(np.zeros(0), forward=True)
+    bound = messages.sweep(np.zeros(0), forward=False)
+    least = costs[0]
+    for i, table in enumerate(tables.values()):
+        least = (least[:, None] + table).min(0) + costs[i + 1]
+    graph = iopddl.Graph(costs, costs, [(0, 1)] * 4, tables, 1.0)
+    assert abs(bound - least.min()) < 1e-9
+    assert graph.cost(messages.assignment(np.zeros(0))) == least.min()
