@@ -216,17 +216,13 @@ class EinsumShardings:
             endpoints.append(OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged)))
         return tuple(endpoints)
 
-    def restricted(self, placement: Placement, i: int) -> Placement:
-        """The placement with the dims of an operand alone; -1 is the local result."""
-        return Placement(tuple([placement.dims[d] for d in self._positions[i]]), *placement[1:])
-
-    def sharding_at(self, restricted: Placement, i: int) -> OperandSharding:
-        """An operand as it is contracted in a placement that is `restricted` to it."""
-        dims, copies = restricted.dims, Axes(restricted.copies)
-        others = restricted.busy.difference(*(dim.axes for dim in dims))
+    def sharding_at(self, placement: Placement, i: int) -> OperandSharding:
+        """An operand as it is contracted in the placement; -1 is the local result."""
+        dims, copies = tuple([placement.dims[d] for d in self._positions[i]]), Axes(placement.copies)
+        others = placement.busy.difference(*(dim.axes for dim in dims))
         if i < 0:
             return OperandSharding(dims, others - copies, copies)
-        sums = Axes(axis for axis, owner in restricted.sums if owner == i)
+        sums = Axes(axis for axis, owner in placement.sums if owner == i)
         return OperandSharding(dims, sums, others - sums)
 
     def move(self, i: int, local: OperandSharding, sums: Sums) -> ArrayMove:

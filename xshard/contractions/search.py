@@ -43,9 +43,9 @@ class Candidate(NamedTuple):
         """The same by the bounds of all moves."""
         return self._total([estimate.least for estimate in self.estimates])
 
-    def cost(self, prices: Prices) -> float:
-        """Seconds by the prices of all moves, without waiting."""
-        self.priced(prices)
+    @property
+    def cost(self) -> float:
+        """Seconds without waiting, as far as they are known."""
         return round(self.work + sum([estimate.seconds for estimate in self.estimates]), 15)
 
     def _total(self, seconds: list[float]) -> float:
@@ -56,8 +56,8 @@ class Candidate(NamedTuple):
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
         call, placement = self.shardings, self.placement
-        each = ((i, call.restricted(placement, i)) for i in (*range(len(call.operands)), -1))
-        return tuple(call.move(i, call.sharding_at(array, i), placement.sums) for i, array in each)
+        numbers = (*range(len(call.operands)), -1)
+        return tuple(call.move(i, call.sharding_at(placement, i), placement.sums) for i in numbers)
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
         """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
@@ -134,24 +134,17 @@ class CandidateSearch:
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement, with the estimates as far as they are known."""
         shardings, estimates, touched = self.shardings, list[MoveEstimate](), 0
-        n = len(shardings.operands)
+        n, sums = len(shardings.operands), placement.sums if shardings.has_means else None
         for i in (*range(n), -1):
-            elements, moves = self._array(i, shardings.restricted(placement, i))
-            touched += elements
-            estimates += moves
+            local = shardings.sharding_at(placement, i)
+            touched += shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
+            estimates += self._estimates(i, local, sums)
         flops, passes = shardings.flops(placement), 1 + n if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
     @remembered
-    def _array(self, i: int, placement: Placement) -> tuple[int, list[MoveEstimate]]:
-        """Elements of operand `i` that are touched, and its moves, back too; -1 is the result."""
-        local = self.shardings.sharding_at(placement, i)
-        elements = self.shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
-        return elements, self._moves(i, local, placement.sums if self.shardings.has_means else None)
-
-    @remembered
-    def _moves(self, i: int, local: OperandSharding, sums: Sums | None) -> list[MoveEstimate]:
+    def _estimates(self, i: int, local: OperandSharding, sums: Sums | None) -> list[MoveEstimate]:
         """The move of operand `i`, and of its gradient back; -1 is the result. sums: if there are means."""
         endpoint, shape = self.shardings.endpoints[i], self.shardings.arrays[i].shape
         before, after = (local, local if self.shardings.stays else endpoint) if i < 0 else (endpoint, local)

@@ -111,8 +111,7 @@ class _Solver:
 
     def plans(self) -> Iterator[ContractionPlan]:
         """Plans, the cheapest first."""
-        n = len(self.shardings.operands)
-        if n > 2:
+        if len(self.shardings.operands) > 2:
             yield from map(self._plan, self._paths())
             return
         limit, objective = self.request.flops_limit, self.request.objective
@@ -123,13 +122,17 @@ class _Solver:
             other = next(CandidateSearch(self.shardings, self.prices, FORWARD).best(limit))
             both = first, every.candidate(other.placement)
             candidates = itertools.chain([min(both, key=self._cost)], candidates)
-        yield from (self._plan(self.start.then(tuple(range(n)), candidate)) for candidate in candidates)
+        yield from map(self._plan, map(self._at_once, candidates))
 
     def _cost(self, candidate: Candidate) -> float:
-        """Seconds of all operands contracted so at once, in rounds if they may be."""
-        if self.request.overlap == NEVER:
-            return candidate.cost(self.prices)
-        return self._plan(self.start.then(tuple(range(len(self.start.left))), candidate)).cost
+        """Seconds by prices, in rounds if they may be."""
+        candidate.priced(self.prices)
+        rounds = self.request.overlap != NEVER
+        return self._plan(self._at_once(candidate)).cost if rounds else candidate.cost
+
+    def _at_once(self, candidate: Candidate) -> ContractionPath:
+        """The path of one contraction of all operands."""
+        return self.start.then(tuple(range(len(self.start.left))), candidate)
 
     def _paths(self) -> list[ContractionPath]:
         """The best paths pair by pair: searched by estimates of their moves, ranked by prices."""
@@ -169,6 +172,8 @@ class _Solver:
         # A complete path has to be among the best of all orders.
         most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
         below = most - path.seconds if is_last else math.inf
+        if below <= 0:
+            return
         search = CandidateSearch(pair, self.prices, self.request.objective, below)
         for candidate in itertools.islice(search.best(limit, ESTIMATE), 1 if is_last else WIDTH):
             longer = path.then(takes, candidate)

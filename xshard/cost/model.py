@@ -164,11 +164,8 @@ class Profile:
 
     def flops(self, dtype: str) -> float:
         """Floating point operations per second in matrix products of a dtype; infinite if none is known."""
-        return self._rates.get(dtype, self._rates.get("float32", math.inf))
-
-    @cached_property
-    def _rates(self) -> dict[str, float]:
-        return dict(self.flops_per_s)
+        known = dict(self.flops_per_s)
+        return known.get(dtype, known.get("float32", math.inf))
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
         """Seconds of operations, or of the elements read and written meanwhile, if these take longer."""

@@ -57,16 +57,18 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
         for size_, coord in zip(sizes[first : first + len(shard.axes)], coords[first:], strict=False):
             n, index = n * size_, index * size_ + coord
         first += len(shard.axes)
-        parts = cut(n_rows(runs), shard, n, index)
-        if runs == interval(0, length):
-            runs = parts
-            continue
-        if isinstance(runs, Rows) or isinstance(parts, Rows):
-            numbers, part_rows = row_numbers(runs), row_numbers(parts)
-            runs = as_runs(numbers[part_rows[part_rows < len(numbers)]])  # `misfit` reports rows beyond
-            continue
-        runs = tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
+        runs = _inner(length, runs, cut(n_rows(runs), shard, n, index))
     return runs
+
+
+def _inner(length: int, runs: Runs, parts: Runs) -> Runs:
+    """The rows at some positions of a block of `range(length)`."""
+    if runs == interval(0, length):
+        return parts
+    if isinstance(runs, Rows) or isinstance(parts, Rows):
+        numbers, part_rows = row_numbers(runs), row_numbers(parts)
+        return as_runs(numbers[part_rows[part_rows < len(numbers)]])  # `misfit` reports rows beyond
+    return tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
 
 
 def rows_in_numbers(shard: Shard) -> int | None:
@@ -135,7 +137,16 @@ def everywhere(rows: Callable[[Dim, int, Sizes, Sizes], R]) -> Callable[[Dim, in
     return all_rows
 
 
-all_owned_rows = everywhere(owned_rows)
+@lru_cache(maxsize=4096)
+def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+    """`owned_rows` for every index along the dim's axes, row-major."""
+    if not dim.shards:
+        return (interval(0, length),)
+    *outer, shard = dim.shards
+    outer_sizes, inner_sizes = sizes[: -len(shard.axes)], sizes[-len(shard.axes) :]
+    blocks, n = all_owned_rows(Dim("", tuple(outer)), length, outer_sizes), math.prod(inner_sizes)
+    parts = {rows: [cut(rows, shard, n, i) for i in range(n)] for rows in {*map(n_rows, blocks)}}
+    return tuple(_inner(length, runs, part) for runs in blocks for part in parts[n_rows(runs)])
 
 
 @lru_cache(maxsize=4096)

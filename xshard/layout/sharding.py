@@ -18,7 +18,7 @@ from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
-from xshard.layout.partition import all_owned_rows, block_length, cut_nested
+from xshard.layout.partition import all_owned_rows, block_length, cut
 from xshard.layout.runs import Runs, are_equal, n_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
@@ -209,12 +209,7 @@ class Sharding(Pictured):
         owned = all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
         length = n_rows(owned[self.mesh.index(device, d.axes)])
         axes = tuple(a for shard in shards for a in shard.axes)
-        return _part_positions(length, tuple(shards), self.mesh.sizes_of(axes))
-
-
-@lru_cache(maxsize=4096)
-def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    return tuple(cut_nested(length, shards, sizes, c) for c in itertools.product(*map(range, sizes)))
+        return all_owned_rows(Dim("", tuple(shards)), length, self.mesh.sizes_of(axes))
 
 
 @lru_cache(maxsize=65536)
@@ -250,8 +245,8 @@ def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
         return True
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
-    parts = [n_rows(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
-    return parts == [n_rows(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
+    both = (shard, Shard(shard.axes))
+    return all(n_rows(a) == n_rows(b) for a, b in ([cut(length, s, n, i) for s in both] for i in range(n)))
 
 
 def _normal_overlap(dim: Dim) -> Overlap | None:

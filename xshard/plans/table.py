@@ -169,14 +169,10 @@ def _alternative_steps(
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, itemsize(dtype), profile)
     search = Search(space.route, None)
-
-    def steps(search: Search) -> tuple[Step, ...]:
-        return space.steps(search.path().moves)
-
     return {
-        **({"whole axes": functools.partial(steps, search)} if split else {}),
+        **({"whole axes": lambda: space.steps(search.path().moves)} if split else {}),
         "direct exchange": lambda: (space.exchange(goal.layout),),
-        "collectives alone": functools.partial(steps, replace(search, exchanges=False)),
+        "collectives alone": lambda: space.steps(replace(search, exchanges=False).path().moves),
         "all-gather and slice": lambda: _gather_and_slice(start, goal),
     }
 

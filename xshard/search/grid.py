@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
@@ -269,20 +270,19 @@ class Grid:
 
         def received_from(agree: tuple[str, ...]) -> Received:
             addends = mesh.size(*(axis for axis in ended if axis not in agree))
-            elements = senders = np.full((1,) * len(mesh.axes), addends)
+            received = np.full((2, *[1] * len(mesh.axes)), addends)
             for d, (a, b) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 fixed = tuple([axis for axis in self._dim_end(d, a).dim.axes if axis in agree])
-                rows, parts = self._received_of_dim(d, a, b, fixed)
-                elements, senders = elements * rows, senders * parts
-            return Received(elements, senders)
+                received = received * self._received_of_dim(d, a, b, fixed)
+            return Received(*received)
 
         return traffic.traffic_by_level(received_from, mesh, [*ended, *moved], levels)
 
     @remembered
-    def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> Received:
-        """The factors of a dim: see `received_of_dim`."""
+    def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> NDArray[np.int64]:
+        """The factors of a dim in one array: see `received_of_dim`."""
         source, target = self._dim_end(d, a), self._dim_end(d, b)
-        return traffic.received_of_dim(source, target, fixed, self._span_axes.mesh, False)
+        return np.stack(traffic.received_of_dim(source, target, fixed, self._span_axes.mesh, False))
 
     @remembered
     def _dim_end(self, d: int, cut: Cut) -> DimEnd:
