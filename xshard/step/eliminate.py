@@ -40,24 +40,25 @@ def minimum(
     sizes = [len(table) for table in unary]
     tables: list[_Table] = [((v,), table, -1) for v, table in enumerate(unary)]
     tables += [(edge, t, -1) if edge[0] < edge[1] else (edge[::-1], t.T, -1) for edge, t in pairs.items()]
-    left, buckets = set(range(len(sizes))), list[Bucket]()
+    entries, changed, buckets = dict[int, int](), list(range(len(sizes))), list[Bucket]()
 
     def joint(tables: Sequence[_Table]) -> tuple[list[int], int]:
         scope = sorted({v for each, *_ in tables for v in each})
         return scope, math.prod(sizes[v] for v in scope)
 
-    while left:
-        v = min(left, key=lambda v: joint([each for each in tables if v in each[0]])[1])
+    for _ in sizes:  # the variable with the fewest entries in a sum of all its tables is next
+        entries |= {v: joint([each for each in tables if v in each[0]])[1] for v in changed}
+        v = min(entries, key=entries.__getitem__)
         mine = sorted((each for each in tables if v in each[0]), key=lambda each: -each[1].size)
         tables = [each for each in tables if v not in each[0]]
-        left.remove(v)
-        while mine:
+        del entries[v]
+        changed = [w for w in joint(mine)[0] if w != v]
+        while mine:  # the smallest tables are added up first, so that few sums are over the whole scope
             part, rest = mine[:1], list[_Table]()
             for each in mine[1:]:
                 (part if joint([*part, each])[1] <= MOST else rest).append(each)
             scope = joint(part)[0]
-            smallest_first = reversed(part)  # so that few sums are over the whole scope
-            shaped = (t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in smallest_first)
+            shaped = (t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1])
             bucket = Bucket(v, scope, np.asarray(sum(shaped)), [i for *_, i in part if i >= 0])
             tables.append(([w for w in scope if w != v], bucket.total.min(bucket.axis), len(buckets)))
             mine = rest

@@ -77,12 +77,11 @@ class StepSearch:
 
     def learn(self, other: StepSearch) -> None:
         """Offer the assignments of another search of the step, as far as their options exist here."""
-        nodes = list(zip(self.problem.nodes, other.problem.nodes, strict=True))
         for assignment in list(other.vectors):
             same = [
                 (mine.ways == theirs.ways[i]).all((1, 2))
                 & (mine.kept is None or theirs.kept is None or mine.kept == theirs.kept[i])
-                for i, (mine, theirs) in zip(assignment, nodes, strict=True)
+                for i, mine, theirs in zip(assignment, self.problem.nodes, other.problem.nodes, strict=True)
             ]
             if all(flags.any() for flags in same):
                 self.offer([int(flags.argmax()) for flags in same])
