@@ -106,9 +106,13 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not self.moves.complete and len(settled) > MAX_SETTLED:
                 break
+            soonest = round(path.seconds + self._least_exchange, 15)
             for move in self._moves(state, path, best, nearest):
+                is_late = move.kind == "exchange" and reached.get(move.after, _WORST)[0] < soonest
+                if is_late or move.after in settled:
+                    continue
                 longer = self._extended(path, state, move, best)
-                if longer is None or move.after in settled:
+                if longer is None:
                     continue
                 rank = longer.rank()
                 if rank >= reached.get(move.after, _WORST):
