@@ -112,10 +112,7 @@ class Search:
                 if is_late or move.after in settled:
                     continue
                 longer = self._extended(path, state, move, best)
-                if longer is None:
-                    continue
-                rank = longer.rank()
-                if rank >= reached.get(move.after, _WORST):
+                if longer is None or (rank := longer.rank()) >= reached.get(move.after, _WORST):
                     continue
                 reached[move.after] = rank
                 if move.after == goal:

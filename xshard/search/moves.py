@@ -43,8 +43,8 @@ class Route:
     @cached_property
     def changing(self) -> list[int]:
         """The axes with different roles on both sides."""
-        sums = set(self.start.sums) ^ set(self.goal.sums)
-        return sorted({*self.grid.changing(self.start, self.goal), *sums})
+        start, goal = self.start, self.goal
+        return sorted({*self.grid.changing(start, goal), *set(start.sums) ^ set(goal.sums)})
 
     @cached_property
     def spare(self) -> list[int]:
