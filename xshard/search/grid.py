@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
@@ -279,7 +278,7 @@ class Grid:
         return traffic.traffic_by_level(received_from, mesh, [*ended, *moved], levels)
 
     @remembered
-    def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> NDArray[np.int64]:
+    def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> np.ndarray:
         """The factors of a dim in one array: see `received_of_dim`."""
         source, target = self._dim_end(d, a), self._dim_end(d, b)
         return np.stack(traffic.received_of_dim(source, target, fixed, self._span_axes.mesh, False))
