@@ -65,7 +65,9 @@ def conv_general_dilated(
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
     options |= {"feature_group_count": feature_group_count, "precision": precision}
-    convolve = partial(lax.conv_general_dilated, preferred_element_type=preferred_element_type, **options)
+    convolve: Any = partial(
+        lax.conv_general_dilated, preferred_element_type=preferred_element_type, **options
+    )
     # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)

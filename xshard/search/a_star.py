@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xshard.cost.model import LOCAL, too_large
 from xshard.errors import PlanError
 from xshard.search.grid import Grid, State
-from xshard.search.moves import Move, Route, move_cost
+from xshard.search.moves import Move, SearchRoute, move_cost
 from xshard.search.successors import Moves
 from xshard.steps import Permute
 
@@ -44,7 +44,7 @@ class Path(NamedTuple):
 class Search:
     """Cheapest-first search of a route; scaled: elements held by the step that multiplies by the scale."""
 
-    route: Route
+    route: SearchRoute
     memory_limit: int | None
     exchanges: bool = True
     scaled: int = 0

@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
+class SearchRoute:
     """Two states, and what differs between them."""
 
     grid: Grid
@@ -66,9 +66,9 @@ class Space:
         return grid(self.start.mesh, self.start.shape, self.itemsize, self.profile)
 
     @cached_property
-    def route(self) -> Route:
+    def route(self) -> SearchRoute:
         """The states of both shardings."""
-        return Route(self.grid, self.state(self.start.layout), self.state(self.goal.layout))
+        return SearchRoute(self.grid, self.state(self.start.layout), self.state(self.goal.layout))
 
     @cached_property
     def op(self) -> str:

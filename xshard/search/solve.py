@@ -13,7 +13,7 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
-from xshard.search.moves import Route, Space
+from xshard.search.moves import SearchRoute, Space
 from xshard.search.request import Request
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
 from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
@@ -34,17 +34,17 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     else:
         scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
         space = Space(*endpoints, itemsize(dtype), profile)
-        found = best_path(space.route, memory_limit, scaled)
-        if isinstance(found, SubAxisPath) and (split := found.split):
+        best = best_path(space.route, memory_limit, scaled)
+        if isinstance(best, SubAxisPath) and (split := best.split):
             fine = SubAxisMesh(source.mesh, split)
             start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
             space = Space(without_copies(start), without_copies(goal), space.itemsize, profile)
-        path = space.steps(found.moves)
+        path = space.steps(best.moves)
     return with_scale(with_copies(path, start, goal), factor, start, goal), split
 
 
 @lru_cache(maxsize=4096)
-def best_path(route: Route, memory_limit: int | None = None, scaled: int = 0) -> Path | SubAxisPath:
+def best_path(route: SearchRoute, memory_limit: int | None = None, scaled: int = 0) -> Path | SubAxisPath:
     """The cheapest path, for all names of dims and copies. Raises PlanError if none fits the limit."""
     path = Search(route, memory_limit, scaled=scaled).path()
     return best_sub_axis_path(route, path, memory_limit) or path

@@ -13,7 +13,7 @@ from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.grid import Cut, State
-from xshard.search.moves import Move, Route, Space, move_cost
+from xshard.search.moves import Move, SearchRoute, Space, move_cost
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -29,7 +29,7 @@ class SubAxisPath:
     """A path, its seconds, and the route with the axes that it names."""
 
     seconds: float
-    route: Route
+    route: SearchRoute
     moves: Moves
 
     @property
@@ -39,7 +39,7 @@ class SubAxisPath:
         return mesh.split if isinstance(mesh, SubAxisMesh) else ()
 
 
-def best_sub_axis_path(route: Route, path: Path, memory_limit: int | None) -> SubAxisPath | None:
+def best_sub_axis_path(route: SearchRoute, path: Path, memory_limit: int | None) -> SubAxisPath | None:
     """The cheapest slice, permutation and gathers over sub-axes, if cheaper than `path` on whole axes."""
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
@@ -60,7 +60,7 @@ def best_sub_axis_path(route: Route, path: Path, memory_limit: int | None) -> Su
     return None if best is None else _in_few_parts(route, best)
 
 
-def _needs(route: Route) -> tuple[list[int], list[int]] | None:
+def _needs(route: SearchRoute) -> tuple[list[int], list[int]] | None:
     """Factors by which both sides must shard every dim further to match; None if they cannot."""
     endpoints = route.start, route.goal
     if endpoints[0].sums != endpoints[1].sums or not all(map(route.grid.is_regular, endpoints)):
@@ -80,7 +80,7 @@ def _cuts_further(needs: Needs) -> bool:
     return any(n > 1 for more in needs for n in more)
 
 
-def _least_seconds(route: Route, needs: Needs) -> float:
+def _least_seconds(route: SearchRoute, needs: Needs) -> float:
     """A lower bound for such paths: elements that must arrive, launches and first latencies."""
     grid, profile, both = route.grid, route.grid.profile, (route.start, route.goal)
     far = grid.least_crossing(*both)
@@ -90,7 +90,7 @@ def _least_seconds(route: Route, needs: Needs) -> float:
     return seconds + grid.least_received(*both) * grid.itemsize / grid.fastest
 
 
-def _all_parts(route: Route) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _all_parts(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The axes that may be split: changing axes into prime factors, others at the boundary of nodes."""
     grid = route.grid
     for a in (*route.changing, *route.spare):
@@ -103,7 +103,7 @@ def _all_parts(route: Route) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield grid.axes[a], sizes
 
 
-def _options(route: Route, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
     """The needs and the axes to meet them; also with a dim sharded over replicas: less crosses nodes."""
     if _cuts_further(needs):
         yield needs, route.changing
@@ -116,7 +116,7 @@ def _options(route: Route, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
             yield (next(wider), next(wider)), [*route.changing, *near]
 
 
-def _in_few_parts(route: Route, path: SubAxisPath) -> SubAxisPath:
+def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     """The same path with sub-axes merged that stay side by side. route: on whole axes."""
     fine, passed = path.route.grid, [move.after.cuts for _, move in path.moves]
     groups: dict[str, list[list[int]]] = {}  # of every whole axis, the parts that stay side by side
@@ -153,7 +153,7 @@ def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
     return cut is None or (one, other) in pairwise(cut)
 
 
-def _divided(route: Route, split: Split) -> Route:
+def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     """The route on a mesh with these axes split."""
     grid, mesh = route.grid, SubAxisMesh(route.grid.mesh, split)
     fine = (mesh.factored(grid.sharding(end)) for end in (route.start, route.goal))
@@ -161,7 +161,9 @@ def _divided(route: Route, split: Split) -> Route:
     return Space(start, goal, grid.itemsize, grid.profile).route
 
 
-def _cheapest(route: Route, needs: Needs, axes: list[int], limit: float, below: float) -> SubAxisPath | None:
+def _cheapest(
+    route: SearchRoute, needs: Needs, axes: list[int], limit: float, below: float
+) -> SubAxisPath | None:
     """The cheapest such path over some axes in less than `below` seconds. limit: most elements held."""
     start, goal = route.start, route.goal
     slices, gathers = (
@@ -187,7 +189,7 @@ def _cheapest(route: Route, needs: Needs, axes: list[int], limit: float, below: 
     return best
 
 
-def _new_cuts(route: Route, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
+def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
     """How free axes may shard every dim into `needs` times as many parts; of equal sub-axes the innermost."""
     if not needs:
         yield ()
@@ -216,7 +218,7 @@ def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
     return tuple(moves)
 
 
-def _priced(route: Route, moves: Moves, limit: float) -> float:
+def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
     """Seconds of a path; infinite if it holds too much."""
     prices = [move_cost(route.grid, move, state) for state, move in moves]
     return math.inf if any(p.held > limit for p in prices) else sum(p.seconds for p in prices)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product, takewhile
 
 from xshard.search.grid import Cut, State, remembered
-from xshard.search.moves import Move, Route
+from xshard.search.moves import Move, SearchRoute
 
 # Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
 COMPLETE_AXES, COMPLETE_DIMS, COMPLETE_DEVICES = 3, 3, 64
@@ -17,7 +17,7 @@ MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a larg
 class Moves:
     """The moves of one route, generated in a fixed order."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: SearchRoute) -> None:
         self.grid, self.goal, start = route.grid, route.goal, route.start
         self.dims = range(len(start.cuts))
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
