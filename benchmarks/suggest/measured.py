@@ -22,7 +22,9 @@ import torch.distributed as dist
 import transformers
 from scipy.stats import kendalltau
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torch_bridge as xt
 from benchmarks import by_turns, record
@@ -124,19 +126,33 @@ GATHERS = {
 }
 
 
+class Held(TorchDispatchMode):
+    """The most bytes of tensors that are there at a time, and were not when this was made."""
+
+    def __init__(self, kept: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.kept = {StorageWeakRef(x.untyped_storage()) for x in kept}
+        self.there = dict[StorageWeakRef, int]()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.there |= {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+        # Gloo's threads let go of some: no list of what is freed has them all.
+        self.there = {ref: n for ref, n in self.there.items() if not ref.expired() and ref not in self.kept}
+        self.most = max(self.most, sum(self.there.values()))
+        return result
+
+
 def _held(step: Callable[[], float]) -> int:
     """The most bytes of tensors while a step runs."""
     optimizer = step.optimizer  # type: ignore[attr-defined]
     kept = [x for own in optimizer.state.values() for x in own.values()]
     kept += [p for group in optimizer.param_groups for p in group["params"]]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with Held(kept) as held:
         step()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return sum(x.nbytes for x in kept) + most
+    return sum(x.nbytes for x in kept) + held.most
 
 
 def rows_of(
