@@ -127,7 +127,7 @@ def experts(model: Model, name: str, x: str) -> str:
     )
     y = model.op(f"{inner}.act", "e b n m, e b n m -> e b n m", (gate, up), kind="pointwise")
     y = model.op(f"{inner}.down_proj", "e b n m, e c m -> e b n c", (y,), "e c m")
-    how = {"kind": "linear", "rules": COMBINE, "leaves": inner, "saved": 1.0}
+    how = {"kind": "linear", "rules": COMBINE, "leaves": inner, "keeps": (0, 1)}
     return model.op(f"{name}.combine", "e b n c, b s e -> b s c", (y, router), **how)
 
 

@@ -24,6 +24,7 @@ _ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bit
 _SOURCES = """create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
     random_wrap rng_bit_generator threefry2x32"""
 INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
+RESULTS = {"cbrt", "exp", "exp2", "expm1", "logistic", "rsqrt", "sqrt", "tanh"}  # their gradients need them
 SLICE, STACK = "slice of a scan", "stack of a scan"
 _COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
 COPIES = frozenset(_COPIES.split())
@@ -43,7 +44,10 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
     is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
     kind = "linear" if is_linear else "pointwise"
-    return aligned(shown, out, kind, **(FREE if primitive in COPIES else {}))
+    work = {"keeps": (len(shown),)} if primitive in RESULTS else FREE if primitive in COPIES else {}
+    if primitive in ("add", "sub", "select_n"):
+        work = {"keeps": ()}
+    return aligned(shown, out, kind, **work)
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:

@@ -26,6 +26,7 @@ PARTS = _names("slice select split split_with_sizes unbind expand")
 LINEAR = PARTS | _names("add sub neg sum cat constant_pad_nd flip roll")
 RANDOM = _names("native_dropout bernoulli uniform normal")
 ALIGNED = RANDOM | _names("expand repeat constant_pad_nd copy tril triu fill zero")
+RESULTS = _names("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")  # their gradients need them
 UNIFORM = _names("full zeros ones empty scalar_tensor")
 _MM, _BMM = ("ab", "bc", "ac"), ("eab", "ebc", "eac")
 MATRICES = {"mm": _MM, "addmm": _MM, "bmm": _BMM, "baddbmm": _BMM}
@@ -70,15 +71,16 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         last = dims[-len(args["normalized_shape"]) :]
         return Call(tensors, Written([dims, *[last] * (len(tensors) - 1), dims], whole=last))
     if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
-        return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, saved=0.0))
+        return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, keeps=()))
     if not tensors or name.startswith("new_"):
         return Call((), Written([dims], "source", () if name in UNIFORM else dims))
     if name == "stack":
         d = args["dim"] % out.ndim
         places = [*range(d), *range(d + 1, out.ndim)]
         return Call(tensors, placed(shapes, out.shape, [places] * len(tensors), whole=[dims[d]]))
-    is_number = name in ("add", "sub") and len(tensors) == 1
+    is_number = name in ("add", "sub", "mul", "div") and len(tensors) == 1
     kind, work = "linear" if name in LINEAR and not is_number else "pointwise", FREE if name in PARTS else {}
+    work = {"keeps": ()} if is_number else {"keeps": (len(tensors),)} if name in RESULTS else work
     if "dim" in args:
         named = range(first.ndim) if args["dim"] is None or args["dim"] == [] else args["dim"]
         return Call(tensors, along(shapes, out.shape, named, kind, sums=name == "sum", **work))

@@ -28,7 +28,7 @@ def fused(step: TrainingStep) -> TrainingStep:
     A place where a rule can move an array beside a product stays. A chain of light operations counts as one
     kernel: it reads its operands and writes its result.
     """
-    ops, tried, changed = {op.name: op for op in step.ops}, set[Any](), True
+    ops, tried, changed = {op.name: _keeping(op, step) for op in step.ops}, set[Any](), True
     while changed:
         changed = False
         for name in list(ops):
@@ -49,6 +49,12 @@ def fused(step: TrainingStep) -> TrainingStep:
         used = zip(op.operands, op.arrays, strict=False)
         parameters |= {name: str(array) for name, array in used if name in parameters}
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
+
+
+def _keeping(op: Op, step: TrainingStep) -> Op:
+    """The operation with the operands that gradients need: for a product with a constant the constant."""
+    reached = {i for i, name in enumerate(op.operands) if name in step.differentiable}
+    return replace(op, keeps=tuple(i for i in op.kept if reached - ({i} if len(op.operands) > 1 else {-1})))
 
 
 def _uses(ops: Mapping[str, Op], op: Op) -> int:
@@ -91,16 +97,20 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     before = 0 if entered[0] and not entered[1] else k
     order = [*rest[:before], *range(m), *rest[before:]]
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
-    equal = [(m, start + k)]
+    equal, keeps = [(m, start + k)], {*first.kept, *(start + i for i in second.kept)}
     for i, j in [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]:
         one = _same(rows, spans, i, j)
         sharded = [any(row[i] >= 0 for row in each) for each in (rows, one)]
         if not step.moves_anywhere or (sharded[0] == sharded[1] and not _misses(first, second, one, step)):
             rows, order = one, [x for x in order if x != j]
             equal.append((i, j))
+            keeps |= {i} if j in keeps else set()
     if _misses(first, second, rows, step):
         return None
-    shown = [*order, start + len(second.operands)]
+    shown, inner = [*order, start + len(second.operands)], 0
+    if keeps & {m, start + k}:  # the array between them; a view of an array is that array
+        keeps |= {*range(m)} if _is_free(first) else {shown[-1]} if _is_free(second) else set()
+        inner = 0 if _is_free(first) or _is_free(second) else _elements([arrays[m]], step.lengths)
     # If one dim is several dims in the other operation, axes shard the first of them first.
     places = [(i, 0) for i in (*range(m + 1, start), *range(shown[-1] + 1, len(arrays)))]
     for i, j in (*equal, *(pair[::-1] for pair in equal)):
@@ -115,13 +125,15 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     columns = (held for _, held in split)
     rules = ((*(row[i] for i in shown), *more) for row, *more in zip(rows, *columns, strict=True))
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
-    how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses, "saved": base.saved}
+    how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses}
     if not _is_free(first) and not _is_free(second) and base.kind in LIGHT:
         how = {"kind": base.kind}
     elif base.kind in LIGHT and not order:
         how = {"kind": "source", "accesses": 0.0}
-    if flops := sum(op.work.flops * _elements(op.arrays, step.lengths) for op in (first, second)):
-        how["flops"] = flops / _elements([arrays[i] for i in shown], step.lengths)
+    space = _elements([arrays[i] for i in shown], step.lengths)
+    spaces = [(op, _elements(op.arrays, step.lengths)) for op in (first, second)]
+    if flops := sum(op.work.flops * n for op, n in spaces):
+        how["flops"] = flops / space
     return Op(
         name=second.name,
         text=f"{', '.join(str(arrays[i]) or '()' for i in order)} {ARROW} {arrays[shown[-1]]}",
@@ -130,7 +142,9 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
         times=second.times,
         enters=entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1],
         leaves=step.module(second, left=True),
+        keeps=tuple(place for place, i in enumerate(shown) if i in keeps),
         inside=tuple(text for text, _ in split),
+        inner=(inner + sum(op.inner * n for op, n in spaces)) / space,
         **how,
     )
 

@@ -34,8 +34,8 @@ class Kind:
     sums: an axis may shard a dim that the result lacks, and leaves partial sums. passes: tags that all
     operands may have, and the result then has. flops: floating point operations per element of the space of
     all dims; rate: share of the rate of matrix products. accesses: how often operands and result are read
-    or written. backward: work of the backward pass for each forward one. saved: copies of each operand of
-    activations that are kept for the backward pass.
+    or written. backward: work of the backward pass for each forward one. saves: the
+    backward pass needs the operands.
     """
 
     sums: bool = False
@@ -44,29 +44,29 @@ class Kind:
     rate: float = 1.0
     accesses: float = 1.0
     backward: float = 1.0
-    saved: float = 0.0
+    saves: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
     # products and sums over dims; convolutions, with their windows whole
-    "contraction": Kind(sums=True, flops=2.0, backward=2.0, saved=1.0),
+    "contraction": Kind(sums=True, flops=2.0, backward=2.0, saves=True),
     # functions of elements; norms, softmax, cumulative and sorting ones with their dims whole; random numbers
-    "pointwise": Kind(accesses=1.5, backward=2.0, saved=1.0),
+    "pointwise": Kind(accesses=1.5, backward=2.0, saves=True),
     # sums of arrays, views, permutations, broadcasts; slices, concatenations, padding with their dims whole
     "linear": Kind(sums=True, passes=(SUM,)),
     # rows of a table by number; a shard of the rows gives zeros for the others
     "lookup": Kind(sums=True),
     # scores of queries and keys; the dim of the keys is whole; `flops` count a causal mask
-    "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saved=1.0),
+    "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saves=True),
     # a sum of losses over all dims; logits are kept in float32 too
-    "loss": Kind(sums=True, accesses=4.0, saved=3.0),
+    "loss": Kind(sums=True, accesses=4.0, saves=True),
     # one activation for several operations: moved once for all of them
-    "share": Kind(passes=(COPY,), accesses=0.0, saved=1.0),
+    "share": Kind(passes=(COPY,), accesses=0.0, saves=True),
     # numbers made in place: constants, positions, masks; and the first rows of a repeated block
     "source": Kind(accesses=0.0),
     "carry": Kind(accesses=0.0),
     # no rule is known: every device computes all of it
-    "opaque": Kind(accesses=1.5, backward=2.0, saved=1.0),
+    "opaque": Kind(accesses=1.5, backward=2.0, saves=True),
 }
 
 
@@ -83,8 +83,10 @@ class Op:
     of a `carry` from the second time on.
     enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
-    flops, accesses, saved: they replace the numbers of its class (`Kind`). inside: in a chain of operations,
-    the dims of arrays between them, after the result in `rules`.
+    flops, accesses: they replace the numbers of its class (`Kind`). keeps: the operands that the backward pass
+    needs, by number, the result's after the last one; None: all, if its class saves them. inside: in a chain
+    of operations, the dims of arrays between them, after the result in `rules`. inner: elements that the
+    backward pass needs of arrays between them, per element of the space of all dims.
     Raises NotationError, PlanError.
 
     >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
@@ -104,8 +106,9 @@ class Op:
     leaves: str | None = None
     flops: float | None = None
     accesses: float | None = None
-    saved: float | None = None
+    keeps: tuple[int, ...] | None = None
     inside: tuple[str, ...] = ()
+    inner: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("operands", "whole"):
@@ -141,8 +144,13 @@ class Op:
     @property
     def work(self) -> Kind:
         """Its class with the operation's own numbers."""
-        own = {n: v for n in ("flops", "accesses", "saved") if (v := getattr(self, n)) is not None}
+        own = {n: v for n in ("flops", "accesses") if (v := getattr(self, n)) is not None}
         return replace(KINDS[self.kind], **own)
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """The numbers of operands that the backward pass needs; the result's is the one after them."""
+        return range(len(self.operands) * KINDS[self.kind].saves) if self.keeps is None else self.keeps
 
     @cached_property
     def axis_rules(self) -> tuple[tuple[int, ...], ...]:

@@ -120,8 +120,8 @@ class StepProblem:
         kept, ways = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1))
         values = np.zeros((len(ways), len(self.unit)))
         local = self._bytes(ways[:, -1], shape, self.step.consumers(name)[0].times)
-        values[:, WEIGHTS] = np.where(kept == EACH, itemsize(self.step.dtype) * local, 0)
-        values[:, GRADIENTS] = np.where(kept == EACH, gradient * local, 0)
+        values[:, WEIGHTS] = itemsize(self.step.dtype) * local
+        values[:, GRADIENTS] = np.where((kept == EACH) | (self.micro_batches == 1), gradient * local, 0)
         values[:, STATE] = state * local
         touched = 7 * gradient  # itself, both moments and the parameter are read, the last three written
         values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
@@ -132,13 +132,15 @@ class StepProblem:
         values, recomputed = np.zeros((len(ways), len(self.unit))), self.recompute and op.times > 1
         shapes = [shape_of(array, self.lengths) for array in op.arrays]
         local = [self._bytes(ways[:, j], s, itemsize(step.dtype)) for j, s in enumerate(shapes)]
-        kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
-        saved = work.saved * sum(each for each, is_kept in zip(local, kept, strict=False) if is_kept)
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
         profile, split = self.moves.profile, product(np.any(ways >= 0, 1), self.mesh.sizes)
         rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
+        saved = sum(local[i] for i in op.kept if step.is_saved(op, i))
+        saved = saved + itemsize(step.dtype) * op.inner * space / split
+        if op.kind == "loss" and itemsize(step.dtype) < 4:
+            saved *= 3  # in float32, too
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
         if recomputed:
@@ -174,14 +176,14 @@ class StepProblem:
         if src.kept is not None:
             rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
             once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
-            gathered = each & (src.ways != without_copies(used)).any(-1)
+            gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
-            copies = 3 if op.times > 1 else 2  # one for the gradient, one for the next layer's
-            held = copies * itemsize(step.dtype) * elements
+            copies = np.where(each, 2 + (op.times > 1 and self.overlap > 0), self.micro_batches == 1)
+            held = copies * itemsize(step.dtype) * elements  # itself, its gradient, the next layer's
             terms[self.part(op, HELD)] = 0.0, 0.0, np.where(gathered, held, 0)
-            terms[WEIGHTS] = 0.0, 0.0, itemsize(step.dtype) * kept
-            terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
+            terms[WEIGHTS] = 0.0, 0.0, np.where(gathered, itemsize(step.dtype) * kept, 0)
+            terms[GRADIENTS] = 0.0, 0.0, (self.micro_batches > 1) * self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
         is_linear = name in step.differentiable
@@ -223,15 +225,23 @@ class StepProblem:
         work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
         times = self.micro_batches * np.repeat(self.blocks, 2).astype(float)
-        held = of_blocks[:, HELD] + self.unit[list(MEMORY.values())].sum(0)
-        return Cost(self.unit[OPTIMIZER], times, maxima, held / limit)
+        return Cost(self.unit[OPTIMIZER], times, maxima, self.moments / limit)
+
+    @cached_property
+    def moments(self) -> Floats:
+        """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row."""
+        held = np.moveaxis(self._of_blocks(self.unit), 0, -1)[:, HELD] + self.unit[[WEIGHTS, STATE]].sum(0)
+        after, before = self.unit[GRADIENTS], self.unit[ACTIVATIONS]  # the backward pass
+        beside = [after + before] if self.micro_batches > 1 else [after, before]
+        return np.concatenate([held + each for each in beside])
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds of a step and bytes that a device holds at most, by kind."""
+        """Seconds of a step, and bytes at the moment when a device holds most, by kind."""
         blocks = self._of_blocks(vector)
         sums = self.micro_batches * np.array(self.blocks) @ blocks
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
-        held = {kind: int(vector[part]) for kind, part in MEMORY.items()}
-        held["while a block runs"] = int(blocks[:, HELD].max())
+        most = self.moments[(self.moments @ vector).argmax()] * vector
+        held = {kind: int(most[part]) for kind, part in MEMORY.items()}
+        held["while a block runs"] = int(most[:WEIGHTS].sum())
         return {kind: float(s) for kind, s in seconds.items()}, held

@@ -13,7 +13,7 @@ from xshard.step.op import Op
 from xshard.step.step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
-ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "saved")
+ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "keeps", "inner")
 
 
 def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:

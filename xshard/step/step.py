@@ -104,16 +104,28 @@ class TrainingStep:
         default = op.name if any(name in self.parameters for name in op.operands) else ""
         return default if own is None else own
 
+    def keeps(self, name: str) -> bool:
+        """Whether the backward pass of an operation needs this operand."""
+        consumers = self.consumers(name)
+        return any(name in (c.operands[i] for i in c.kept if i < len(c.operands)) for c in consumers)
+
+    def is_saved(self, op: Op, i: int) -> bool:
+        """Whether an array that the operation keeps counts for it: activations that no other one counts."""
+        if i == len(op.operands):
+            return not self.keeps(op.name)
+        return op.operands[i] in self.by_name and self.by_name[op.operands[i]].kind != "share"
+
     @cached_property
     def with_shares(self) -> TrainingStep:
         """The step with a `share` after each activation that several operations keep: it is moved once."""
         ops, renamed = list[Op](), dict[tuple[str, str], str]()
         for op in self.ops:
             ops.append(replace(op, operands=tuple(renamed.get((o, op.name), o) for o in op.operands)))
-            keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saved and c.kind != "share"}
+            keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saves and c.kind != "share"}
             if len(keep) > 1:
                 text, name = f"{op.arrays[-1]} {ARROW} {op.arrays[-1]}", f"{op.name} (shared)"
-                ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters=""))
+                keeps = (0,) if self.keeps(op.name) else ()
+                ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters="", keeps=keeps))
                 renamed |= {(op.name, consumer): name for consumer in keep}
         return replace(self, ops=ops) if renamed else self
 
