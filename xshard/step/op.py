@@ -83,7 +83,7 @@ class Op:
     of a `carry` from the second time on.
     enters, leaves: the module with it as the first and as the last operation; there rules can move the first
     operand and the result; None stands for its own name if it has a parameter, "" for no module.
-    flops, accesses: they replace the numbers of its class (`Kind`). keeps: the operands that the backward pass
+    flops, accesses: they replace the numbers of its class (`Kind`). keeps: the operands that a backward pass
     needs, by number, the result's after the last one; None: all, if its class saves them. inside: in a chain
     of operations, the dims of arrays between them, after the result in `rules`. inner: elements that the
     backward pass needs of arrays between them, per element of the space of all dims.

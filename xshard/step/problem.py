@@ -23,9 +23,8 @@ from xshard.step.moves import Edge, MovePrices, Term
 from xshard.step.op import Floats, Ints, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
-COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, HELD = PARTS = range(5)  # of each block
-WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, OPTIMIZER = range(-5, 0)  # of the whole step
-MEMORY = {"parameters": WEIGHTS, "gradients": GRADIENTS, "optimizer state": STATE, "activations": ACTIVATIONS}
+COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, HELD, WHOLE = PARTS = range(7)  # of each block
+WEIGHTS, GATHERED, GRADIENTS, STATE, OPTIMIZER = range(-5, 0)  # of the whole step
 EFFICIENCY = 0.72  # of the peak rate, for products
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
 
@@ -144,10 +143,10 @@ class StepProblem:
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
         if recomputed:
-            values[:, ACTIVATIONS] = op.times * local[-1] * (op.kind == "carry")
+            values[:, self.part(op, SAVED)] = local[-1] * (op.kind == "carry")
             values[:, self.part(op, HELD)] = saved
         else:
-            values[:, ACTIVATIONS] = op.times * saved
+            values[:, self.part(op, SAVED)] = saved
         return Node(op.name, ways, values)
 
     @cached_property
@@ -179,10 +178,11 @@ class StepProblem:
             gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
-            copies = np.where(each, 2 + (op.times > 1 and self.overlap > 0), self.micro_batches == 1)
-            held = copies * itemsize(step.dtype) * elements  # itself, its gradient, the next layer's
-            terms[self.part(op, HELD)] = 0.0, 0.0, np.where(gathered, held, 0)
-            terms[WEIGHTS] = 0.0, 0.0, np.where(gathered, itemsize(step.dtype) * kept, 0)
+            held = np.where(gathered, itemsize(step.dtype) * elements, 0)
+            terms[self.part(op, HELD)] = 0.0, 0.0, each * (1 + (op.times > 1)) * held  # the next layer's, too
+            # The gradient, sent and received; instead of the parameter, if that was kept.
+            terms[self.part(op, WHOLE)] = 0.0, 0.0, np.where(each, 3, 2 * (self.micro_batches == 1)) * held
+            terms[GATHERED] = 0.0, 0.0, np.where(gathered, itemsize(step.dtype) * kept, 0)
             terms[GRADIENTS] = 0.0, 0.0, (self.micro_batches > 1) * self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
@@ -230,10 +230,12 @@ class StepProblem:
     @cached_property
     def moments(self) -> Floats:
         """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row."""
-        held = np.moveaxis(self._of_blocks(self.unit), 0, -1)[:, HELD] + self.unit[[WEIGHTS, STATE]].sum(0)
-        after, before = self.unit[GRADIENTS], self.unit[ACTIVATIONS]  # the backward pass
-        beside = [after + before] if self.micro_batches > 1 else [after, before]
-        return np.concatenate([held + each for each in beside])
+        unit, of_blocks = self.unit, np.moveaxis(self._of_blocks(self.unit), 0, -1)
+        held, saved, whole = (of_blocks[:, part] for part in (HELD, SAVED, WHOLE))
+        begins = unit[GATHERED] + np.array(self.blocks) @ saved + unit[GRADIENTS] * (self.micro_batches > 1)
+        # A block's backward pass begins; it ends; that of the step ends.
+        moments = [held + begins, whole - saved + begins, whole + unit[GRADIENTS]]
+        return np.concatenate(moments) + unit[[WEIGHTS, STATE]].sum(0)
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds of a step, and bytes at the moment when a device holds most, by kind."""
@@ -242,6 +244,9 @@ class StepProblem:
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
         most = self.moments[(self.moments @ vector).argmax()] * vector
-        held = {kind: int(most[part]) for kind, part in MEMORY.items()}
-        held["while a block runs"] = int(most[:WEIGHTS].sum())
+        held = {"parameters": most[WEIGHTS] + most[GATHERED], "gradients": most[GRADIENTS]}
+        held["optimizer state"] = most[STATE]
+        saved, *beside = self._of_blocks(most)[:, [SAVED, HELD, WHOLE]].sum(0)
+        held |= {"activations": saved, "while a block runs": sum(beside)}
+        held = {kind: int(n) for kind, n in held.items()}
         return {kind: float(s) for kind, s in seconds.items()}, held
