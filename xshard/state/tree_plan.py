@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -197,7 +197,7 @@ class TreePlan:
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives."""
-        return max(sum((a.bytes_by_device() for a in self.arrays), Counter()).values(), default=0)
+        return _most(array.bytes_by_device() for array in self.arrays)
 
     @property
     def bytes_moved(self) -> int:
@@ -207,7 +207,7 @@ class TreePlan:
     @property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive under any plan; new sums are not counted."""
-        return max(sum((a.lacking for a in self.arrays), Counter()).values(), default=0)
+        return _most(array.lacking for array in self.arrays)
 
     @property
     def messages(self) -> int:
@@ -234,3 +234,11 @@ class TreePlan:
             f"buckets {len(self.buckets)}, priced for {self.profile.name}"
         )
         return f"{align_columns(rows)}\n\n{total}"
+
+
+def _most(bytes_by_device: Iterable[Counter[int]]) -> int:
+    """The bytes of the device that has most in all."""
+    total: Counter[int] = Counter()
+    for each in bytes_by_device:
+        total.update(each)
+    return max(total.values(), default=0)

@@ -53,8 +53,9 @@ def fused(step: TrainingStep) -> TrainingStep:
 
 def _keeping(op: Op, step: TrainingStep) -> Op:
     """The operation with the operands that gradients need: for a product with a constant the constant."""
-    reached = {i for i, name in enumerate(op.operands) if name in step.differentiable}
-    return replace(op, keeps=tuple(i for i in op.kept if reached - ({i} if len(op.operands) > 1 else {-1})))
+    n, reached = len(op.operands), {i for i, name in enumerate(op.operands) if name in step.differentiable}
+    own = [i for i in op.kept if i < n or not step.keeps(op.name)]
+    return replace(op, keeps=tuple(i for i in own if reached - ({i} if n > 1 else set())))
 
 
 def _uses(ops: Mapping[str, Op], op: Op) -> int:

@@ -34,8 +34,7 @@ class Kind:
     sums: an axis may shard a dim that the result lacks, and leaves partial sums. passes: tags that all
     operands may have, and the result then has. flops: floating point operations per element of the space of
     all dims; rate: share of the rate of matrix products. accesses: how often operands and result are read
-    or written. backward: work of the backward pass for each forward one. saves: the
-    backward pass needs the operands.
+    or written. backward: work of the backward pass for each forward one. saves: it needs the operands.
     """
 
     sums: bool = False

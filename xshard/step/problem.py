@@ -136,7 +136,8 @@ class StepProblem:
         rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
-        saved = sum(local[i] for i in op.kept if step.is_saved(op, i))
+        kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
+        saved = sum(local[i] for i in op.kept if i == len(kept) or kept[i])
         saved = saved + itemsize(step.dtype) * op.inner * space / split
         if op.kind == "loss" and itemsize(step.dtype) < 4:
             saved *= 3  # in float32, too

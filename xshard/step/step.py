@@ -109,12 +109,6 @@ class TrainingStep:
         consumers = self.consumers(name)
         return any(name in (c.operands[i] for i in c.kept if i < len(c.operands)) for c in consumers)
 
-    def is_saved(self, op: Op, i: int) -> bool:
-        """Whether an array that the operation keeps counts for it: activations that no other one counts."""
-        if i == len(op.operands):
-            return not self.keeps(op.name)
-        return op.operands[i] in self.by_name and self.by_name[op.operands[i]].kind != "share"
-
     @cached_property
     def with_shares(self) -> TrainingStep:
         """The step with a `share` after each activation that several operations keep: it is moved once."""
