@@ -28,8 +28,7 @@ def format_seconds(s: float) -> str:
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows with equally many cells -> lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 class Pictured:

@@ -245,8 +245,7 @@ class VjpProgram:
             return self.fn(*leaves), None
 
         def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
-            replaced = dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))
-            return self.fn(*replaced.values())
+            return self.fn(*(dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))).values())
 
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 

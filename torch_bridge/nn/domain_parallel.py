@@ -108,8 +108,7 @@ def domain_parallel(
     entrance = _Entrance(layout, mesh, lengths, paths, () if sum_gradients else axes)
     entrance.attach(root)
     if sum_gradients:
-        context = ParallelContext(process_mesh(mesh).along(axes))
-        parallel = replicated(root, context)
+        parallel = replicated(root, ParallelContext(process_mesh(mesh).along(axes)))
         parallel.original, parallel.arrives = model, entrance.arrivals
         setattr(root, ATTRIBUTE, parallel)
     return root

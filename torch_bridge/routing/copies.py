@@ -144,8 +144,7 @@ class Routed:
             if table.shape != (self._there.rows, self.k):
                 raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
             there = Redistribute.apply(self._there.tangent, table)
-            factors = there.reshape(-1).index_select(0, self.order)
-            products = y * factors.view(-1, *ones)
+            products = y * there.reshape(-1).index_select(0, self.order).view(-1, *ones)
         shares = products.new_zeros(len(self.copies), *y.shape[1:]).index_add(0, self._of_copy, products)
         return self.home(shares.to(y.dtype))
 

@@ -98,8 +98,7 @@ def _work(
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
     _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
-    result = function(*args)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
     dist.barrier()  # no rank closes its connections while another still needs them
     dist.destroy_process_group()
 

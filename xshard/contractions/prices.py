@@ -87,8 +87,7 @@ class Prices:
     def _price(self, shape: Shape, *states: State) -> float:
         grid = self._grid(shape)
         start, goal = map(grid.sharding, states)
-        space = Space(start, respelled(goal, start), grid.itemsize, self.profile)
-        return best_path(space.route).seconds
+        return best_path(Space(start, respelled(goal, start), grid.itemsize, self.profile).route).seconds
 
     @remembered
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers

@@ -169,8 +169,7 @@ class Profile:
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
         """Seconds of operations, or of the elements read and written meanwhile, if these take longer."""
-        memory = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
-        return max(flops / self.flops(dtype), memory)
+        return max(flops / self.flops(dtype), touched * itemsize(dtype) / (2 * self.copy_bytes_per_s))
 
     def fabric(self, mesh: Mesh) -> Fabric:
         """The links of a mesh."""

@@ -178,8 +178,7 @@ class Layout(Pictured):
         [2, 3, 4, 5, -1]
         """
         shape = lengths_of(shape)
-        index = self.resolved(len(shape)).dim_index(dim)
-        return row_numbers(self._held(mesh, shape, device)[index])
+        return row_numbers(self._held(mesh, shape, device)[self.resolved(len(shape)).dim_index(dim)])
 
     def dim_index(self, dim: int | str) -> int:
         """Name or index, which may count from the end -> index of the dim. Raises ShapeError."""

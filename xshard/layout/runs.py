@@ -236,10 +236,8 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
     if len(rows) == 0:
         return ()
     stops = rows[:-1, :2] + rows[:-1, 2:]
-    joins = np.concatenate([[True], (stops != rows[1:, :2]).any(axis=1)])
-    heads = np.flatnonzero(joins)
-    lengths = np.add.reduceat(rows[:, 2], heads)
-    columns = rows[heads, 0], rows[heads, 1], lengths
+    heads = np.flatnonzero(np.concatenate([[True], (stops != rows[1:, :2]).any(axis=1)]))
+    columns = rows[heads, 0], rows[heads, 1], np.add.reduceat(rows[:, 2], heads)
     return tuple(Segment(*row) for row in np.stack(columns, axis=1).tolist())
 
 

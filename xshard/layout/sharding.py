@@ -167,8 +167,7 @@ class Sharding(Pictured):
         """
         dims = tuple(normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
         kept = ((kind, tuple(a for a in axes if self.mesh.size(a) > 1)) for kind, axes in self.layout.tags)
-        tags = tuple(("sum" if kind == "mean" else kind, axes) for kind, axes in kept)
-        return Layout(dims, tags)
+        return Layout(dims, tuple(("sum" if kind == "mean" else kind, axes) for kind, axes in kept))
 
     @property
     def scale(self) -> Fraction:

@@ -177,8 +177,7 @@ def taps(
         offsets, weights = range(2), [1 - part, part]
     else:
         offsets, weights = range(-1, 3), [*map(_cubic, (part + 1, part, 1 - part, 2 - part))]
-    inputs = np.clip(first[:, None] + np.array(offsets), 0, length - 1)
-    return Taps(inputs, np.stack(weights, 1))
+    return Taps(np.clip(first[:, None] + np.array(offsets), 0, length - 1), np.stack(weights, 1))
 
 
 def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Frame:

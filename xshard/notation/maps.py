@@ -172,8 +172,7 @@ class Owners(RowMap):
         stays[moving[self.owner[moving] != goes]] = False
         leaves = ~stays[moving]
         kept = stays[self.rows]
-        parts = np.concatenate([self.part_of_row[kept], goes[leaves]])
-        order, starts = _grouped(parts, self.parts)
+        order, starts = _grouped(np.concatenate([self.part_of_row[kept], goes[leaves]]), self.parts)
         return Owners._checked(np.concatenate([self.rows[kept], moving[leaves]])[order], starts)
 
 
@@ -291,8 +290,7 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
     if row_map is None and digest:
         raise NotationError(f"the map '{text}' is not in this process", hint=f"pass maps={{'{name}': ...}}")
     if row_map is None:
-        meant = did_you_mean(name, tuple(maps))
-        hint = f"{meant}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
+        hint = f"{did_you_mean(name, tuple(maps))}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
         raise NotationError(f"no map {name!r}", hint=hint)
     if not isinstance(row_map, kind):
         what = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)

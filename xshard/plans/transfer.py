@@ -159,8 +159,7 @@ class Transfer(Step):
             busiest, messages = flow.max(axis=(0, 1)).tolist()
             mean = max(map(self._node_most, flow[..., 0])) / (self.profile.node_devices or 1)
             hops.append(Hop("", busiest, messages, level, int(busiest - mean)))
-        copied = self._elements.sum(axis=0) + self._rearranged
-        return Traffic(self.received, int(copied.max()), tuple(hops))
+        return Traffic(self.received, int((self._elements.sum(axis=0) + self._rearranged).max()), tuple(hops))
 
     def price(self, itemsize: int) -> Price:
         """Bytes, and the predicted time: the sum over the links of the time of the busiest device."""

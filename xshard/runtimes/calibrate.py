@@ -119,8 +119,7 @@ def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, 
 def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
     """The plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
-    least = min(_parts(mesh, src), _parts(mesh, dst))
-    elements = size // ITEMSIZE * least
+    elements = size // ITEMSIZE * min(_parts(mesh, src), _parts(mesh, dst))
     rows = mesh.n_devices * (_ROWS_CUT if elements > _ROWS_CUT * mesh.n_devices**2 else 1)
     columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
     return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))

@@ -260,6 +260,5 @@ def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> floa
 def _permutes(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
     """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
     before, after = ([grid.parts(cut) for cut in end.cuts] for end in (state, goal))
-    common = list(map(math.lcm, before, after))
-    most = math.prod(common)
+    most = math.prod(map(math.lcm, before, after))
     return most <= math.prod(before) * slices and most <= math.prod(after) * gathers

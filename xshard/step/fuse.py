@@ -84,10 +84,7 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
 
 
 def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
-    """Two operations as one; None if moves are possible between them and could be worth their while.
-
-    Its rules are the pairs of their rules that do the same in the array between them.
-    """
+    """Two operations as one, with the pairs of rules that agree between them; None if a move is lost."""
     arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
     pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
     spans = [_spans(array, step.lengths) for array in arrays]

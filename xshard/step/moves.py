@@ -100,8 +100,7 @@ class MovePrices:
         slow = max((x for x in links if x != near), key=lambda link: link.bytes_per_s, default=near)
         per_byte = across / slow.bytes_per_s + np.maximum(received - across, 0) / near.bytes_per_s
         launch = min((s for kind, s in self.profile.launch_s if kind not in LOCAL), default=0.0)
-        at_once = np.where(received > 0, launch + near.latency_s, 0.0)
-        return at_once, per_byte * itemsize(self.dtype)
+        return np.where(received > 0, launch + near.latency_s, 0.0), per_byte * itemsize(self.dtype)
 
     @cached_property
     def _levels(self) -> tuple[list[int], Floats, list[Link], Flags]:

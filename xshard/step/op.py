@@ -223,12 +223,9 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Ints:
 
 
 def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh) -> tuple[Ways, Flags]:
-    """Layouts of dims -> layouts of the array that has some of them as one dim, and which are possible.
-
-    There a dim is sharded only once the dims before it are down to 1, by later axes of the mesh.
-    """
+    """Layouts of dims -> layouts of the array that has some of them as one dim, and which are possible."""
     grouped, fits, axes, d = ways.copy(), np.ones(len(ways), bool), np.arange(len(mesh.axes)), 0
-    for group, dim in enumerate(array.dims):
+    for group, dim in enumerate(array.dims):  # sharded once those before it are down to 1, by later axes
         down, last = np.ones(len(ways), bool), np.full(len(ways), -1)
         for name in parts_of(dim):
             here = ways == d

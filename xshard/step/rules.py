@@ -92,8 +92,7 @@ def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[s
     """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
     around = {module for each in name.split("|") for module in _around(each, varying)}
     inside = frozenset[str]().union(*(varying[module] for module in around))
-    idle = tuple(sorted(inside - {*dst.axes}))
-    tags = ("sum", dst.tagged("sum")), ("mean", idle)
+    tags = ("sum", dst.tagged("sum")), ("mean", tuple(sorted(inside - {*dst.axes})))
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
 
 

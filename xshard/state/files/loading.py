@@ -141,5 +141,4 @@ def _kind(dtype: str) -> int:
 def _reading_s(sharding: Sharding, dtype: str, disk: Link, profile: Profile) -> float:
     """Seconds in which the devices of a node read their blocks from its disk."""
     n_devices = min(profile.node_devices or sharding.mesh.n_devices, sharding.mesh.n_devices)
-    n_bytes = dtypes.n_bytes(sharding.max_local_shape, dtype)
-    return disk.latency_s + n_devices * n_bytes / disk.bytes_per_s
+    return disk.latency_s + n_devices * dtypes.n_bytes(sharding.max_local_shape, dtype) / disk.bytes_per_s

@@ -218,8 +218,7 @@ def write(saving: Saving, path: Path, token: str, process: int, block_of: BlockO
         for name, device, pairs in saving.writes(process):
             for pair in pairs:
                 array, shard = saving.arrays[pair.name], shards[pair.name]
-                block = block_of(name, device, array.dtype)
-                values = np.ascontiguousarray(pair.view(block))
+                values = np.ascontiguousarray(pair.view(block_of(name, device, array.dtype)))
                 _put(opened(shard.name), shard.starts[pair.name], values, pair.box, array.shape)
                 rows = [[*s.indices(n)] for s, n in zip(pair.box, array.shape, strict=True)]
                 sums.setdefault(pair.name, []).append([rows, checksum(values)])
