@@ -23,8 +23,8 @@ from xshard.step.moves import Edge, MovePrices, Term
 from xshard.step.op import Floats, Ints, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
-COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, HELD, WHOLE = PARTS = range(7)  # of each block
-WEIGHTS, GATHERED, GRADIENTS, STATE, OPTIMIZER = range(-5, 0)  # of the whole step
+COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, HELD, GATHERED = PARTS = range(8)  # of each block
+WEIGHTS, GRADIENTS, STATE, OPTIMIZER = range(-4, 0)  # of the whole step
 EFFICIENCY = 0.72  # of the peak rate, for products
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
 
@@ -76,7 +76,7 @@ class StepProblem:
     @cached_property
     def unit(self) -> Floats:
         """A row for each part."""
-        return np.eye(len(self.blocks) * len(PARTS) + 5)
+        return np.eye(len(self.blocks) * len(PARTS) + 4)
 
     def names(self, name: str) -> list[str]:
         """A name for each dim of an array; parameters have the same ones, so that one rule is for many."""
@@ -145,7 +145,7 @@ class StepProblem:
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
         if recomputed:
             values[:, self.part(op, SAVED)] = local[-1] * (op.kind == "carry")
-            values[:, self.part(op, HELD)] = saved
+            values[:, self.part(op, AGAIN)] = saved
         else:
             values[:, self.part(op, SAVED)] = saved
         return Node(op.name, ways, values)
@@ -180,11 +180,10 @@ class StepProblem:
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
-            terms[self.part(op, HELD)] = 0.0, 0.0, each * (1 + (op.times > 1)) * held  # the next layer's, too
-            # The gradient, sent and received; instead of the parameter, if that was kept.
-            terms[self.part(op, WHOLE)] = 0.0, 0.0, np.where(each, 3, 2 * (self.micro_batches == 1)) * held
-            terms[GATHERED] = 0.0, 0.0, np.where(gathered, itemsize(step.dtype) * kept, 0)
-            terms[GRADIENTS] = 0.0, 0.0, (self.micro_batches > 1) * self.optimizer_bytes[0] * kept
+            terms[self.part(op, HELD)] = 0.0, 0.0, each * held
+            terms[self.part(op, GATHERED)] = 0.0, 0.0, (kept > 0) * held
+            if self.micro_batches > 1:
+                terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
         is_linear = name in step.differentiable
@@ -232,10 +231,12 @@ class StepProblem:
     def moments(self) -> Floats:
         """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row."""
         unit, of_blocks = self.unit, np.moveaxis(self._of_blocks(self.unit), 0, -1)
-        held, saved, whole = (of_blocks[:, part] for part in (HELD, SAVED, WHOLE))
-        begins = unit[GATHERED] + np.array(self.blocks) @ saved + unit[GRADIENTS] * (self.micro_batches > 1)
-        # A block's backward pass begins; it ends; that of the step ends.
-        moments = [held + begins, whole - saved + begins, whole + unit[GRADIENTS]]
+        saved, again, held, gathered = (of_blocks[:, part] for part in (SAVED, AGAIN, HELD, GATHERED))
+        times, many = np.array(self.blocks), self.micro_batches > 1
+        kept = times @ (saved + gathered) + many * unit[GRADIENTS]
+        whole = 3 * held + (1 - many) * 2 * gathered  # gradients, sent and received; kept parameters go then
+        begins = again + (1 + (times > 1))[:, None] * held + kept  # with the next block's parameters
+        moments = begins, whole - saved + kept, whole + unit[GRADIENTS]  # it ends; the last one ends
         return np.concatenate(moments) + unit[[WEIGHTS, STATE]].sum(0)
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
@@ -245,9 +246,8 @@ class StepProblem:
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
         most = self.moments[(self.moments @ vector).argmax()] * vector
-        held = {"parameters": most[WEIGHTS] + most[GATHERED], "gradients": most[GRADIENTS]}
-        held["optimizer state"] = most[STATE]
-        saved, *beside = self._of_blocks(most)[:, [SAVED, HELD, WHOLE]].sum(0)
-        held |= {"activations": saved, "while a block runs": sum(beside)}
+        saved, again, beside, gathered = self._of_blocks(most)[:, [SAVED, AGAIN, HELD, GATHERED]].sum(0)
+        held = {"parameters": most[WEIGHTS] + gathered, "gradients": most[GRADIENTS]}
+        held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": again + beside}
         held = {kind: int(n) for kind, n in held.items()}
         return {kind: float(s) for kind, s in seconds.items()}, held
