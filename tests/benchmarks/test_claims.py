@@ -18,6 +18,7 @@ from benchmarks.nodes import __main__ as nodes
 from benchmarks.planner import claims as planner
 from benchmarks.plans import __main__ as plans
 from benchmarks.state import claims as state
+from benchmarks.suggest import __main__ as suggest
 from benchmarks.suggest import iopddl
 from benchmarks.torch_redistribute import claims as torch
 from tests.benchmarks.helpers import recorded
@@ -42,6 +43,7 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "planner": lambda data: planner.judge(data["public"], data["scaled"], data["speed"], quick=False),
     "plans": lambda data: plans.claims(data["models"]),
     "state": lambda data: state.judge(data["loads"], data["transfers"]),
+    "suggest": lambda data: suggest.judge(data["cases"]),
     "suggest_iopddl": lambda data: iopddl.judge(data["instances"]),
     "torch_redistribute": lambda data: torch.judge(
         **{rows: data[rows] for rows in ("host", "ends", "memory", "packs")}
@@ -51,6 +53,7 @@ FAILING = {
     "gpu": ["forward call, us", "with the gradient, us", "to copy as many bytes, GPU"],
     "planner": ["for h100_nvlink: geometric mean", "planned for h100: geometric mean"],  # aims
     "state": ["orbax / ours"],
+    "suggest": ["rules for a Llama", "experts on three axes", "GiB beyond imports"],
     "torch_redistribute": ["by hand / ours: worst", "to copy as many bytes, CPU"],
 }
 
@@ -180,6 +183,11 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"transfers/0/across_bytes/xshard": 106}, ["transfer: bytes over the link / the fewest"]),
         ({"transfers/0/seconds/DTensor": [1.4]}, ["transfer: torch's own / ours"]),
         ({"transfers/0/seconds/DCP's state dict, from rank 0": [1.4]}, ["transfer: torch's own / ours"]),
+    ],
+    "suggest": [
+        ({"cases/0/seconds": 0.27}, ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, overlap 0.8"]),
+        ({"cases/2/gap": 0.02}, ["the gap to the bound"]),
+        ({"cases/3/planning_s": 9.0}, ["planning, a Llama"]),
     ],
     "suggest_iopddl": [
         ({"instances/2/cost": 2e6}, ["cost / the best known"]),
