@@ -95,6 +95,7 @@ START: dict[str, dict[str, Any]] = {
         "transfers/*/bound_bytes": 100,
         "transfers/*/across_bytes/xshard": 102,
     },
+    "suggest": {"cases/*/rules": 12, "cases/*/planning_s": 5.0, "cases/*/planning_bytes": 2**20},
     "torch_redistribute": {
         "ends/*/faster_than": {"DTensor": 3.0, "by hand": 1.0},
         "memory": [
@@ -186,8 +187,11 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     ],
     "suggest": [
         ({"cases/0/seconds": 0.27}, ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, overlap 0.8"]),
+        ({"cases/1/autoparallel": 0.4}, ["AutoParallel's, 8B at 16 x 8192, no overlap"]),
         ({"cases/2/gap": 0.02}, ["the gap to the bound"]),
-        ({"cases/3/planning_s": 9.0}, ["planning, a Llama"]),
+        ({"cases/3/rules": 13}, ["rules for a Llama"]),
+        ({"cases/4/planning_s": 9.0}, ["planning, a Llama"]),
+        ({"cases/17/planning_s": 61.0, "cases/16/planning_bytes": 2**31}, ["experts on three", "GiB beyond"]),
     ],
     "suggest_iopddl": [
         ({"instances/2/cost": 2e6}, ["cost / the best known"]),
