@@ -45,7 +45,7 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
     kind = "linear" if is_linear else "pointwise"
     unkept, work = primitive in ("add", "sub", "select_n"), FREE if primitive in COPIES else {}
-    keeps = {"keeps": () if unkept else (len(shown),)} if unkept or primitive in RESULTS else {}
+    keeps: Any = {"keeps": () if unkept else (len(shown),)} if unkept or primitive in RESULTS else {}
     return aligned(shown, out, kind, **work, **keeps)
 
 

@@ -181,7 +181,7 @@ class StepProblem:
             kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
             terms[self.part(op, HELD)] = 0.0, 0.0, each * held
-            terms[self.part(op, GATHERED)] = 0.0, 0.0, (kept > 0) * held
+            terms[self.part(op, GATHERED)] = 0.0, 0.0, np.where(kept > 0, held, 0.0)
             if self.micro_batches > 1:
                 terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
@@ -237,7 +237,7 @@ class StepProblem:
         whole = 3 * held + (1 - many) * 2 * gathered  # gradients, sent and received; kept parameters go then
         begins = again + (1 + (times > 1))[:, None] * held + kept  # with the next block's parameters
         moments = begins, whole - saved + kept, whole + unit[GRADIENTS]  # it ends; the last one ends
-        return np.concatenate(moments) + unit[[WEIGHTS, STATE]].sum(0)
+        return np.asarray(np.concatenate(moments) + unit[[WEIGHTS, STATE]].sum(0))
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds of a step, and bytes at the moment when a device holds most, by kind."""
