@@ -35,7 +35,7 @@ def whole_numbers(values: Any) -> tuple[Any, ...] | None:
         items = None if isinstance(values, str) else tuple(values)
     except TypeError:
         return None
-    if items is None or all(type(n) is int for n in items):
+    if items is None or {*map(type, items)} <= {int}:
         return items
     return tuple(n if (number := whole_number(n)) is None else number for n in items)
 

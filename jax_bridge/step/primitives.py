@@ -44,9 +44,10 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
     is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
     kind = "linear" if is_linear else "pointwise"
-    unkept, work = primitive in ("add", "sub", "select_n"), FREE if primitive in COPIES else {}
-    keeps: Any = {"keeps": () if unkept else (len(shown),)} if unkept or primitive in RESULTS else {}
-    return aligned(shown, out, kind, **work, **keeps)
+    work: Mapping[str, Any] = FREE if primitive in COPIES else {}
+    if primitive in RESULTS or primitive in ("add", "sub", "select_n"):
+        work = {"keeps": (len(shown),) if primitive in RESULTS else ()}
+    return aligned(shown, out, kind, **work)
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:

@@ -126,15 +126,14 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
-    are_ints = isinstance(devices, tuple) and {*map(type, devices)} == {int}  # most often, of thousands
-    numbers = tuple(devices) if are_ints else whole_numbers(devices)
+    numbers = whole_numbers(devices)
     if numbers is None:
         reason = f"the devices of the {end} are {shown(devices)}"
         raise MeshError(reason, hint="one number per device, as in (0, 1)")
     devices = numbers
-    for device in () if are_ints and min(devices) >= 0 else devices:
-        if not isinstance(device, int) or isinstance(device, bool) or device < 0:
-            raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
+    if not {*map(type, devices)} <= {int} or min(devices, default=0) < 0:
+        wrong = next(d for d in devices if type(d) is not int or d < 0)
+        raise MeshError(f"device {wrong!r} of the {end}", hint="devices are whole numbers >= 0")
     if len(devices) != mesh.n_devices:
         reason = f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
         raise MeshError(reason, hint="one number per device, in the order of the mesh")

@@ -54,7 +54,7 @@ def fused(step: TrainingStep) -> TrainingStep:
 def _keeping(op: Op, step: TrainingStep) -> Op:
     """The operation with the operands that gradients need: for a product with a constant the constant."""
     n, reached = len(op.operands), {i for i, name in enumerate(op.operands) if name in step.differentiable}
-    own = [i for i in op.kept if i < n or not step.keeps(op.name)]
+    own = [i for i in op.kept if i < n or not step.is_kept(op.name)]
     return replace(op, keeps=tuple(i for i in own if reached - ({i} if n > 1 else set())))
 
 

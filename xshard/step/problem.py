@@ -1,7 +1,8 @@
 """The cost of a step on a mesh: a vector of parts for every option and every move; seconds and bytes from it.
 
-The parts of each repeated block are seconds of computing and of moving, forward and backward, for one
-micro-batch and one layer, and bytes held while it runs. Parts of the whole step follow (`WEIGHTS`, ...).
+The parts of each repeated block are for one micro-batch and one layer: seconds of computing and of moving,
+forward and backward; bytes of activations that are saved or computed again, and of parameters that are
+gathered for each use or once. Parts of the whole step follow (`WEIGHTS`, ...).
 """
 
 from __future__ import annotations
@@ -178,12 +179,12 @@ class StepProblem:
             once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
             gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-            kept = np.where(each, 0, op.times * (step.consumers(name)[0] is op) * elements)
+            is_once = ~each & (step.consumers(name)[0] is op)
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
             terms[self.part(op, HELD)] = 0.0, 0.0, each * held
-            terms[self.part(op, GATHERED)] = 0.0, 0.0, np.where(kept > 0, held, 0.0)
+            terms[self.part(op, GATHERED)] = 0.0, 0.0, is_once * held
             if self.micro_batches > 1:
-                terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * kept
+                terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * op.times * is_once * elements
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
         is_linear = name in step.differentiable

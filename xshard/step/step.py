@@ -104,7 +104,7 @@ class TrainingStep:
         default = op.name if any(name in self.parameters for name in op.operands) else ""
         return default if own is None else own
 
-    def keeps(self, name: str) -> bool:
+    def is_kept(self, name: str) -> bool:
         """Whether the backward pass of an operation needs this operand."""
         consumers = self.consumers(name)
         return any(name in (c.operands[i] for i in c.kept if i < len(c.operands)) for c in consumers)
@@ -118,7 +118,7 @@ class TrainingStep:
             keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saves and c.kind != "share"}
             if len(keep) > 1:
                 text, name = f"{op.arrays[-1]} {ARROW} {op.arrays[-1]}", f"{op.name} (shared)"
-                keeps = (0,) if self.keeps(op.name) else ()
+                keeps = (0,) if self.is_kept(op.name) else ()
                 ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters="", keeps=keeps))
                 renamed |= {(op.name, consumer): name for consumer in keep}
         return replace(self, ops=ops) if renamed else self

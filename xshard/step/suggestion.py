@@ -47,8 +47,8 @@ class Suggestion(Pictured):
     modules. once: a pattern of the parameters that are gathered once per step, not for each use; "" for none.
     micro_batches: parts of the batch that run one after another. recompute: activations of repeated blocks
     are computed again in the backward pass. seconds: predicted for a step. bound: no plan takes fewer; gap:
-    the share of the seconds above it. memory: bytes of a device when it holds most. parts: seconds by
-    kind; moves run beside computing as far as they overlap. by_hand: plans as people write them.
+    the share of the seconds above it. memory: bytes of a device when it holds most, by kind. parts: seconds
+    by kind; moves run beside computing as far as they overlap. by_hand: plans as people write them.
     """
 
     search: StepSearch
