@@ -83,14 +83,19 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     all_sent, all_received = ([sum(each) for each in zip(*n, strict=True)] for n in (sent, received))
     is_even = all(c.is_even for c in collectives)
     joint = replace(collectives[0], sent=all_sent, received=all_received, is_even=is_even)
-    messages = blocks[0].new_empty(sum(joint.sent))
-    for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
-        move.sent.write(block, move.sent.split_each(parts))
-    shares = _dealt(joint.run(messages, (sum(joint.received),)), received)
+    shares = _dealt(joint.run(_written(packed, blocks, sent), (sum(joint.received),)), received)
     return [move.place(block, parts) for move, block, parts in zip(packed, blocks, shares, strict=True)]
 
 
 Sizes = Sequence[Sequence[int]]  # elements per message, for every move
+
+
+def _written(packed: Sequence[PackedCollective], blocks: Sequence[Tensor], sent: Sizes) -> Tensor:
+    """All messages of several moves in one tensor, which nothing here keeps once it has been sent."""
+    messages = blocks[0].new_empty(sum(map(sum, sent)))
+    for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
+        move.sent.write(block, move.sent.split_each(parts))
+    return messages
 
 
 def _dealt(joint: Tensor, sizes: Sizes) -> list[Sequence[Tensor]]:

@@ -56,13 +56,14 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     used = [float(share is not None) for share in shares]
     pairs = zip(bucket, shares, strict=True)
     parts = [(torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs]
-    flat = torch.cat([*parts, parts[0].new_tensor(used)])
+    lengths, flat = [*map(len, parts), len(parts)], torch.cat([*parts, parts[0].new_tensor(used)])
+    del shares, pairs, parts  # while the bucket is on its way
     travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
     options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
     pending: Any = redistribute(flat, f"n | sum({','.join(bucket[0].axes)}) -> n", context.mesh, **options)
 
     def end() -> None:
-        *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
+        *sums, n_used = pending.wait().split(lengths)
         for gradient, total, n, is_used in zip(bucket, sums, n_used, used, strict=True):
             if is_used or n > 0:
                 gradient.add(total)

@@ -47,7 +47,8 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     stream = next((op.dims[-1] for op in step.ops if op.kind == "carry"), step.ops[0].dims[-1])
     weights = [dim for name in step.parameters for dim in dims_of(step.arrays[name])]
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
-    tensor = [dim for dim in weights if dim not in stream]
+    others = {*stream, *(dim for name in step.inputs for dim in dims_of(step.arrays[name]))}
+    tensor = [dim for dim in weights if dim not in others]
     for each in step.ops:  # other names of these dims
         rules = (zip(each.dims, rule, strict=False) for rule in each.axis_rules)
         names = [[dims[way] for dims, way in rule if way >= 0] for rule in rules]
@@ -55,7 +56,7 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
             pairs = zip(step.arrays[operand].dims, array.dims, strict=True)
             names += [[*parts_of(src), *parts_of(dst)] for src, dst in pairs]
         for same in (same for same in names if {*same} & {*tensor}):
-            tensor += [dim for dim in same if dim not in (*tensor, *stream)]
+            tensor += [dim for dim in same if dim not in (*tensor, *others)]
     lasts = {"batch": [step.batch], "sequence": sequence, "tensor": [*tensor, *sequence], "heads": sequence}
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
     for node in problem.nodes:

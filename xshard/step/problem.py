@@ -1,8 +1,8 @@
 """The cost of a step on a mesh: a vector of parts for every option and every move; seconds and bytes from it.
 
-The parts of each repeated block are for one micro-batch and one layer: seconds of computing and of moving,
-forward and backward; bytes of activations that are saved or computed again, and of parameters that are
-gathered for each use or once. Parts of the whole step follow (`WEIGHTS`, ...).
+The parts of each block are for one micro-batch and one layer: seconds of computing and of moving, forward
+and backward; bytes of activations that are saved or computed again, of parameters that are gathered for each
+use or once, of gradients, and of their sums on the way. Parts of the whole step follow (`WEIGHTS`, ...).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +22,11 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.cost import Cost
 from xshard.step.moves import Edge, MovePrices, Term
-from xshard.step.op import Floats, Ints, Op, distinct, options_of, product, without_copies
+from xshard.step.op import COPY, REPLICAS, Floats, Ints, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
-COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, HELD, GATHERED = PARTS = range(8)  # of each block
-WEIGHTS, GRADIENTS, STATE, OPTIMIZER = range(-4, 0)  # of the whole step
+COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, HELD, GATHERED, GRADIENTS, SUMS = PARTS = range(10)
+WEIGHTS, STATE, OPTIMIZER = range(-3, 0)  # of the whole step
 EFFICIENCY = 0.72  # of the peak rate, for products
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
 
@@ -66,18 +67,29 @@ class StepProblem:
         return {**self.step.lengths, batch: self.step.lengths[batch] // self.micro_batches}
 
     @cached_property
-    def blocks(self) -> list[int]:
-        """How often each block runs, operations that run equally often as one."""
-        return sorted({op.times for op in self.step.ops})
+    def _blocks(self) -> list[tuple[int, list[str]]]:
+        """How often each block runs, and its operations: those one after another that run equally often."""
+        groups = groupby(self.step.ops, lambda op: op.times)
+        return [(times, [op.name for op in ops]) for times, ops in groups]
+
+    @cached_property
+    def _block(self) -> Mapping[str, int]:
+        """The number of the block of each operation."""
+        return {name: i for i, (_, names) in enumerate(self._blocks) for name in names}
+
+    @cached_property
+    def times(self) -> Ints:
+        """How often each block runs."""
+        return np.array([times for times, _ in self._blocks])
 
     def part(self, op: Op, which: int) -> int:
         """The place of a part of the block of an operation."""
-        return self.blocks.index(op.times) * len(PARTS) + which
+        return self._block[op.name] * len(PARTS) + which
 
     @cached_property
     def unit(self) -> Floats:
         """A row for each part."""
-        return np.eye(len(self.blocks) * len(PARTS) + 4)
+        return np.eye(len(self.times) * len(PARTS) - WEIGHTS)
 
     def names(self, name: str) -> list[str]:
         """A name for each dim of an array; parameters have the same ones, so that one rule is for many."""
@@ -119,9 +131,12 @@ class StepProblem:
             return Node(name, ways, np.zeros((len(ways), len(self.unit))))
         kept, ways = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1))
         values = np.zeros((len(ways), len(self.unit)))
-        local = self._bytes(ways[:, -1], shape, self.step.consumers(name)[0].times)
+        first = self.step.consumers(name)[0]
+        of_layer = self._bytes(ways[:, -1], shape, gradient)
+        is_summed = (kept == EACH) | (self.micro_batches == 1)
+        values[:, self.part(first, GRADIENTS)] = np.where(is_summed, of_layer, 0)
+        local = of_layer * first.times / gradient
         values[:, WEIGHTS] = itemsize(self.step.dtype) * local
-        values[:, GRADIENTS] = np.where((kept == EACH) | (self.micro_batches == 1), gradient * local, 0)
         values[:, STATE] = state * local
         touched = 7 * gradient  # itself, both moments and the parameter are read, the last three written
         values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
@@ -179,12 +194,19 @@ class StepProblem:
             once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
             gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-            is_once = ~each & (step.consumers(name)[0] is op)
+            is_first = step.consumers(name)[0] is op
+            is_once = ~each & is_first
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
             terms[self.part(op, HELD)] = 0.0, 0.0, each * held
             terms[self.part(op, GATHERED)] = 0.0, 0.0, is_once * held
+            gradient, later = self.optimizer_bytes[0], (src.ways == REPLICAS) & (used == COPY)
+            sent = max(
+                2 * itemsize(step.dtype) - gradient, 0
+            )  # shares and their sums, in place of a gradient
+            stored = is_first * self._bytes(src.ways[:, -1], self.shape(name), 1)[:, None]
+            terms[self.part(op, SUMS)] = 0.0, 0.0, sent * later.any(-1) * stored
             if self.micro_batches > 1:
-                terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * op.times * is_once * elements
+                terms[self.part(op, GRADIENTS)] = 0.0, 0.0, gradient * is_once * elements
         terms[self.part(op, MOVED)] = once, 0.0, 0.0
         terms[self.part(op, MOVED_BACK)] = again, once, 0.0
         is_linear = name in step.differentiable
@@ -225,30 +247,43 @@ class StepProblem:
         of_blocks = np.moveaxis(self._of_blocks(self.unit), 0, -1)
         work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
-        times = self.micro_batches * np.repeat(self.blocks, 2).astype(float)
+        times = self.micro_batches * np.repeat(self.times, 2).astype(float)
         return Cost(self.unit[OPTIMIZER], times, maxima, self.moments / limit)
 
     @cached_property
     def moments(self) -> Floats:
-        """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row."""
-        unit, of_blocks = self.unit, np.moveaxis(self._of_blocks(self.unit), 0, -1)
-        saved, again, held, gathered = (of_blocks[:, part] for part in (SAVED, AGAIN, HELD, GATHERED))
-        times, many = np.array(self.blocks), self.micro_batches > 1
-        kept = times @ (saved + gathered) + many * unit[GRADIENTS]
-        whole = 3 * held + (1 - many) * 2 * gathered  # gradients, sent and received; kept parameters go then
-        begins = again + (1 + (times > 1))[:, None] * held + kept  # with the next block's parameters
-        moments = begins, whole - saved + kept, whole + unit[GRADIENTS]  # it ends; the last one ends
-        return np.asarray(np.concatenate(moments) + unit[[WEIGHTS, STATE]].sum(0))
+        """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row.
+
+        In the backward pass of each block the first layer begins, with parameters received and put together,
+        the next one's if moves run beside computing; it ends, with gradients whole, sent and received; the
+        last layer ends. At the end gradients are summed where they were not.
+        """
+        every = np.moveaxis(self._of_blocks(self.unit), 0, -1) * self.times[:, None, None]
+        saved, again, held, gathered, gradients, sums = (every[:, i] for i in range(SAVED, SUMS + 1))
+        many = self.micro_batches > 1
+        there = gathered if many else gradients  # with sums, after the backward pass
+        always = self.unit[[WEIGHTS, STATE]].sum(0) + many * gradients.sum(0)
+        rows = [always + (sums + there).sum(0)]
+        for k, times in enumerate(self.times):
+            around = always + (saved + gathered)[:k].sum(0) + (sums + there)[k + 1 :].sum(0)
+            ahead = 2 + (times > 1 and self.overlap > 0)
+            whole = (3 * held[k] + (0 if many else 2 * gathered[k])) / times
+            rows += [
+                around + saved[k] + gathered[k] + (again[k] + ahead * held[k]) / times,
+                around + saved[k] * (1 - 1 / times) + gathered[k] + whole,
+                around + whole + there[k],
+            ]
+        return np.asarray(rows)
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds of a step, and bytes at the moment when a device holds most, by kind."""
         blocks = self._of_blocks(vector)
-        sums = self.micro_batches * np.array(self.blocks) @ blocks
+        sums = self.micro_batches * self.times @ blocks
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
         most = self.moments[(self.moments @ vector).argmax()] * vector
-        saved, again, beside, gathered = self._of_blocks(most)[:, [SAVED, AGAIN, HELD, GATHERED]].sum(0)
-        held = {"parameters": most[WEIGHTS] + gathered, "gradients": most[GRADIENTS]}
+        saved, again, beside, gathered, gradients, on_the_way = self._of_blocks(most).sum(0)[SAVED:]
+        held = {"parameters": most[WEIGHTS] + gathered, "gradients": gradients + on_the_way}
         held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": again + beside}
         held = {kind: int(n) for kind, n in held.items()}
         return {kind: float(s) for kind, s in seconds.items()}, held
