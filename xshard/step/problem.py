@@ -155,8 +155,9 @@ class StepProblem:
         kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
         saved = sum(local[i] for i in op.kept if i == len(kept) or kept[i])
         saved = saved + itemsize(step.dtype) * op.inner * space / split
-        if op.kind == "loss" and itemsize(step.dtype) < 4:
-            saved *= 3  # in float32, too
+        if op.kind == "loss":
+            values[:, self.part(op, AGAIN)] = local[0]  # the gradient of the logits
+            saved *= 3 if itemsize(step.dtype) < 4 else 1  # in float32, too
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
         if recomputed:
@@ -213,6 +214,9 @@ class StepProblem:
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
+        if op.kind == "loss":  # the gradient of the logits, where it arrives
+            arrives = self._bytes(rows[0], shape, itemsize(step.dtype))[:, None]
+            terms[self.part(op, AGAIN)] = 0.0, 0.0, arrives * (rows[0][:, None] != used).any(-1)
         place = entered or place
         return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, place, bool(entered))
 
