@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.models.gathered import GatheredParameter, KeptParameters, gather_all, regathered
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path
 from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
 
-Gather = Callable[[Sequence[Tensor]], list[Tensor]]
 Key = str | int | None  # of an argument or of a part of a result; None: the first tensor
-
-
-class GatheredParameter(NamedTuple):
-    """A parameter that modules, its `owners`, use under another layout; keep: until the backward pass."""
-
-    name: str
-    owners: list[tuple[nn.Module, str]]
-    move: str
-    shape: tuple[int, ...]
-    keep: bool = True
-
-    @property
-    def tensor(self) -> Any:
-        owner, attribute = self.owners[0]
-        return owner._parameters[attribute]
-
-    def put(self, x: Any) -> None:
-        for owner, attribute in self.owners:
-            owner._parameters[attribute] = x
 
 
 @dataclass(eq=False, repr=False)
@@ -69,7 +50,8 @@ class TensorRule:
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it.
-    own: sharded dims of its parameters. experts: the process's own, if rows go to them."""
+    kept: parameters for several passes. own: sharded dims of its parameters. experts: the process's own, if
+    rows go to them."""
 
     name: str
     arguments: list[str]
@@ -80,6 +62,7 @@ class ModuleHooks:
     varying: frozenset[str]
     gathers: bool
     gathered: list[GatheredParameter] = field(default_factory=list)
+    kept: KeptParameters | None = None
     known: tuple[KnownDim, ...] = ()
     own: tuple[KnownDim, ...] = ()
     experts: Any = None
@@ -125,12 +108,16 @@ class ModuleHooks:
 
     def _gather(self) -> None:
         stored = [part.tensor for part in self.gathered]
-        used = _gather_all(self.gathered, self.context, stored)
+        there = self.kept.used() if self.kept and not torch.compiler.is_compiling() else {}
+        left = [part for part in self.gathered if part.name not in there]
+        fresh = gather_all(left, self.context, [part.tensor for part in left])
+        there |= zip((part.name for part in left), fresh, strict=True)
+        used = [there[part.name] for part in self.gathered]
         rows = [each for each in zip(self.gathered, stored, used, strict=True) if not each[0].keep]
         is_saved = torch.is_grad_enabled() and any(x.requires_grad for _, x, _ in rows)
         if is_saved and not torch.compiler.is_compiling():
             parts, own, gathered = zip(*rows, strict=True)
-            self._saving = _regathered(own, gathered, partial(_gather_all, parts, self.context))
+            self._saving = regathered(own, gathered, partial(gather_all, parts, self.context))
             self._saving.__enter__()
         self._stored = stored
         for part, x in zip(self.gathered, used, strict=True):
@@ -189,39 +176,3 @@ def _part(key: Key, parts: Mapping[Any, Any]) -> Any:
     if key is not None and None not in parts:
         return key
     return next((key for key, x in parts.items() if isinstance(x, Tensor)), None)
-
-
-def _gather_all(
-    parts: Sequence[GatheredParameter], context: ParallelContext, stored: Sequence[Tensor]
-) -> list[Tensor]:
-    """Parameters under the layouts in which modules use them, gathered together; differentiable."""
-    options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": context.comm_dtype}
-    if torch.compiler.is_compiling():
-        rows = zip(stored, parts, strict=True)
-        return [redistribute(x, part.move, shape=part.shape, **options) for x, part in rows]
-    moves, shapes = [part.move for part in parts], [part.shape for part in parts]
-    return redistribute(list(stored), moves, shape=shapes, **options)
-
-
-def _regathered(stored: Sequence[Tensor], used: Sequence[Tensor], gather: Gather) -> Any:
-    """Gathered parameters that the backward pass gathers again: autograd saves only which one it was."""
-    versions, dtypes = [x._version for x in stored], [x.dtype for x in used]
-    storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
-    again: list[Tensor] = []
-
-    def pack(x: Tensor) -> Any:
-        i = storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        return x if i is None or x.dtype != dtypes[i] else (i, x.shape, x.stride(), x.storage_offset())
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if not again:
-            if versions != [x._version for x in stored]:
-                raise XshardError("a parameter was written to between its forward and its backward pass")
-            with torch.no_grad():
-                again.extend(gather(stored))
-        i, *view = packed
-        return again[i].as_strided(*view)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -80,6 +80,11 @@ class ParallelModel:
             raise XshardError(what, hint=hint)
 
     @property
+    def unsummed(self) -> bool:
+        """Whether gradients are each process's share, after passes inside `no_sync` alone."""
+        return self.gradients.unsummed or any(each.kept and each.kept.waits for each in self.hooks.values())
+
+    @property
     def sharded(self) -> list[ShardedParameter]:
         """Parameters and buffers with less than the whole on a process."""
         return [each for each in self.parameters if each.sharding.layout.axes]
@@ -166,7 +171,8 @@ def check_replicas(model: nn.Module) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, `.grad` adds up this process's share of the gradients; the next backward pass outside sums it.
 
-    Gradients of parameters that are gathered for use, as in `domain_parallel`, are always summed at once.
+    Parameters that `keep=` of `parallelize` names are gathered once, by the first pass inside, and their
+    gradients summed once, too. Gradients of others that are gathered for use are always summed at once.
     """
     gradients = parallel_of(model).gradients
     before, gradients.syncs = gradients.syncs, False
@@ -184,7 +190,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     XshardError if gradients are not yet summed, after passes inside `no_sync` alone.
     """
     parallel = parallel_of(model)
-    if parallel.gradients.unsummed:
+    if parallel.unsummed:
         raise XshardError("gradients are each process's share", hint="a pass outside of no_sync sums them")
     context, is_largest = parallel.context, math.isinf(norm_type)
     coords = zip(context.axes.axes, context.axes.coords(context.processes.device), strict=True)

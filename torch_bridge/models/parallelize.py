@@ -17,8 +17,9 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.experts import Uses, route_experts
+from torch_bridge.models.gathered import GatheredParameter, KeptParameters
 from torch_bridge.models.gradients import Gradients
-from torch_bridge.models.hooks import GatheredParameter, ModuleHooks, TensorRule
+from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
 from torch_bridge.redistribution.blocks import tensor_device_of
@@ -65,7 +66,8 @@ def parallelize(
     `"**.attn.num_heads": "h/tp"` each process counts its own heads. Each has to divide.
     gathers: pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the model
     gathers the rest. None: the modules with a rule for their input. keep: keep gathered parameters until the
-    backward pass instead of gathering them again (ZeRO-2 instead of ZeRO-3); the model always keeps its own.
+    backward pass instead of gathering them again (ZeRO-2 instead of ZeRO-3), and for all passes in `no_sync`
+    and the next one; the model always keeps its own for one pass.
 
     init: values for tensors on the meta device: a function of one module that sets its own tensors, or a
     state dict of whole ones. device: device of these. bucket_bytes: how much of the gradients travels
@@ -118,6 +120,8 @@ def parallelize(
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, limit)
+    for each in hooks.values():
+        each.kept = KeptParameters([part for part in each.gathered if part.once], context, gradients)
     for owner, attribute, _, n in counted:
         setattr(owner, attribute, n)
     parallel = ParallelModel(context, sharded, uses, hooks, gradients, counts=[each[:3] for each in counted])
@@ -273,8 +277,12 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Hooks, kept: Rules)
         if same:  # a tied parameter, which is gathered once
             same[0].owners.append(owner)
         else:
-            is_kept = gatherer.parent is None or kept.pattern_for(name) is not None
-            gatherer.gathered.append(GatheredParameter(name, [owner], text, each.sharding.shape, is_kept))
+            is_named = kept.pattern_for(name) is not None
+            flags = gatherer.parent is None or is_named, is_named and len(each.names) == 1
+            back = f"{move[1].dual} -> {move[0].dual}"
+            gatherer.gathered.append(
+                GatheredParameter(name, [owner], text, back, each.sharding.shape, *flags)
+            )
 
 
 def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Hooks) -> None:

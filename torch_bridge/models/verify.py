@@ -74,7 +74,7 @@ def verify(
     '3 of 3 comparisons differ'
     """
     parallel = parallel_of(model)
-    if parallel.gradients.unsummed or not parallel.gradients.syncs:
+    if parallel.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     call = dict(batch) if isinstance(batch, Mapping) else {0: batch}
     if isinstance(batch, tuple | list):

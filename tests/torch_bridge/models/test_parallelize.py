@@ -191,6 +191,52 @@ def _behaves() -> None:
     assert still_connected()
 
 
+def _shared(model: Any) -> None:
+    """One more pass inside `no_sync`."""
+    with xt.no_sync(model):
+        _step(model)
+
+
+def _several() -> None:
+    """Passes inside `no_sync` and the next one share one gather, and one sum of gradients."""
+    model = xt.parallelize(net(), mesh=MESH, **GATHERED, keep=True)
+    up, received = model.blocks[0].up.weight, []
+    for step in (_step, _shared, _step):  # the first ones compare replicas and plans, too
+        step(model)
+    for step in (_step, _shared, _shared, _step):
+        with Meter() as meter:
+            step(model)
+        received.append(sum(meter.received))
+    alone, first, second, last = received
+    assert first - second == alone - last > 0  # gathered by the first one alone
+    assert first - second >= 2 * sum(p.nbytes for b in model.blocks for p in b.parameters())
+    assert _off(model, 7) < 1e-12
+    _shared(model)
+    check_error(lambda: xt.grad_norm(model), "XshardError", "each process's share")
+    with torch.no_grad():
+        assert model(_ids()).shape == (2, 7, 12)  # without a gradient, nothing ends
+        up.add_(0.0)  # as an optimiser does: gathered again, with the gradients so far
+    _right(model, 9)
+    for to_none in (True, False):  # what is dropped in between does not come back
+        _shared(model)
+        model.zero_grad(to_none)
+        _right(model)
+    for model.recompute in (False, True):
+        model.zero_grad()
+        _shared(model)
+        _right(model, 2)
+    model.recompute = None
+    _shared(model)
+    _right(copy.deepcopy(model))
+    up.requires_grad_(False)
+    model.zero_grad()
+    _shared(model)
+    _step(model)
+    assert up.grad is None and model.blocks[1].up.weight.grad is not None
+    up.requires_grad_(True)
+    _right(model)
+
+
 def _buckets() -> None:
     model = xt.parallelize(net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
     _step(model)
@@ -511,7 +557,7 @@ def _explained() -> list[Any]:
 
 
 def _on_four() -> list[Any]:
-    in_turn(_behaves, _buckets, _state, _vocabulary, _noted, _refused)
+    in_turn(_behaves, _several, _buckets, _state, _vocabulary, _noted, _refused)
     return _explained()
 
 
