@@ -57,7 +57,7 @@ def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | N
             node = problem.number["model.layers.*.self_attn.o_proj"]
             flags[node] = allowed(problem, HAND["context parallel, ZeRO-3"])[node]
         search = StepSearch(problem, GB72 * (1 - HEADROOM))
-        plans += [StepPlan(search, vector) for vector in search.within(flags)]
+        plans += [StepPlan(search, vector) for vector in search.within(flags).vectors.values()]
     return min((plan.seconds() for plan in plans if plan.fits), default=None)
 
 

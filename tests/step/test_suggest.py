@@ -71,7 +71,7 @@ def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
 
 
 def test_fewer_rules_within_what_they_may_cost(found):
-    assert found.seconds <= 1.005 * found.search.seconds
+    assert found.seconds <= 1.01 * found.search.seconds and found.gap <= 0.01
     problem, node = found.search.problem, found.search.problem.number["layers.*.gate.weight"]
     odd = list(found.assignment)
     odd[node] = next(i for i in range(len(problem.nodes[node].ways)) if i != odd[node])

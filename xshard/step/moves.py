@@ -170,6 +170,11 @@ class Edge:
         plain = dst if self.is_linear else without_copies(dst)
         self.banned = (src[:, None] != plain).any(-1) & (not self.place)
 
+    @property
+    def used(self) -> Ways:
+        """The layout in which each option of the second node takes the array."""
+        return self.layouts[1][self.indices[1]]
+
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""
         i, j = int(self.indices[0][i]), int(self.indices[1][j])

@@ -258,9 +258,9 @@ class StepProblem:
     def moments(self) -> Floats:
         """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row.
 
-        In the backward pass of each block the first layer begins, with parameters received and put together,
-        the next one's if moves run beside computing; it ends, with gradients whole, sent and received; the
-        last layer ends. At the end gradients are summed where they were not.
+        In the backward pass of each block the first layer begins, with its parameters received and put
+        together, or also the next one's received; it ends, with gradients whole, sent and received; the last
+        layer ends. At the end gradients are summed where they were not.
         """
         every = np.moveaxis(self._of_blocks(self.unit), 0, -1) * self.times[:, None, None]
         saved, again, held, gathered, gradients, sums = (every[:, i] for i in range(SAVED, SUMS + 1))
@@ -270,10 +270,9 @@ class StepProblem:
         rows = [always + (sums + there).sum(0)]
         for k, times in enumerate(self.times):
             around = always + (saved + gathered)[:k].sum(0) + (sums + there)[k + 1 :].sum(0)
-            ahead = 2 + (times > 1 and self.overlap > 0)
             whole = (3 * held[k] + (0 if many else 2 * gathered[k])) / times
             rows += [
-                around + saved[k] + gathered[k] + (again[k] + ahead * held[k]) / times,
+                around + saved[k] + gathered[k] + (again[k] + 2 * held[k]) / times,
                 around + saved[k] * (1 - 1 / times) + gathered[k] + whole,
                 around + whole + there[k],
             ]

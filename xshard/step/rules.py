@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -66,7 +66,9 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 varying[edge.place] = inside[0]
                 known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
-            outputs[edge.place] = _text(src, dst)
+            outputs[edge.place] = _text(
+                *(_unnamed(side, {n for each in around for n in known[each]}) for side in (src, dst))
+            )
         maker = step.by_name.get(source.name)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))
@@ -105,6 +107,13 @@ def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> La
     return Layout(tuple(dims), layout.tags)
 
 
+def _unnamed(layout: Layout, known: set[str]) -> Layout:
+    """Dims without a name around are `f`, `f2`, ...: modules with dims of their own have one rule."""
+    new = {n: f"f{i or ''}" for i, n in enumerate(n for n in layout.names if n not in known)}
+    dims = (replace(dim, name=new.get(dim.name, dim.name)) for dim in layout.dims)
+    return Layout(tuple(dims), layout.tags)
+
+
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """The layouts at both ends of a move."""
     names, axes = tuple(problem.names(problem.nodes[edge.nodes[0]].name)), problem.mesh.axes
@@ -117,20 +126,51 @@ _layout = lru_cache(maxsize=4096)(layout_of)
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:
-    """The best assignment after changes at one node each for fewer rules, while it takes `most` seconds."""
+    """The best assignment after changes for fewer rules, while it takes `most` seconds.
+
+    Changes are other layouts of one array, and of a parameter with what is beside it; the one that saves
+    most for its seconds is first.
+    """
     problem, best = search.problem, list(search.best or ())
-    here, least, node, unchanged = best, _variety(_patterns(problem, best)), 0, 0
-    while unchanged < len(here):
-        ranks = search.cost.rank(problem.vectors(here, node))
-        for option in sorted(search.left[node], key=lambda option: float(ranks[option])):
-            there = [*here[:node], int(option), *here[node + 1 :]]
-            if ranks[option] > most or (variety := _variety(_patterns(problem, there))) > least - 1e-9:
-                continue
+    here, least = best, _variety(_patterns(problem, best))
+    while True:
+        seconds, changes = float(search.cost.rank(problem.vectors(here)[0])), list[tuple[float, list[int]]]()
+        for rank, there in (*_of_one(search, here), *_like_another(search, here)):
+            if rank <= most and (fewer := least - _variety(_patterns(problem, there))) > 1e-9:
+                changes.append((fewer / max(rank - seconds, 1e-9 * seconds), there))
+        for _, there in sorted(changes, key=lambda change: -change[0]):
             problem.plan(there)
             if search.cost.rank(problem.vectors(there)[0]) <= most:
-                here, least, unchanged = there, variety, 0
-        node, unchanged = (node + 1) % len(here), unchanged + 1
-    return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
+                here, least = there, _variety(_patterns(problem, there))
+                break
+        else:
+            return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
+
+
+def _of_one(search: StepSearch, here: list[int]) -> Iterator[tuple[float, list[int]]]:
+    """Assignments with another option at one node, with their seconds."""
+    for node, left in enumerate(search.left):
+        ranks = search.cost.rank(search.problem.vectors(here, node))
+        yield from ((float(ranks[i]), [*here[:node], int(i), *here[node + 1 :]]) for i in left)
+
+
+def _like_another(search: StepSearch, here: list[int]) -> Iterator[tuple[float, list[int]]]:
+    """Assignments with a parameter stored and used as another one is, and what is best beside it."""
+    problem, nodes, uses, lies = search.problem, search.problem.nodes, dict[int, Edge](), dict[int, Any]()
+    for edge in problem.edges[::-1]:
+        p, op = edge.nodes
+        if (kept := nodes[p].kept) is not None:
+            ways = tuple(nodes[p].ways[here[p], -1]), tuple(edge.used[here[op]])
+            uses[p], lies[p] = edge, (len(problem.shape(nodes[p].name)), kept[here[p]], *ways)
+    for p, edge in uses.items():
+        beside = {n for each in problem.edges if edge.nodes[1] in each.nodes for n in each.nodes}
+        flags = [(np.arange(len(each.ways)) == here[n]) | (n in beside) for n, each in enumerate(nodes)]
+        for ndim, kept, stored, used in dict.fromkeys(lies.values()):
+            if ndim == lies[p][0] and lies[p] != (ndim, kept, stored, used):
+                flags[p] = (nodes[p].ways[:, -1] == stored).all(-1) & (cast(Ints, nodes[p].kept) == kept)
+                flags[edge.nodes[1]] = (edge.used == used).all(-1)
+                found = search.within(flags).vectors
+                yield from ((float(search.cost.rank(vector)), list(there)) for there, vector in found.items())
 
 
 def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
@@ -157,7 +197,7 @@ def limited(problem: StepProblem, rules: StepRules) -> list[Ints]:
                 stored, used = ways_of(use.stored, axes), ways_of(use.used, axes)
             mode = EACH if stored != used and once.find(source.name) is None else KEPT
             allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
-            allowed[b] &= (without_copies(dst) == used).all(-1)[edge.indices[1]]
+            allowed[b] &= (without_copies(edge.used) == used).all(-1)
             continue
         arriving = root if isinstance(root, str) else (root or {}).get(source.name)
         plain = without_copies if source.name in step.inputs else np.asarray  # they need no gradient

@@ -65,15 +65,15 @@ class StepSearch:
         cost = self.cost
         self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
 
-    def within(self, flags: Sequence[Flags]) -> list[Floats]:
-        """The vector of the assignment to start with among some of the options, if there is one."""
+    def within(self, flags: Sequence[Flags]) -> StepSearch:
+        """A search among some of the options, with the assignment to start with if there is one."""
         left = [options[allowed[options]] for options, allowed in zip(self.left, flags, strict=True)]
         search = StepSearch(self.problem, self.limit, left)
         if all(map(len, left)):
             search.start()
         for assignment in search.vectors:
             self.offer(assignment)
-        return list(search.vectors.values())
+        return search
 
     def learn(self, other: StepSearch) -> None:
         """Offer the assignments of another search of the step, as far as their options exist here."""

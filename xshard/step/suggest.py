@@ -24,7 +24,7 @@ from xshard.step.suggestion import StepPlan, Suggestion
 
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64
-SIMPLER = 0.005  # of the seconds, for fewer rules
+SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
 
 
 def suggest(
@@ -37,7 +37,7 @@ def suggest(
     micro_batches: int | None = None,
     recompute: bool | None = None,
     overlap: float = 0.8,
-    gap: float = 0.005,
+    gap: float = 0.002,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Suggestion:
     """The layouts of parameters, inputs and activations that make a training step fastest.
@@ -49,7 +49,7 @@ def suggest(
     of repeated blocks are computed again in the backward pass; None stands for the best.
     overlap: share of the seconds of moves that run beside computing, if that takes long enough.
     gap: the share of the seconds that a better plan may still save when the search ends; for fewer rules the
-    plan takes 0.5 % more. progress: called with the numbers of searches done, and of all.
+    plan takes up to 1 % more than the best found, and than the bound. progress: called with the numbers of searches done, and of all.
     Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.
 
     >>> from xshard import Op
@@ -76,7 +76,7 @@ def suggest(
             continue  # a smaller micro-batch cannot be sharded so
         searches.append(search := StepSearch(problem, limit, left))
         for name, plan in HAND.items():
-            for vector in search.within(allowed(problem, plan)):
+            for vector in search.within(allowed(problem, plan)).vectors.values():
                 rivals = (*filter(None, [by_hand.get(name)]), StepPlan(search, vector))
                 by_hand[name] = min(rivals, key=lambda rival: float(rival.search.cost.rank(rival.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
@@ -104,7 +104,13 @@ def suggest(
         hint = f"the least that was found is {least_text}; more devices hold more"
         raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
     fastest, bound = min(searches, key=lambda s: s.seconds), min(best, *(s.bound for s in searches))
-    most = min([best * (1 + SIMPLER), *(plan.seconds() for plan in by_hand.values() if plan.fits)])
+    most = min(
+        [
+            best * (1 + SIMPLER),
+            bound / (1 - SIMPLER),
+            *(plan.seconds() for plan in by_hand.values() if plan.fits),
+        ]
+    )
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
