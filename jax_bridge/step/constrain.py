@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,26 +15,28 @@ Change = Callable[[str, jax.Array], jax.Array]
 
 
 def evaluate(
-    change: Change, prefix: str, jaxpr: Jaxpr, consts: Sequence[Any], names: Sequence[str], *args: Any
+    change: Change, late: Collection[str], prefix: str, jaxpr: Jaxpr, consts: Any, names: Any, *args: Any
 ) -> list[Any]:
     """The results, with `change` of arguments that have a name, of the results of equations and of carries.
 
-    prefix: the beginning of all names of places.
+    late: arguments that `jax.checkpoint` keeps as they are, to change them in both passes. prefix: the
+    beginning of all names of places.
     """
     changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
     arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
-    named = dict(zip(jaxpr.invars, names, strict=True))
+    named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
     for place, eqn in places(jaxpr, prefix):
         params, kind, body = eqn.params, eqn.primitive.name, body_of(eqn)
         inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
         values = [jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v] for v in eqn.invars]
         inner = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-        run = partial(evaluate, change, f"{place}.", *inner)
+        run = partial(evaluate, change, late, f"{place}.", *inner)
         if kind == "scan":
             results = _scan(run, params, place, inputs, values)
         elif kind in ("checkpoint", "remat2"):
             how = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
-            results = jax.checkpoint(partial(run, inputs), **how)(*values)
+            kept = [before[v] if x in late else y for v, x, y in zip(eqn.invars, inputs, values, strict=True)]
+            results = jax.checkpoint(partial(run, inputs), **how)(*kept)
         elif kind in ("jit", "pjit"):
             results = run(inputs, *values)
         else:

@@ -19,7 +19,7 @@ from benchmarks.planner import claims as planner
 from benchmarks.plans import __main__ as plans
 from benchmarks.state import claims as state
 from benchmarks.suggest import __main__ as suggest
-from benchmarks.suggest import iopddl
+from benchmarks.suggest import gspmd, iopddl
 from benchmarks.torch_redistribute import claims as torch
 from tests.benchmarks.helpers import recorded
 
@@ -44,6 +44,7 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "plans": lambda data: plans.claims(data["models"]),
     "state": lambda data: state.judge(data["loads"], data["transfers"]),
     "suggest": lambda data: suggest.judge(data["cases"]),
+    "suggest_gspmd": lambda data: gspmd.judge(data["steps"]),
     "suggest_iopddl": lambda data: iopddl.judge(data["instances"]),
     "torch_redistribute": lambda data: torch.judge(
         **{rows: data[rows] for rows in ("host", "ends", "memory", "packs")}
@@ -192,6 +193,15 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"cases/3/rules": 13}, ["rules for a Llama"]),
         ({"cases/4/planning_s": 9.0}, ["planning, a Llama"]),
         ({"cases/17/planning_s": 61.0, "cases/16/planning_bytes": 2**31}, ["experts on three", "GiB beyond"]),
+    ],
+    "suggest_gspmd": [
+        ({"steps/0/error": 0.1}, [gspmd.WRONG]),
+        (
+            {"steps/0/received_bytes": 2**40},
+            ["bytes, suggested / without constraints: geometric mean", "worst"],
+        ),
+        ({"steps/1/priced_s": 1e3}, ["priced seconds"]),
+        ({"steps/1/measured_s": 1e3}, ["measured seconds"]),
     ],
     "suggest_iopddl": [
         ({"instances/2/cost": 2e6}, ["cost / the best known"]),

@@ -23,7 +23,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
 
 
-def transformer(scan: bool, batch: int = 4, sequence: int = 8, c: int = 16, n: int = 3) -> Loss:
+def transformer(
+    scan: bool, batch: int = 4, sequence: int = 8, c: int = 16, n: int = 3, heads: int = 2, words: int = 32
+) -> Loss:
     """A decoder of n layers, in a scan with `jax.checkpoint` or one after another."""
     weights = {
         "q": (c, c),
@@ -35,11 +37,11 @@ def transformer(scan: bool, batch: int = 4, sequence: int = 8, c: int = 16, n: i
         "norm": (c,),
     }
     layer = {name: shape(*((n,) if scan else ()), *lengths) for name, lengths in weights.items()}
-    parameters = {"embed": shape(32, c), "head": shape(c, 32), "layers": layer if scan else [layer] * n}
+    parameters = {"embed": shape(words, c), "head": shape(c, words), "layers": layer if scan else [layer] * n}
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["norm"]
-        q, k, v = ((y @ p[name]).reshape(*y.shape[:2], 2, -1) for name in "qkv")
+        q, k, v = ((y @ p[name]).reshape(*y.shape[:2], heads, -1) for name in "qkv")
         scores = jnp.einsum("bshd,bthd->bhst", q, k)
         mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
@@ -58,15 +60,15 @@ def transformer(scan: bool, batch: int = 4, sequence: int = 8, c: int = 16, n: i
     return loss, (parameters, *tokens(batch, sequence))
 
 
-def of_nnx() -> Loss:
+def of_nnx(batch: int = 4, sequence: int = 8, c: int = 16, heads: int = 2, words: int = 32) -> Loss:
     """Layers of flax: attention, two norms, a network between them."""
     from flax import nnx
 
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
-            self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-            self.norms = nnx.List([nnx.LayerNorm(16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs)])
-            self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(heads, c, decode=False, rngs=rngs)
+            self.norms = nnx.List([nnx.LayerNorm(c, rngs=rngs), nnx.RMSNorm(c, rngs=rngs)])
+            self.up, self.down = nnx.Linear(c, 2 * c, rngs=rngs), nnx.Linear(2 * c, c, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             x = x + self.attention(self.norms[0](x))
@@ -74,7 +76,7 @@ def of_nnx() -> Loss:
 
     class Model(nnx.Module):
         def __init__(self, rngs: Any) -> None:
-            self.embed, self.head = nnx.Embed(32, 16, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+            self.embed, self.head = nnx.Embed(words, c, rngs=rngs), nnx.Linear(c, words, rngs=rngs)
             self.blocks = nnx.List([Block(rngs) for _ in range(3)])
 
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -85,11 +87,11 @@ def of_nnx() -> Loss:
 
     return lambda model, x, y: cross_entropy(model(x), y), (
         nnx.eval_shape(lambda: Model(nnx.Rngs(0))),
-        *tokens(4, 8),
+        *tokens(batch, sequence),
     )
 
 
-def of_equinox() -> Loss:
+def of_equinox(batch: int = 4, width: int = 16) -> Loss:
     """Convolutions, dropout and a network of equinox, over examples by `vmap`."""
     import equinox as eqx
 
@@ -104,7 +106,7 @@ def of_equinox() -> Loss:
                 eqx.nn.Conv2d(2, 4, 3, 2, 1, key=a),
                 eqx.nn.Conv2d(4, 4, 3, 1, 1, groups=4, key=b),
             ]
-            self.norm, self.mlp = eqx.nn.LayerNorm(64), eqx.nn.MLP(64, 6, 16, 2, key=c)
+            self.norm, self.mlp = eqx.nn.LayerNorm(64), eqx.nn.MLP(64, 6, width, 2, key=c)
 
         def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
             for layer in self.convolutions:
@@ -117,7 +119,7 @@ def of_equinox() -> Loss:
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(y, 6), -1))
 
     net, key = eqx.filter_eval_shape(Net, jax.random.key(0)), jax.eval_shape(lambda: jax.random.key(0))
-    return loss, (net, shape(4, 2, 8, 8), shape(4, dtype=jnp.int32), key)
+    return loss, (net, shape(batch, 2, 8, 8), shape(batch, dtype=jnp.int32), key)
 
 
 def recurrent() -> Loss:

@@ -130,6 +130,12 @@ def test_a_scan_is_constrained_inside() -> None:
     np.testing.assert_allclose(plan.constrain(loss)(*arrays), loss(*arrays), rtol=1e-5)
     text = str(jax.make_jaxpr(plan.constrain(loss))(*args))
     assert text.count("sharding_constraint") > 4 and text.count("remat2[") == 1
+    for once in (False, True):  # the gradient needs the layers' parameters as they came, or as gathered
+        object.__setattr__(plan, "once", "layers.up" if once else "")
+        gradient = jax.make_jaxpr(jax.grad(plan.constrain(loss)))(*args)
+        forward = next(eqn for eqn in gradient.eqns if eqn.primitive.name == "scan")
+        stacked = [v.aval.shape for v in forward.outvars].count(args[0]["layers"]["up"].shape)
+        assert stacked == once
 
 
 @in_jax
