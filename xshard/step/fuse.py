@@ -97,12 +97,9 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
     equal, keeps = [(m, start + k)], {*first.kept, *(start + i for i in second.kept)}
     for i, j in [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]:
-        one = _same(rows, spans, i, j)
-        sharded = [any(row[i] >= 0 for row in each) for each in (rows, one)]
-        if not step.moves_anywhere or (sharded[0] == sharded[1] and not _misses(first, second, one, step)):
-            rows, order = one, [x for x in order if x != j]
-            equal.append((i, j))
-            keeps |= {i} if j in keeps else set()
+        rows, order = _same(rows, spans, i, j), [x for x in order if x != j]
+        equal.append((i, j))
+        keeps |= {i} if j in keeps else set()
     if _misses(first, second, rows, step):
         return None
     shown, inner = [*order, start + len(second.operands)], 0
