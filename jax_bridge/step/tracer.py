@@ -91,8 +91,7 @@ class Tracer:
                 continue
             shape = trace.shapes[operand]
             if i < n:  # a parameter of all rounds is one parameter, not one of each
-                if operand not in trace.dims or operand in trace.parameters:
-                    args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
+                args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
             elif i < m:
                 args[i] = carries[i - n] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
             elif operand in trace.dims or operand in self.shared:
