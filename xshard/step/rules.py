@@ -210,8 +210,7 @@ def _merged(texts: Texts) -> dict[Any, Any]:
         for parts in (name.split(".") for name, other in texts.items() if other == text):
             for pattern in patterns:
                 differ = [i for i, (a, b) in enumerate(zip(pattern, parts, strict=False)) if a != [b]]
-                others = [a for i, a in enumerate(pattern) if i not in differ and len(a) > 1]
-                if len(pattern) == len(parts) and len(differ) == 1 and not others:
+                if len(pattern) == len(parts) and len(differ) == 1:
                     pattern[differ[0]].append(parts[differ[0]])
                     break
             else:
