@@ -90,8 +90,6 @@ class StepRecorder(TorchDispatchMode):
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
         dims = call.op.arrays[-1]
-        if call.op.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
-            self.sizes = tuple(n for n in self.sizes if isinstance(n, Length))[:1]
         for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
             letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
             if len(origins) == len(letters):
@@ -112,7 +110,7 @@ class StepRecorder(TorchDispatchMode):
         op, how = call.op, dict[str, Any]()
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
         is_constant = all(each in self.constants for each in operands)
-        if links or (is_constant and operands):
+        if links:
             ndims = (len(self.trace.shapes[array]) for array in links)
             sides = zip(ndims, links.values(), strict=True)
             arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
@@ -162,15 +160,12 @@ class Functions(TorchFunctionMode):
             call, out = attention_call(*args, **(kwargs or {}))
             self.recorder.add("attention", call, out)
             return out
-        before, name = self.recorder.sizes, getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         values = [x for each in args for x in (each if isinstance(each, tuple | list) else [each])]
         is_sized = name.removeprefix("new_") in SIZED
         self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
-        try:
-            result = func(*args, **(kwargs or {}))
-        finally:
-            self.recorder.sizes = before
+        result = func(*args, **(kwargs or {}))
         if not is_shape or id(args[0]) not in self.recorder.known:
             return result
         array = self.recorder.known[id(args[0])][1]
@@ -244,9 +239,7 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
             continue
         origin, after = ops[name].operands[0], users.get(name, [])
         alone = len(after) == 1 and ops[after[0]].operands.index(name) == 0
-        if len(after) == 1 and after[0] in recorder.entered:
-            pass  # the module inside has the same tensor
-        elif alone and after[0] not in enters:
+        if alone:  # perhaps the operation of a module inside, which has a path of its own
             enters[after[0]] = path
         elif len(users[origin]) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
             enters[name] = path
