@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from jax_bridge.specs import to_partition_spec
-from jax_bridge.step.constrain import evaluate
-from jax_bridge.step.tracer import Tracer
+from jax_bridge.step.tracer import Tracer, evaluate
 from jax_bridge.trees import is_array, leaves_of
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
