@@ -238,8 +238,9 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
         if name not in ops:
             continue
         origin, after = ops[name].operands[0], users.get(name, [])
-        alone = len(after) == 1 and ops[after[0]].operands.index(name) == 0
-        if alone:  # perhaps the operation of a module inside, which has a path of its own
+        if (
+            len(after) == 1 and ops[after[0]].operands[0] == name
+        ):  # perhaps the operation of a module inside, which has a path of its own
             enters[after[0]] = path
         elif len(users[origin]) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
             enters[name] = path
@@ -249,8 +250,8 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
             operands = (origin if each == name else each for each in ops[other].operands)
             ops[other] = replace(ops[other], operands=tuple(operands))
         del ops[name]
-    names = {name: path for name, path in recorder.left.items() if name in ops}
-    names = {name: path for path, name in {path: name for name, path in names.items()}.items()}
+    last = {path: name for name, path in recorder.left.items() if name in ops}
+    names = {name: path for path, name in last.items()}
     named = list[Op]()
     for name, op in ops.items():
         fields: dict[str, Any] = {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}

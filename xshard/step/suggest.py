@@ -69,16 +69,14 @@ def suggest(
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
     for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
-            left = fixed_options(problem, fixed or {})
-        except NotationError:
+            searches.append(StepSearch(problem, limit, fixed_options(problem, fixed or {})))
+        except NotationError:  # a smaller micro-batch cannot be sharded so
             if not searches:
                 raise
-            continue  # a smaller micro-batch cannot be sharded so
-        searches.append(search := StepSearch(problem, limit, left))
-        for name, plan in HAND.items():
-            for vector in search.within(allowed(problem, plan)):
-                rivals = (*filter(None, [by_hand.get(name)]), StepPlan(search, vector))
-                by_hand[name] = min(rivals, key=lambda rival: float(rival.search.cost.rank(rival.vector)))
+    for name, hand in HAND.items():
+        plans = [StepPlan(each, v) for each in searches for v in each.within(allowed(each.problem, hand))]
+        if plans:
+            by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
     while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
         search, ahead = min(running, key=lambda s: s.bound), max(searches, key=lambda s: len(s.vectors))
