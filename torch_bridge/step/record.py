@@ -230,25 +230,21 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     """Operations by the names of modules that they leave, and the modules that they enter."""
-    ops, users, enters = {op.name: op for op in step.ops}, dict[str, list[str]](), dict[str, str]()
-    for op in step.ops:
-        for operand in dict.fromkeys(op.operands):
-            users.setdefault(operand, []).append(op.name)
-    for name, path in recorder.entered.items():  # outer modules first
-        if name not in ops:
-            continue
-        origin, after = ops[name].operands[0], users.get(name, [])
-        if (
-            len(after) == 1 and ops[after[0]].operands[0] == name
-        ):  # perhaps the operation of a module inside, which has a path of its own
-            enters[after[0]] = path
-        elif len(users[origin]) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
+    ops, enters = {op.name: op for op in step.ops}, dict[str, str]()
+
+    def users(name: str) -> list[Op]:
+        return [op for op in ops.values() if name in op.operands]
+
+    for name, path in [pair for pair in recorder.entered.items() if pair[0] in ops]:  # outer modules first
+        (origin,), after = ops[name].operands, users(name)
+        if len(after) == 1 and after[0].operands[0] == name:
+            enters[after[0].name] = path  # until a module inside says its own
+        elif len(users(origin)) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
             enters[name] = path
             continue
-        users[origin] = [other for other in users[origin] if other != name] + after
-        for other in after:
-            operands = (origin if each == name else each for each in ops[other].operands)
-            ops[other] = replace(ops[other], operands=tuple(operands))
+        for op in after:
+            operands = (origin if each == name else each for each in op.operands)
+            ops[op.name] = replace(op, operands=tuple(operands))
         del ops[name]
     last = {path: name for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in last.items()}
