@@ -41,11 +41,11 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[Factors], list[Fac
 
     A dim that ends inside a dim of the other shape is a factor of its own, as is a dim of length 1.
     """
-    ends = [[*accumulate(shape, mul, initial=1)] for shape in (before, after)]
+    places = [[*accumulate(shape, mul, initial=1)] for shape in (before, after)]
     sides = list[Factors](), list[Factors]()
-    for which, (products, factors) in enumerate(zip(ends, sides, strict=True)):
+    for which, (products, factors) in enumerate(zip(places, sides, strict=True)):
         for d, (low, high) in enumerate(pairwise(products)):
-            cuts = sorted({n for n in (*ends[0], *ends[1]) if low <= n <= high})
+            cuts = sorted({n for n in (*places[0], *places[1]) if low <= n <= high})
             parts = [(f"r{start}", end // start) for start, end in pairwise(cuts)]
             nests = parts and all(end % start == 0 for start, end in pairwise(cuts))
             factors.append(parts if nests else [(f"u{which}_{d}", high // low)])
