@@ -63,9 +63,7 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
 def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
     if params["batch_group_count"] > 1:
         return placed(shapes, out, [[None] * len(shape) for shape in shapes], "opaque")
-    numbers = params["dimension_numbers"]
-    orders = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    return convolution(shapes, out, params["feature_group_count"], orders)
+    return convolution(shapes, out, params["feature_group_count"], params["dimension_numbers"])
 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from jax_bridge.specs import to_partition_spec
-from jax_bridge.step.constrain import evaluate
-from jax_bridge.step.tracer import Tracer
+from jax_bridge.step.tracer import Tracer, evaluate
 from jax_bridge.trees import is_array, leaves_of
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
@@ -28,40 +28,31 @@ from xshard.step.trace import Trace
 MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layouts of their results
 
 
-@dataclass(frozen=True, eq=False)
 class Loss:
     """A loss as a function of the arrays among its arguments.
 
-    bound: the arguments; names, arrays: all arrays, the first argument's without its name.
+    names, arrays: all arrays, the first argument's, which are parameters, without its name.
     """
 
-    f: Callable[..., Any]
-    bound: inspect.BoundArguments
-    names: list[str]
-    arrays: list[Any]
-    n_parameters: int
-
-    @classmethod
-    def of(cls, f: Callable[..., Any], args: Sequence[Any]) -> Loss:
-        bound = inspect.signature(f).bind(*args)
-        first, *others = bound.arguments
-        trees = bound.arguments[first], *({name: bound.arguments[name]} for name in others)
-        named = [[leaf[:2] for leaf in leaves_of(None, tree) if is_array(leaf.x)] for tree in trees]
-        names = [name or first for name, _ in named[0]]
-        for leaves in named[1:]:
-            names += [f"{name} (input)" if name in names else name for name, _ in leaves]
-        return cls(f, bound, names, [x for leaves in named for _, x in leaves], len(named[0]))
+    def __init__(self, f: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.f, self.bound = f, inspect.signature(f).bind(*args)
+        first, *others = self.bound.arguments
+        trees = self.bound.arguments[first], *({name: self.bound.arguments[name]} for name in others)
+        parameters, *inputs = ([leaf for leaf in leaves_of(None, tree) if is_array(leaf.x)] for tree in trees)
+        self.arrays = [leaf.x for leaves in (parameters, *inputs) for leaf in leaves]
+        self.names = [leaf.name or first for leaf in parameters]
+        self.n_parameters, taken = len(parameters), {*self.names}
+        fresh = (leaf.name for leaves in inputs for leaf in leaves)
+        self.names += [f"{name} (input)" if name in taken else name for name in fresh]
 
     def filled(self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
         """The arguments with other values in place of arrays."""
-        new, tree = iter(values), tuple(self.bound.arguments.values())
-        filled: tuple[Any, ...] = jax.tree.map(lambda x: next(new) if is_array(x) else other(x), tree)
-        return filled
+        new, trees = iter(values), self.bound.arguments.items()
+        one = partial(jax.tree.map, lambda x: next(new) if is_array(x) else other(x))
+        return inspect.BoundArguments(self.bound.signature, {name: one(tree) for name, tree in trees}).args
 
     def run(self, *arrays: Any) -> Any:
-        arguments = dict(zip(self.bound.arguments, self.filled(arrays), strict=True))
-        bound = inspect.BoundArguments(self.bound.signature, arguments)
-        return self.f(*bound.args, **bound.kwargs)
+        return self.f(*self.filled(arrays))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +76,7 @@ class JaxSuggestion(Suggestion):
         """
 
         def constrained(*args: Any) -> Any:
-            loss = Loss.of(f, args)
+            loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
             inner = closed.jaxpr, closed.consts
             once, parameters = Rules({self.once: "..."}), loss.names[: loss.n_parameters]
@@ -136,7 +127,7 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
     >>> plan.parameters["up"], plan.specs
     ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
     """
-    loss = Loss.of(f, args)
+    loss = Loss(f, args)
     step, tracer, names = traced(loss)
     options.setdefault("recompute", True if tracer.recomputes else None)
     plan = suggest_step(step, xshard_mesh(mesh), **options)
@@ -152,9 +143,8 @@ def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
     parameters, inputs = structs[: loss.n_parameters], structs[loss.n_parameters :]
-    largest = max(parameters, key=lambda x: math.prod(x.shape), default=None)
-    dtype = "bfloat16" if largest is None else str(largest.dtype)
-    trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), dtype)
+    largest = max(parameters, key=lambda x: math.prod(x.shape), default=jax.ShapeDtypeStruct((), "bfloat16"))
+    trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), str(largest.dtype))
     for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
         (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)
     tracer = Tracer(trace)

@@ -1,11 +1,17 @@
-"""The jaxpr of a loss -> a step: equations as operations, inner jaxprs inlined, scans as repeated blocks."""
+"""The jaxpr of a loss: read as a step, and evaluated with a change of the arrays at its places.
+
+Equations are operations, inner jaxprs are inlined, and scans are repeated blocks.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import jax
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
 from jax_bridge.versions import scan_counts
@@ -13,6 +19,7 @@ from xshard.step.trace import Trace
 
 Name = str | None  # of an array; None for a number
 Names = Sequence[Name]
+Change = Callable[[str, jax.Array], jax.Array]
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
 
 
@@ -91,8 +98,7 @@ class Tracer:
                 continue
             shape = trace.shapes[operand]
             if i < n:  # a parameter of all rounds is one parameter, not one of each
-                if operand not in trace.dims or operand in trace.parameters:
-                    args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
+                args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
             elif i < m:
                 args[i] = carries[i - n] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
             elif operand in trace.dims or operand in self.shared:
@@ -110,3 +116,53 @@ class Tracer:
             shape = (length, *trace.shapes.get(result or "", ()))
             stacks.append(self._add(f"{name}.ys.{i}", STACK, [result], shape, times))
         return [*results[: m - n], *stacks]
+
+
+def evaluate(
+    change: Change, late: Collection[str], prefix: str, jaxpr: Jaxpr, consts: Any, names: Any, *args: Any
+) -> list[Any]:
+    """The results, with `change` of arguments that have a name, of the results of equations and of carries.
+
+    late: arguments that `jax.checkpoint` keeps as they are, to change them in both passes. prefix: the
+    beginning of all names of places.
+    """
+    changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
+    arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
+    named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
+    for place, eqn in places(jaxpr, prefix):
+        params, kind, body = eqn.params, eqn.primitive.name, body_of(eqn)
+        inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
+        values = [jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v] for v in eqn.invars]
+        inner = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+        run = partial(evaluate, change, late, f"{place}.", *inner)
+        if kind == "scan":
+            results = _scan(run, params, place, inputs, values)
+        elif kind in ("checkpoint", "remat2"):
+            how = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
+            kept = [before[v] if x in late else y for v, x, y in zip(eqn.invars, inputs, values, strict=True)]
+            results = jax.checkpoint(partial(run, inputs), **how)(*kept)
+        elif kind in ("jit", "pjit"):
+            results = run(inputs, *values)
+        else:
+            variables = [v for v in eqn.invars if not is_number(v)]
+            alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn])
+            results = jax.core.eval_jaxpr(alone, (), *(arrays[v] for v in variables))
+        for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+            arrays[v] = change(f"{place}:{i}" if i else place, x)
+    return [v.val if is_number(v) else arrays[v] for v in jaxpr.outvars]
+
+
+def _scan(
+    run: Callable[..., list[Any]], params: Any, place: str, inputs: Sequence[str], values: Sequence[Any]
+) -> list[Any]:
+    n, n_carries = scan_counts(params)
+    m = n + n_carries
+    names = [*inputs[:n], *(f"{place}.carry.{i}" for i in range(n_carries)), *inputs[m:]]
+
+    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = run(names, *values[:n], *carry, *xs)
+        return results[:n_carries], results[n_carries:]
+
+    how = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, stacks = jax.lax.scan(step, list(values[n:m]), list(values[m:]), **how)
+    return [*carry, *stacks]

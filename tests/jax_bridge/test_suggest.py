@@ -27,7 +27,7 @@ NAMES = [pytest.param(n, marks=needs_flax) if "flax" in n else n for n in LOSSES
 
 @cache
 def loss_of(name: str) -> Loss:
-    return Loss.of(*LOSSES[name]())
+    return Loss(*LOSSES[name]())
 
 
 @pytest.mark.parametrize("name", NAMES)

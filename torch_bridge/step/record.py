@@ -90,8 +90,6 @@ class StepRecorder(TorchDispatchMode):
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
         dims = call.op.arrays[-1]
-        if call.op.kind == "source" and len(self.sizes) != len(dims) == 1:  # as in arange(0, n)
-            self.sizes = tuple(n for n in self.sizes if isinstance(n, Length))[:1]
         for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
             letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
             if len(origins) == len(letters):
@@ -112,7 +110,7 @@ class StepRecorder(TorchDispatchMode):
         op, how = call.op, dict[str, Any]()
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
         is_constant = all(each in self.constants for each in operands)
-        if links or (is_constant and operands):
+        if links:
             ndims = (len(self.trace.shapes[array]) for array in links)
             sides = zip(ndims, links.values(), strict=True)
             arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
@@ -162,15 +160,12 @@ class Functions(TorchFunctionMode):
             call, out = attention_call(*args, **(kwargs or {}))
             self.recorder.add("attention", call, out)
             return out
-        before, name = self.recorder.sizes, getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         values = [x for each in args for x in (each if isinstance(each, tuple | list) else [each])]
         is_sized = name.removeprefix("new_") in SIZED
         self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
-        try:
-            result = func(*args, **(kwargs or {}))
-        finally:
-            self.recorder.sizes = before
+        result = func(*args, **(kwargs or {}))
         if not is_shape or id(args[0]) not in self.recorder.known:
             return result
         array = self.recorder.known[id(args[0])][1]
@@ -235,29 +230,24 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     """Operations by the names of modules that they leave, and the modules that they enter."""
-    ops, users, enters = {op.name: op for op in step.ops}, dict[str, list[str]](), dict[str, str]()
-    for op in step.ops:
-        for operand in dict.fromkeys(op.operands):
-            users.setdefault(operand, []).append(op.name)
-    for name, path in recorder.entered.items():  # outer modules first
-        if name not in ops:
-            continue
-        origin, after = ops[name].operands[0], users.get(name, [])
-        alone = len(after) == 1 and ops[after[0]].operands.index(name) == 0
-        if len(after) == 1 and after[0] in recorder.entered:
-            pass  # the module inside has the same tensor
-        elif alone and after[0] not in enters:
-            enters[after[0]] = path
-        elif len(users[origin]) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
+    ops, enters = {op.name: op for op in step.ops}, dict[str, str]()
+
+    def users(name: str) -> list[Op]:
+        return [op for op in ops.values() if name in op.operands]
+
+    for name, path in [pair for pair in recorder.entered.items() if pair[0] in ops]:  # outer modules first
+        (origin,), after = ops[name].operands, users(name)
+        if len(after) == 1 and after[0].operands[0] == name:
+            enters[after[0].name] = path  # until a module inside says its own
+        elif len(users(origin)) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
             enters[name] = path
             continue
-        users[origin] = [other for other in users[origin] if other != name] + after
-        for other in after:
-            operands = (origin if each == name else each for each in ops[other].operands)
-            ops[other] = replace(ops[other], operands=tuple(operands))
+        for op in after:
+            operands = (origin if each == name else each for each in op.operands)
+            ops[op.name] = replace(op, operands=tuple(operands))
         del ops[name]
-    names = {name: path for name, path in recorder.left.items() if name in ops}
-    names = {name: path for path, name in {path: name for name, path in names.items()}.items()}
+    last = {path: name for name, path in recorder.left.items() if name in ops}
+    names = {name: path for path, name in last.items()}
     named = list[Op]()
     for name, op in ops.items():
         fields: dict[str, Any] = {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 from xshard.notation.parser import ARROW
@@ -11,6 +13,7 @@ from xshard.notation.parser import ARROW
 FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
 Shape = Sequence[int]
 Shapes = Sequence[Shape]
+Factors = list[tuple[str, int]]
 Places = Sequence[Sequence[int | None]]  # of dims of arrays in the result
 
 
@@ -33,32 +36,20 @@ class Written(NamedTuple):
         return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
 
 
-def common_factors(before: Shape, after: Shape) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Two shapes of one array -> the lengths of all common factors; their numbers, for each dim of both."""
-    lengths, numbers = list[int](), ([list[int]() for _ in before], [list[int]() for _ in after])
-    rest, index = (list(before), list(after)), [0, 0]
+def common_factors(before: Shape, after: Shape) -> tuple[list[Factors], list[Factors]]:
+    """Two shapes of one array -> the factors of each dim of both, by name, and their lengths.
 
-    def add(n: int, *which: int) -> None:
-        for side in which:
-            numbers[side][index[side]].append(len(lengths))
-            rest[side][index[side]] //= n
-        lengths.append(n)
-
-    while left := [side for side in (0, 1) if index[side] < len(rest[side])]:
-        if done := [side for side in left if rest[side][index[side]] == 1]:
-            if not numbers[done[0]][index[done[0]]]:
-                add(1, done[0])
-            index[done[0]] += 1
-        elif (n := math.gcd(*(rest[side][index[side]] for side in left))) > 1:
-            add(n, *left)
-        else:  # the dims from here to where both shapes have as many elements again have no common factor
-            products = [1, 1]
-            while products[0] != products[1] or products[0] == 1:
-                side = int(products[1] < products[0])
-                index[side] += products[side] > 1
-                products[side] *= (n := rest[side][index[side]])
-                add(n, side)
-    return lengths, *numbers
+    A dim that ends inside a dim of the other shape is a factor of its own, as is a dim of length 1.
+    """
+    places = [[*accumulate(shape, mul, initial=1)] for shape in (before, after)]
+    sides = list[Factors](), list[Factors]()
+    for which, (products, factors) in enumerate(zip(places, sides, strict=True)):
+        for d, (low, high) in enumerate(pairwise(products)):
+            cuts = sorted({n for n in (*places[0], *places[1]) if low <= n <= high})
+            parts = [(f"r{start}", end // start) for start, end in pairwise(cuts)]
+            nests = parts and all(end % start == 0 for start, end in pairwise(cuts))
+            factors.append(parts if nests else [(f"u{which}_{d}", high // low)])
+    return sides
 
 
 def grouped(names: Sequence[str]) -> str:
@@ -110,16 +101,15 @@ def view(before: Shape, after: Shape) -> Written:
     """A reshape; dims that no axis can shard are whole.
 
     >>> view((64, 4096), (8, 8, 32, 128)).text
-    '(r0 r1) (r2 r3) -> r0 r1 r2 r3'
-    >>> view((4, 6, 5), (4, 10, 3)).text, view((4, 6, 5), (4, 10, 3)).whole
-    ('r0 (r1 r2) r4 -> r0 (r1 r3) r5', ('r2', 'r3', 'r4', 'r5'))
+    '(r1 r8) (r64 r2048) -> r1 r8 r64 r2048'
+    >>> view((4, 6, 5), (4, 10, 3)).text, sorted(view((4, 6, 5), (4, 10, 3)).whole)
+    ('r1 r4 u0_2 -> r1 u1_1 r40', ['r4', 'r40', 'u0_2', 'u1_1'])
     """
-    factors, *sides = common_factors(before, after)
-    lengths = dict(zip(names := letters(len(factors)), factors, strict=True))
-    arrays = [[grouped([names[i] for i in dim]) for dim in side] for side in sides]
-    shared = set.intersection(*({names[i] for dim in side for i in dim} for side in sides))
-    whole = tuple(name for name, n in lengths.items() if name not in shared and n > 1)
-    return Written(arrays, "linear", whole, FREE, lengths)
+    sides = common_factors(before, after)
+    arrays = [[grouped([name for name, _ in dim]) for dim in side] for side in sides]
+    lengths, there = (dict(factor for dim in side for factor in dim) for side in sides)
+    whole = lengths.keys() ^ there.keys()
+    return Written(arrays, "linear", whole, FREE, lengths | there)
 
 
 def convolution(shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()) -> Written:

@@ -28,20 +28,17 @@ def fused(step: TrainingStep) -> TrainingStep:
     A place where a rule can move an array beside a product stays. A chain of light operations counts as one
     kernel: it reads its operands and writes its result.
     """
-    ops, tried, changed = {op.name: _keeping(op, step) for op in step.ops}, set[Any](), True
+    ops, changed = {op.name: _keeping(op, step) for op in step.ops}, True
     while changed:
         changed = False
         for name in list(ops):
             k = 0
             while name in ops and k < len(ops[name].operands):
-                one, first, second = None, ops.get(ops[name].operands[k]), ops[name]
-                if first and (first, second, k) not in tried and _may_join(ops, first, second, k, step):
-                    tried.add((first, second, k))
-                    one = _joined(first, second, k, step)
-                if first is None or one is None:
+                first, second = ops.get(ops[name].operands[k]), ops[name]
+                if first is None or not _may_join(ops, first, second, k, step):
                     k += 1
                     continue
-                ops[name], changed = one, True
+                ops[name], changed = _joined(first, second, k, step), True
                 if not _uses(ops, first):
                     del ops[first.name]
     parameters = {**step.parameters}
@@ -68,8 +65,7 @@ def _is_free(op: Op) -> bool:
 
 def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: TrainingStep) -> bool:
     """Whether an operation may become one with a consumer of its result, as operand k."""
-    unlike = first.times != second.times and first.operands
-    if unlike or second.again or {first.kind, second.kind} & {"carry", "share", "opaque"}:
+    if first.times != second.times or {first.kind, second.kind} & {"carry", "share", "opaque"}:
         return False
     only, anywhere = _uses(ops, first) == 1, step.moves_anywhere
     enters = k == 0 and step.module(second, left=False)
@@ -83,8 +79,8 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
     return only and first.kind in LIGHT and light
 
 
-def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
-    """Two operations as one, with the pairs of rules that agree between them; None if a move is lost."""
+def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
+    """Two operations as one, with the pairs of rules that agree between them."""
     arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
     pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
     spans = [_spans(array, step.lengths) for array in arrays]
@@ -97,14 +93,9 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
     equal, keeps = [(m, start + k)], {*first.kept, *(start + i for i in second.kept)}
     for i, j in [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]:
-        one = _same(rows, spans, i, j)
-        sharded = [any(row[i] >= 0 for row in each) for each in (rows, one)]
-        if not step.moves_anywhere or (sharded[0] == sharded[1] and not _misses(first, second, one, step)):
-            rows, order = one, [x for x in order if x != j]
-            equal.append((i, j))
-            keeps |= {i} if j in keeps else set()
-    if _misses(first, second, rows, step):
-        return None
+        rows, order = _same(rows, spans, i, j), [x for x in order if x != j]
+        equal.append((i, j))
+        keeps |= {i} if j in keeps else set()
     shown, inner = [*order, start + len(second.operands)], 0
     if keeps & {m, start + k}:  # the array between them; a view of an array is that array
         keeps |= {*range(m)} if _is_free(first) else {shown[-1]} if _is_free(second) else set()
@@ -144,16 +135,6 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op | None:
         inside=tuple(text for text, _ in split),
         inner=(inner + sum(op.inner * n for op, n in spaces)) / space,
         **how,
-    )
-
-
-def _misses(first: Op, second: Op, rows: Rows, step: TrainingStep) -> bool:
-    """Whether a rule of a product is lost, or of what a free operation joins, though a move could use it."""
-    n = len(first.every)
-    sides = (first, second, {row[:n] for row in rows}), (second, first, {row[n:] for row in rows})
-    return step.moves_anywhere and any(
-        not _is_free(op) and (op.kind not in LIGHT or _is_free(beside)) and {*op.axis_rules} - kept
-        for op, beside, kept in sides
     )
 
 

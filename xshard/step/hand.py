@@ -49,13 +49,9 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     sequence = [dim for dim in stream if dim != step.batch and dim not in weights]
     others = {*stream, *(dim for name in step.inputs for dim in dims_of(step.arrays[name]))}
     tensor = [dim for dim in weights if dim not in others]
-    for each in step.ops:  # other names of these dims
-        rules = (zip(each.dims, rule, strict=False) for rule in each.axis_rules)
-        names = [[dims[way] for dims, way in rule if way >= 0] for rule in rules]
-        for operand, array in zip(each.operands, each.arrays, strict=False):
-            pairs = zip(step.arrays[operand].dims, array.dims, strict=True)
-            names += [[*parts_of(src), *parts_of(dst)] for src, dst in pairs]
-        for same in (same for same in names if {*same} & {*tensor}):
+    for rule, dims in ((rule, op.dims) for op in step.ops for rule in op.axis_rules):  # other names of these
+        same = [names[way] for names, way in zip(dims, rule, strict=False) if way >= 0]
+        if {*same} & {*tensor}:
             tensor += [dim for dim in same if dim not in (*tensor, *others)]
     lasts = {"batch": [step.batch], "sequence": sequence, "tensor": [*tensor, *sequence], "heads": sequence}
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}

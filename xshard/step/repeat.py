@@ -61,16 +61,15 @@ def _block(
         offset = place.get(name, -len(ops)) - i // size * size
         if name in step.parameters:
             return "parameter", NUMBER.sub("*", name)
-        if i < size or offset < -size:
-            return ("here", offset) if offset >= 0 else ("apart", name)
-        return ("here", offset) if offset >= 0 else ("before", offset + size)
+        if offset >= 0:
+            return "here", offset
+        return ("apart", name) if i < size or offset < -size else ("before", offset + size)
 
     roles = [[role(i, name) for name in op.operands] for i, op in enumerate(run)]
     first, *others = ([each for op in roles[i : i + size] for each in op] for i in range(0, len(run), size))
     carried = {b: a for a, b in zip(first, others[0], strict=True) if b[0] == "before"}
-    chained = all(carried.get(b, b) == a for a, b in zip(first, others[0], strict=True))
     beside = {name for op in (*ops[:start], *ops[start + len(run) :]) for name in (*op.operands, op.again)}
-    if not carried or not chained or any(each != others[0] for each in others):
+    if first != [carried.get(b, b) for b in others[0]] or any(each != others[0] for each in others):
         return []
     if {a[0] for a in carried.values()} != {"apart"} or beside & {op.name for op in run[:-size]}:
         return []

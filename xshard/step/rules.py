@@ -56,8 +56,8 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             varying[""] |= {*src.axes}
             known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
         around, named = _around(edge.place, varying), {*src.axes, *dst.axes}
-        for each in around:
-            src, dst = _apart(src, named, known[each]), _apart(dst, named, known[each])
+        staying = {name for each in around for name, axes in known[each].items() if axes - named}
+        src, dst = _apart(src, staying), _apart(dst, staying)
         if edge.enters and edge.place not in entered:
             entered[edge.place] = _text(src, dst)
             inside = [varying[each] - named | {*dst.axes} for each in around]
@@ -76,8 +76,7 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
-    others = {name for name in inputs if name not in own and first.get(name) not in inputs}
-    inputs = {name: text for name, text in inputs.items() if name in others}
+    inputs = {n: text for n, text in inputs.items() if n not in own and first.get(n) not in inputs}
     used = {name: _used(name, *texts, varying) for name, texts in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(own), **_merged(inputs)})
@@ -98,12 +97,9 @@ def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[s
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
 
 
-def _apart(layout: Layout, named: set[str], known: Mapping[str, set[str]]) -> Layout:
+def _apart(layout: Layout, staying: set[str]) -> Layout:
     """Other names for dims that a rule around shards over axes that are not named: these would stay there."""
-    others = {name: f"{name}_" for name in layout.names if known.get(name, named) - named}
-    if not others:
-        return layout
-    dims = (replace(dim, name=others.get(dim.name, dim.name)) for dim in layout.dims)
+    dims = (replace(dim, name=f"{dim.name}_") if dim.name in staying else dim for dim in layout.dims)
     return Layout(tuple(dims), layout.tags)
 
 
@@ -250,8 +246,7 @@ def _merged(texts: Texts) -> dict[Any, Any]:
         for parts in (name.split(".") for name, other in texts.items() if other == text):
             for pattern in patterns:
                 differ = [i for i, (a, b) in enumerate(zip(pattern, parts, strict=False)) if a != [b]]
-                others = [a for i, a in enumerate(pattern) if i not in differ and len(a) > 1]
-                if len(pattern) == len(parts) and len(differ) == 1 and not others:
+                if len(pattern) == len(parts) and len(differ) == 1:
                     pattern[differ[0]].append(parts[differ[0]])
                     break
             else:

@@ -49,7 +49,8 @@ def suggest(
     of repeated blocks are computed again in the backward pass; None stands for the best.
     overlap: share of the seconds of moves that run beside computing, if that takes long enough.
     gap: the share of the seconds that a better plan may still save when the search ends; for fewer rules the
-    plan takes up to 1 % more than the best found, and than the bound. progress: called with the numbers of searches done, and of all.
+    plan takes up to 1 % more than the best found, and than the bound. progress: called with the numbers of
+    searches done, and of all.
     Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.
 
     >>> from xshard import Op
@@ -69,16 +70,15 @@ def suggest(
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
     for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
-            left = fixed_options(problem, fixed or {})
-        except NotationError:
+            searches.append(StepSearch(problem, limit, fixed_options(problem, fixed or {})))
+        except NotationError:  # a smaller micro-batch cannot be sharded so
             if not searches:
                 raise
-            continue  # a smaller micro-batch cannot be sharded so
-        searches.append(search := StepSearch(problem, limit, left))
-        for name, plan in HAND.items():
-            for vector in search.within(allowed(problem, plan)).vectors.values():
-                rivals = (*filter(None, [by_hand.get(name)]), StepPlan(search, vector))
-                by_hand[name] = min(rivals, key=lambda rival: float(rival.search.cost.rank(rival.vector)))
+    for name, hand in HAND.items():
+        found = ((each, each.within(allowed(each.problem, hand)).vectors.values()) for each in searches)
+        plans = [StepPlan(search, vector) for search, vectors in found for vector in vectors]
+        if plans:
+            by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
     while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
         search, ahead = min(running, key=lambda s: s.bound), max(searches, key=lambda s: len(s.vectors))

@@ -107,10 +107,10 @@ class Trace:
         if len(letters) == 1:
             return {letters[0]: [(name, self.lengths[name]) for name in names]}
         shapes = [self.lengths[name] for name in names], [sizes[x] for x in letters]
-        lengths, before, after = common_factors(*shapes)
+        before, after = common_factors(*shapes)
         entire = {dim[0]: name for name, dim in zip(names, before, strict=True) if len(dim) == 1}
         parts = zip(letters, after, strict=True)
-        return {letter: [(entire.get(i, ""), lengths[i]) for i in dim] for letter, dim in parts}
+        return {letter: [(entire.get(each, ""), each[1]) for each in dim] for letter, dim in parts}
 
     def _fresh(self, wanted: str, n: int, taken: Sequence[str]) -> str:
         """A name for a dim of length n that nothing in `taken` has."""
