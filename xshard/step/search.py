@@ -71,8 +71,6 @@ class StepSearch:
         search = StepSearch(self.problem, self.limit, left)
         if all(map(len, left)):
             search.start()
-        for assignment in search.vectors:
-            self.offer(assignment)
         return search
 
     def learn(self, other: StepSearch) -> None:

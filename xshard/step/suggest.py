@@ -75,8 +75,11 @@ def suggest(
             if not searches:
                 raise
     for name, hand in HAND.items():
-        found = ((each, each.within(allowed(each.problem, hand)).vectors.values()) for each in searches)
-        plans = [StepPlan(search, vector) for search, vectors in found for vector in vectors]
+        plans = list[StepPlan]()
+        for search in searches:
+            for assignment, vector in search.within(allowed(search.problem, hand)).vectors.items():
+                search.offer(assignment)
+                plans.append(StepPlan(search, vector))
         if plans:
             by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
