@@ -173,20 +173,20 @@ class StepProblem:
             entered = spellings(entered)[0].replace("*", "0")
         once: Term = often
         again: Term = often * (self.recompute and op.times > 1)
-        terms = dict[int, tuple[Term, Term, Term]]()
+        terms = dict[int, tuple[Term, Term, Floats | None]]()
         if src.kept is not None:
-            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
+            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), src.kept == EACH
             once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
             gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-            is_once = ~each & (step.consumers(name)[0] is op)
+            each, is_once = each[:, None], (~each & (step.consumers(name)[0] is op))[:, None]
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
             terms[self.part(op, HELD)] = 0.0, 0.0, each * held
             terms[self.part(op, GATHERED)] = 0.0, 0.0, is_once * held
             if self.micro_batches > 1:
                 terms[GRADIENTS] = 0.0, 0.0, self.optimizer_bytes[0] * op.times * is_once * elements
-        terms[self.part(op, MOVED)] = once, 0.0, 0.0
-        terms[self.part(op, MOVED_BACK)] = again, once, 0.0
+        terms[self.part(op, MOVED)] = once, 0.0, None
+        terms[self.part(op, MOVED_BACK)] = again, once, None
         is_linear = name in step.differentiable
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
@@ -206,7 +206,7 @@ class StepProblem:
         banned = np.zeros(len(total), bool)
         for edge in self.edges:
             i, j = (edge.indices[side][chosen[n]] for side, n in enumerate(edge.nodes))
-            total[:, edge.parts] += edge.tables[:, i, j].T
+            total[:, edge.parts] += edge.of(i, j).T
             banned |= edge.banned[i, j]
         total[banned] = np.inf
         return total
