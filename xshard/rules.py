@@ -228,7 +228,8 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
 
 
-def spellings(pattern: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def spellings(pattern: str) -> tuple[str, ...]:
     """A pattern with its braces and bars written out. Raises NotationError."""
     # For each open brace, and for the pattern: its place, the alternatives before a bar, and after it.
     levels: list[tuple[Span, list[str], list[str]]] = [((0, 0), [], [""])]
@@ -253,7 +254,7 @@ def spellings(pattern: str) -> list[str]:
         levels.append((opened, done, now))
     if len(levels) > 1:
         raise _malformed("'{' is not closed", pattern, levels[-1][0])
-    return levels[0][1] + levels[0][2]
+    return (*levels[0][1], *levels[0][2])
 
 
 def _check_number(spellings: int, pattern: str) -> None:

@@ -219,7 +219,7 @@ def names_from_json(data: Any) -> Names:
 def _check_patterns(relation: Relation) -> None:
     patterns = (*relation.parts, relation.whole)
     for pattern in patterns:
-        if spellings(pattern) != [pattern]:
+        if spellings(pattern) != (pattern,):
             hint = "braces and bars are for rename; write a relation for each name"
             raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern

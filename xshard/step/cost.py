@@ -42,17 +42,21 @@ class Cost:
             rank = self.of(vectors) * (1 + TOO_MUCH * np.maximum(self.used(vectors) - 1, 0))
         return np.nan_to_num(rank, nan=np.inf)
 
-    def mixture(self, vectors: Floats) -> tuple[float, Floats, float]:
-        """The cost of the best mixture of vectors, the weights of parts that prove it, and a constant.
-
-        Whatever `weights @ v - constant` is at least is a lower bound of the cost within the limits.
-        """
+    def mixture(self, vectors: Floats) -> tuple[float, Floats]:
+        """The cost of the best mixture of vectors, and the shares that prove it."""
         scale = float(self.of(vectors).min()) or 1.0
         solved = optimizer().linprog(**program([vectors], (), self, scale))
-        above, exceeded = np.split(-solved.ineqlin.marginals, [-len(self.limited)])
-        weights = np.einsum("rt, t, trp -> p", above.reshape(-1, len(self.times)), self.times, self.maxima)
-        weights += self.linear + scale * exceeded @ self.limited
-        return scale * float(solved.fun), weights, scale * float(exceeded.sum())
+        shares, exceeded = np.split(-solved.ineqlin.marginals, [-len(self.limited)])
+        return scale * float(solved.fun), np.append(shares, scale * exceeded)
+
+    def weights(self, shares: Floats) -> tuple[Floats, float]:
+        """Weights of parts and a constant: `weights @ v - constant` is at most the cost within the limits.
+
+        shares: of every row of all maxima, 1 in all for each, then what each limit is worth.
+        """
+        of_rows, worth = np.split(shares, [-len(self.limited)])
+        weights = np.einsum("rt, t, trp -> p", of_rows.reshape(-1, len(self.times)), self.times, self.maxima)
+        return weights + self.linear + worth @ self.limited, float(worth.sum())
 
 
 class Pairs(NamedTuple):

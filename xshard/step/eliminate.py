@@ -11,19 +11,42 @@ import numpy as np
 from xshard.step.op import Floats
 
 MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
+ROWS = 2**17  # entries of a sum at a time
 
 
 class Bucket(NamedTuple):
-    """A sum of tables over a scope, to eliminate a variable; parts: buckets with minima among the tables."""
+    """Tables over a scope, to minimize their sum over a variable; parts: for minima their buckets, or -1.
+
+    Sums are made when they are needed: kept, those of one elimination may take a gigabyte.
+    """
 
     variable: int
     scope: list[int]
-    total: Floats
+    tables: list[Floats]  # with 1 in place of lengths of variables that they do not depend on
     parts: list[int]
 
     @property
     def axis(self) -> int:
         return self.scope.index(self.variable)
+
+    def least(self) -> Floats:
+        """The minimum of the sum, which is made a few rows at a time if it is large: caches hold these."""
+        shape, axis = np.broadcast_shapes(*(table.shape for table in self.tables)), self.axis
+        some, least = max(1, ROWS * shape[axis] // math.prod(shape)), np.array(np.inf)
+        for i in range(0, shape[axis], some):
+            rows = (*[slice(None)] * axis, slice(i, i + some))
+            least = np.minimum(least, np.asarray(sum(table[rows] for table in self.tables)).min(axis))
+        return least
+
+    def best(self, values: Sequence[int]) -> int:
+        """The value of the variable that is best beside values of the others."""
+        total: Floats = np.zeros(())
+        for table in self.tables:
+            pairs = zip(self.scope, table.shape, strict=True)
+            total = (
+                total + table[tuple(slice(None) if w == self.variable else values[w] % n for w, n in pairs)]
+            )
+        return int(total.argmin())
 
 
 def minimum(
@@ -58,30 +81,33 @@ def minimum(
             for each in mine[1:]:
                 (part if joint([*part, each])[1] <= MOST else rest).append(each)
             scope = joint(part)[0]
-            shaped = (t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1])
-            bucket = Bucket(v, scope, np.asarray(sum(shaped)), [i for *_, i in part if i >= 0])
-            tables.append(([w for w in scope if w != v], bucket.total.min(bucket.axis), len(buckets)))
+            shaped = [t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1]]
+            bucket = Bucket(v, scope, shaped, [i for *_, i in part[::-1]])
+            tables.append(([w for w in scope if w != v], bucket.least(), len(buckets)))
             mine = rest
             buckets.append(bucket)
     values = [0] * len(sizes)
     for bucket in reversed(buckets):
-        others = tuple(slice(None) if w == bucket.variable else values[w] for w in bucket.scope)
-        values[bucket.variable] = int(bucket.total[others].argmin())
+        values[bucket.variable] = bucket.best(values)
     return sum(float(table) for _, table, _ in tables), values, buckets
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     """How much more than the minimum any sum is at least, with each value of every variable."""
-    more = dict[int, Floats]()
-    for bucket in reversed(buckets):
-        for part in (buckets[i] for i in bucket.parts):
-            gone = tuple(i for i, w in enumerate(bucket.scope) if w not in part.scope)
-            least = part.total.min(part.axis)
-            with np.errstate(invalid="ignore"):
-                outside = np.where(np.isfinite(least), bucket.total.min(gone) - least, 0)
-            np.add(part.total, np.expand_dims(outside, part.axis), out=part.total)
+    more, outside = (
+        dict[int, Floats](),
+        dict[int, Floats](),
+    )  # outside: of a bucket, all else above its minimum
+    for number, bucket in reversed(list(enumerate(buckets))):
+        total = np.asarray(sum(bucket.tables) + outside.pop(number, 0.0))
+        for i, least in zip(bucket.parts, bucket.tables, strict=True):
+            if i >= 0:
+                gone = tuple(j for j, w in enumerate(bucket.scope) if w not in buckets[i].scope)
+                with np.errstate(invalid="ignore"):
+                    above = np.where(np.isfinite(least), total.min(gone, keepdims=True) - least, 0)
+                outside[i] = np.expand_dims(above.squeeze(gone), buckets[i].axis)
         others = tuple(i for i in range(len(bucket.scope)) if i != bucket.axis)
-        own = bucket.total.min(others) - bucket.total.min()
+        own = total.min(others) - total.min()
         more[bucket.variable] = np.maximum(more.get(bucket.variable, 0), own)
     return more
 

@@ -35,6 +35,7 @@ class MovePrices:
     dtype: str
     profile: Profile
     _known: dict[tuple[object, ...], Line] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], tuple[Floats, Flags]] = field(default_factory=dict)
 
     def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
         """Seconds of a move of an array of global lengths, by the planner."""
@@ -83,6 +84,19 @@ class MovePrices:
             n = math.prod(shapes[0])
             self._known[key] = n, low, max(math.prod(shapes[2]), n + 1), high
         return self._known[key]
+
+    def table(self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool) -> tuple[Floats, Flags]:
+        """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
+
+        All moves between the same layouts have one table, whatever the step and the number of micro-batches.
+        """
+        key, elements = (src.tobytes(), dst.tobytes(), shape, is_linear), math.prod(shape)
+        if key not in self._tables:
+            start, each = self.bounds(src, dst)
+            back, each_back = self.bounds(dual(dst), dual(src))
+            seconds = np.stack([start + each * elements, (back + each_back * elements).T * is_linear])
+            self._tables[key] = seconds, np.zeros(start.shape, bool)
+        return self._tables[key]
 
     def bounds(self, src: Ways, dst: Ways) -> tuple[Floats, Floats]:
         """For all pairs of layouts the fewest seconds of a move: at once, and per global element.
@@ -139,9 +153,10 @@ class Edge:
     """The moves of an array from the options of one node to the options of another.
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. terms: for a
-    part of the cost, how much of the forward and of the backward seconds it gets by rows, and what besides;
-    `tables` has the parts. A linear move has a backward pass. place: the module or array where a rule can
-    say the move, as it enters or leaves; "" if it is between equal layouts only: others are `banned`.
+    part of the cost, how much of the forward and of the backward seconds it gets by rows, and what besides,
+    first of all for the parts that get more. A linear move has a backward pass. place: the module or array
+    where a rule can say the move, as it enters or leaves; "" if it is between equal layouts only: others are
+    `banned`.
     """
 
     nodes: tuple[int, int]
@@ -149,24 +164,20 @@ class Edge:
     layouts: tuple[Ways, Ways]
     shape: tuple[int, ...]
     moves: MovePrices
-    terms: InitVar[Mapping[int, tuple[Term, Term, Term]]]
+    terms: InitVar[Mapping[int, tuple[Term, Term, Floats | None]]]
     is_linear: bool = True
     place: str = ""
     enters: bool = False
     parts: Ints = field(init=False)
-    tables: Floats = field(init=False)  # [parts, rows, columns]
     banned: Flags = field(init=False)
 
-    def __post_init__(self, terms: Mapping[int, tuple[Term, Term, Term]]) -> None:
-        (src, dst), elements = self.layouts, math.prod(self.shape)
-        start, each = self.moves.bounds(src, dst)
-        back, each_back = self.moves.bounds(dual(dst), dual(src))
-        self._seconds = np.stack([start + each * elements, (back + each_back * elements).T * self.is_linear])
-        self._planned = np.zeros((len(src), len(dst)), bool)
-        self.parts, every = np.array(list(terms)), np.zeros((len(src), 1))
-        self._shares = np.array([[every + f, every + b] for f, b, _ in terms.values()])[..., 0]
-        self.tables = np.einsum("pwi, wij -> pij", self._shares, self._seconds)
-        self.tables += [np.broadcast_to(more, self._planned.shape) for *_, more in terms.values()]
+    def __post_init__(self, terms: Mapping[int, tuple[Term, Term, Floats | None]]) -> None:
+        src, dst = self.layouts
+        self._seconds, self._planned = self.moves.table(src, dst, self.shape, self.is_linear)
+        self.parts, every = np.array(list(terms)), np.zeros(len(src))
+        self._shares = np.array([[every + f, every + b] for f, b, _ in terms.values()])
+        more = [np.broadcast_to(own, self._planned.shape) for *_, own in terms.values() if own is not None]
+        self._more = np.array(more).reshape(-1, *self._planned.shape)
         plain = dst if self.is_linear else without_copies(dst)
         self.banned = (src[:, None] != plain).any(-1) & (not self.place)
 
@@ -174,6 +185,17 @@ class Edge:
     def used(self) -> Ways:
         """The layout in which each option of the second node takes the array."""
         return self.layouts[1][self.indices[1]]
+
+    def of(self, i: Ints, j: Ints) -> Floats:
+        """The parts of moves from rows to columns."""
+        parts = (self._shares[:, :, i] * self._seconds[:, i, j]).sum(1)
+        parts[: len(self._more)] += self._more[:, i, j]
+        return np.asarray(parts)
+
+    @property
+    def tables(self) -> Floats:
+        """The parts of all moves: [parts, rows, columns]."""
+        return self.of(*np.ix_(*map(np.arange, self.banned.shape)))
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""
@@ -183,12 +205,14 @@ class Edge:
         src, dst = self.layouts[0][i], self.layouts[1][j]
         forward = self.moves.price(src, dst, self.shape)
         backward = self.moves.price(dual(dst), dual(src), self.shape) if self.is_linear else 0.0
-        late = np.array([forward, backward]) - self._seconds[:, i, j]
-        self.tables[:, i, j] += self._shares[:, :, i] @ late
-        self._planned[i, j] = True
-        return float(late.sum())
+        late = forward + backward - self._seconds[:, i, j].sum()
+        self._seconds[:, i, j], self._planned[i, j] = (forward, backward), True
+        return float(late)
 
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
-        total = np.where(self.banned, np.inf, np.tensordot(weights[self.parts], self.tables, 1))
-        return total[self.indices[0][i]][:, self.indices[1][j]]
+        shares = np.tensordot(weights[self.parts], self._shares, 1)[:, :, None]
+        total = (shares * self._seconds).sum(0) + np.tensordot(
+            weights[self.parts[: len(self._more)]], self._more, 1
+        )
+        return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]

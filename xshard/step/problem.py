@@ -189,34 +189,32 @@ class StepProblem:
             entered = spellings(entered)[0].replace("*", "0")
         once: Term = often
         again: Term = often * (self.recompute and op.times > 1)
-        terms = dict[int, tuple[Term, Term, Term]]()
+        terms = dict[int, tuple[Term, Term, Floats | None]]()
         if src.kept is not None:
-            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH)[:, None]
+            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), src.kept == EACH
             once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
             gathered = (src.ways != without_copies(used)).any(-1)
             elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-            is_first = step.consumers(name)[0] is op
+            each, is_first = each[:, None], step.consumers(name)[0] is op
             is_once = ~each & is_first
             held = np.where(gathered, itemsize(step.dtype) * elements, 0)
             terms[self.part(op, HELD)] = 0.0, 0.0, each * held
             terms[self.part(op, GATHERED)] = 0.0, 0.0, is_once * held
             gradient, later = self.optimizer_bytes[0], (src.ways == REPLICAS) & (used == COPY)
-            sent = max(
-                2 * itemsize(step.dtype) - gradient, 0
-            )  # shares and their sums, in place of a gradient
+            both = max(2 * itemsize(step.dtype) - gradient, 0)  # a share and its sum, beyond one gradient
             stored = is_first * self._bytes(src.ways[:, -1], self.shape(name), 1)[:, None]
-            terms[self.part(op, SUMS)] = 0.0, 0.0, sent * later.any(-1) * stored
+            terms[self.part(op, SUMS)] = 0.0, 0.0, both * later.any(-1) * stored
             if self.micro_batches > 1:
                 terms[self.part(op, GRADIENTS)] = 0.0, 0.0, gradient * is_once * elements
-        terms[self.part(op, MOVED)] = once, 0.0, 0.0
-        terms[self.part(op, MOVED_BACK)] = again, once, 0.0
+        elif op.kind == "loss":  # the gradient of the logits, where it arrives
+            arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
+            terms[self.part(op, AGAIN)] = 0.0, 0.0, arrives * (rows[0][:, None] != used).any(-1)
+        terms[self.part(op, MOVED)] = once, 0.0, None
+        terms[self.part(op, MOVED_BACK)] = again, once, None
         is_linear = name in step.differentiable
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
-        if op.kind == "loss":  # the gradient of the logits, where it arrives
-            arrives = self._bytes(rows[0], shape, itemsize(step.dtype))[:, None]
-            terms[self.part(op, AGAIN)] = 0.0, 0.0, arrives * (rows[0][:, None] != used).any(-1)
         place = entered or place
         return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, place, bool(entered))
 
@@ -232,7 +230,7 @@ class StepProblem:
         banned = np.zeros(len(total), bool)
         for edge in self.edges:
             i, j = (edge.indices[side][chosen[n]] for side, n in enumerate(edge.nodes))
-            total[:, edge.parts] += edge.tables[:, i, j].T
+            total[:, edge.parts] += edge.of(i, j).T
             banned |= edge.banned[i, j]
         total[banned] = np.inf
         return total

@@ -23,6 +23,8 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
+STAY = 0.5  # of the shares of the bound stays in those to try next, which jump otherwise
+NEAR = 0.1  # of the seconds between the bound and a mixture: moves are planned to this before other shares
 CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
 
 
@@ -45,7 +47,9 @@ class StepSearch:
 
     def __post_init__(self) -> None:
         self.cost = self.problem.cost(self.limit)
-        self.proof = np.zeros(len(self.problem.unit)), 0.0  # weights of the bound, and a constant
+        n_maxima, n_rows = self.cost.maxima.shape[:2]
+        rows, limits = np.full(n_maxima * n_rows, 1 / n_rows), np.zeros(len(self.cost.limited))
+        self.proof = np.append(rows, limits)  # the shares of the bound
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
         self.live = self.left  # without options with which every assignment takes more than the cutoff
 
@@ -62,8 +66,8 @@ class StepSearch:
 
     def start(self) -> None:
         """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
-        cost = self.cost
-        self.offer(self.least(cost.linear + cost.times @ cost.maxima.mean(1) + cost.limited.mean(0))[1])
+        limits = len(self.cost.limited)
+        self.offer(self.least(np.append(self.proof[:-limits], np.full(limits, 1 / limits)))[1])
 
     def within(self, flags: Sequence[Flags]) -> StepSearch:
         """A search among some of the options, with the assignment to start with if there is one."""
@@ -96,12 +100,12 @@ class StepSearch:
             self.start()
         narrow = np.inf  # the seconds between the bound and the cutoff when options were left out last
         for _ in range(ROUNDS if self.vectors else 0):
-            value, weights, spared = self.cost.mixture(np.array(list(self.vectors.values())))
-            late = np.inf
-            while late > CLOSE * value:
-                least, assignment, buckets = self.least(weights)
-                if least - spared > self.bound:
-                    self.bound, self.proof = least - spared, (weights, spared)
+            value, shares = self.cost.mixture(np.array(list(self.vectors.values())))
+            shares, late = STAY * self.proof + (1 - STAY) * shares, np.inf
+            while late > max(CLOSE * value, NEAR * (value - self.bound)):
+                least, assignment, buckets = self.least(shares)
+                if least > self.bound:
+                    self.bound, self.proof = least, shares
                     if 0 < self.cutoff - self.bound < CUT * narrow:
                         narrow, more = self.cutoff - self.bound, excess(buckets)
                         self.live = [own[more[v] <= narrow] for v, own in enumerate(self.live)]
@@ -111,23 +115,24 @@ class StepSearch:
             if self.bound >= (1 - CLOSE) * value:
                 return
 
-    def least(self, weights: Floats) -> tuple[float, list[int], list[Bucket]]:
-        """The least weighted sum, an assignment that has it, and the tables in between."""
+    def least(self, shares: Floats) -> tuple[float, list[int], list[Bucket]]:
+        """A bound by shares, an assignment that has it, and the tables in between."""
+        weights, spared = self.cost.weights(shares)
         unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.live, strict=True)]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
             table = edge.weighed(weights, *(self.live[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
         value, chosen, buckets = minimum(unary, pairs)
-        return value, [int(own[i]) for own, i in zip(self.live, chosen, strict=True)], buckets
+        return value - spared, [int(own[i]) for own, i in zip(self.live, chosen, strict=True)], buckets
 
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program of what may be better."""
-        value, _, buckets = self.least(self.proof[0])
+        value, _, buckets = self.least(self.proof)
         more = excess(buckets)
         for _ in range(MOST_PROGRAMS):
             goal = self.seconds * (1 - gap)
-            spare = goal - (value - self.proof[1])
+            spare = goal - value
             left = [own[more[v] <= spare] for v, own in enumerate(self.live)]
             if not all(map(len, left)):
                 self.bound = max(self.bound, goal)
