@@ -86,10 +86,7 @@ class MovePrices:
         return self._known[key]
 
     def table(self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool) -> tuple[Floats, Flags]:
-        """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
-
-        All moves between the same layouts have one table, whatever the step and the number of micro-batches.
-        """
+        """Seconds of moves forward and backward, for all arrays of a shape, and which are not bounds."""
         key, elements = (src.tobytes(), dst.tobytes(), shape, is_linear), math.prod(shape)
         if key not in self._tables:
             start, each = self.bounds(src, dst)
@@ -153,10 +150,9 @@ class Edge:
     """The moves of an array from the options of one node to the options of another.
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. terms: for a
-    part of the cost, how much of the forward and of the backward seconds it gets by rows, and what besides,
-    first of all for the parts that get more. A linear move has a backward pass. place: the module or array
-    where a rule can say the move, as it enters or leaves; "" if it is between equal layouts only: others are
-    `banned`.
+    part of the cost, how much of the forward and of the backward seconds it gets by rows, and what besides:
+    parts with more come first. A linear move has a backward pass. place: the module or array where a rule can
+    say the move, as it enters or leaves; "" if it is between equal layouts only: others are `banned`.
     """
 
     nodes: tuple[int, int]
@@ -207,5 +203,6 @@ class Edge:
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
         shares = np.tensordot(weights[self.parts], self._shares, 1)[:, :, None]
-        total = (shares * self._seconds).sum(0) + np.tensordot(weights[self.parts[: len(self._more)]], self._more, 1)
+        more = np.tensordot(weights[self.parts[: len(self._more)]], self._more, 1)
+        total = (shares * self._seconds).sum(0) + more
         return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]
