@@ -15,10 +15,7 @@ ROWS = 2**17  # entries of a sum at a time
 
 
 class Bucket(NamedTuple):
-    """Tables over a scope, to minimize their sum over a variable; parts: for minima their buckets, or -1.
-
-    Sums are made when they are needed: kept, those of one elimination may take a gigabyte.
-    """
+    """Tables whose sum is minimized over a variable, made if needed; parts: the buckets of minima, or -1."""
 
     variable: int
     scope: list[int]
@@ -43,9 +40,8 @@ class Bucket(NamedTuple):
         total: Floats = np.zeros(())
         for table in self.tables:
             pairs = zip(self.scope, table.shape, strict=True)
-            total = (
-                total + table[tuple(slice(None) if w == self.variable else values[w] % n for w, n in pairs)]
-            )
+            at = (slice(None) if w == self.variable else values[w] % n for w, n in pairs)
+            total = total + table[tuple(at)]
         return int(total.argmin())
 
 
@@ -94,10 +90,8 @@ def minimum(
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     """How much more than the minimum any sum is at least, with each value of every variable."""
-    more, outside = (
-        dict[int, Floats](),
-        dict[int, Floats](),
-    )  # outside: of a bucket, all else above its minimum
+    more = dict[int, Floats]()
+    outside = dict[int, Floats]()  # of a bucket: all else above its minimum
     for number, bucket in reversed(list(enumerate(buckets))):
         total = np.asarray(sum(bucket.tables) + outside.pop(number, 0.0))
         for i, least in zip(bucket.parts, bucket.tables, strict=True):

@@ -212,7 +212,6 @@ class Edge:
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
         shares = np.tensordot(weights[self.parts], self._shares, 1)[:, :, None]
-        total = (shares * self._seconds).sum(0) + np.tensordot(
-            weights[self.parts[: len(self._more)]], self._more, 1
-        )
+        more = np.tensordot(weights[self.parts[: len(self._more)]], self._more, 1)
+        total = (shares * self._seconds).sum(0) + more
         return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]

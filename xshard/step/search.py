@@ -18,7 +18,7 @@ from xshard.step.op import Flags, Floats, Ints
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
-CLOSE = 1e-4  # of the seconds: a bound so near is reached
+CLOSE = 2e-5  # of the seconds: a bound so near is reached
 MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
 MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
@@ -66,8 +66,8 @@ class StepSearch:
 
     def start(self) -> None:
         """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
-        limits = len(self.cost.limited)
-        self.offer(self.least(np.append(self.proof[:-limits], np.full(limits, 1 / limits)))[1])
+        n = len(self.cost.limited)
+        self.offer(self.least(np.append(self.proof[:-n], np.full(n, 1 / n)))[1])
 
     def within(self, flags: Sequence[Flags]) -> StepSearch:
         """A search among some of the options, with the assignment to start with if there is one."""
