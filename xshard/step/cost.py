@@ -36,10 +36,10 @@ class Cost:
         """The largest share of a limit that each vector uses."""
         return np.asarray((vectors @ self.limited.T).max(-1, initial=0.0))
 
-    def rank(self, vectors: Floats) -> Floats:
-        """The cost, and much more for what exceeds a limit."""
+    def rank(self, vectors: Floats, times: float = TOO_MUCH) -> Floats:
+        """The cost, and more for what exceeds a limit: so many times the cost for each time over."""
         with np.errstate(invalid="ignore"):  # infinite parts
-            rank = self.of(vectors) * (1 + TOO_MUCH * np.maximum(self.used(vectors) - 1, 0))
+            rank = self.of(vectors) * (1 + times * np.maximum(self.used(vectors) - 1, 0))
         return np.nan_to_num(rank, nan=np.inf)
 
     def mixture(self, vectors: Floats) -> tuple[float, Floats]:

@@ -23,6 +23,9 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
+OVER = (
+    10.0  # of the cost, for a limit exceeded once over, as changes at a few nodes cost that are needed then
+)
 STAY = 0.5  # of the shares of the bound stays in those to try next, which jump otherwise
 NEAR = 0.1  # of the seconds between the bound and a mixture: moves are planned to this before other shares
 CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
@@ -152,16 +155,14 @@ class StepSearch:
                 return
 
     def improve(self) -> None:
-        """Change the best assignments at one node at a time for the better, as long as that is possible."""
-        for start in sorted(self.vectors, key=lambda a: float(self.cost.rank(self.vectors[a])))[:STARTS]:
-            here, unchanged, node = list(start), 0, 0
-            goal = (1 - CLOSE / 10) * float(self.cost.rank(self.problem.vectors(here)[0]))
-            while unchanged < len(here):
-                ranks = self.cost.rank(self.problem.vectors(here, node))[self.left[node]]
-                there = [*here[:node], int(self.left[node][ranks.argmin()]), *here[node + 1 :]]
-                unchanged, node = unchanged + 1, (node + 1) % len(here)
-                if ranks.min() < goal:
-                    self.offer(there)
-                    rank = float(self.cost.rank(self.problem.vectors(there)[0]))
-                    if rank < goal:
-                        here, goal, unchanged = there, rank * (1 - CLOSE / 10), 0
+        """Make the best assignments better by the best change at one node, as long as one saves something."""
+        ranks = {each: float(self.cost.rank(vector, OVER)) for each, vector in self.vectors.items()}
+        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+            here, rank, change = list(start), np.inf, list(start)
+            while (now := float(self.cost.rank(self.problem.vectors(change)[0]))) < (1 - CLOSE) * rank:
+                here, rank, least = change, now, np.inf
+                for node, own in enumerate(self.live):
+                    each = self.cost.rank(self.problem.vectors(here, node))[own]
+                    if each.min() < least:
+                        least, change = each.min(), [*here[:node], int(own[each.argmin()]), *here[node + 1 :]]
+                self.offer(change)
