@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from xshard.step.suggestion import StepPlan, Suggestion
 
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64
+TRIES = 4  # rounds of a plan by hand
 SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
 
 
@@ -77,7 +79,10 @@ def suggest(
     for name, hand in HAND.items():
         plans = list[StepPlan]()
         for search in searches:
-            for assignment, vector in search.within(allowed(search.problem, hand)).vectors.items():
+            found = search.within(allowed(search.problem, hand))
+            for _ in islice(found.rounds(), TRIES if found.vectors else 0):
+                pass
+            for assignment, vector in found.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))
         if plans:
@@ -110,7 +115,7 @@ def suggest(
     most = min(
         [
             best * (1 + SIMPLER),
-            bound / (1 - SIMPLER),
+            max(bound / (1 - SIMPLER), best * (1 + gap)),
             *(plan.seconds() for plan in by_hand.values() if plan.fits),
         ]
     )
