@@ -47,13 +47,11 @@ _REDUCED["sum"] = lambda x: x.sum(0, dtype=x.dtype)
 
 def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
     """A collective that sends a block as messages, and assembles a block from those that it receives."""
-    return PackedCollective(
-        collective,
-        sent,
-        received.arriving,
-        lambda block, arrived: received.unpack(arrived),
-        lambda block, parts: received.place(block, received.split_each(parts)),
-    )
+
+    def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return received.place(block, received.split_each(parts))
+
+    return PackedCollective(collective, sent, received.arriving, lambda _, x: received.unpack(x), place)
 
 
 def reduce_scattered(
