@@ -90,7 +90,7 @@ class KeptParameters:
     """Parameters of a module that are gathered by the first pass inside `no_sync`, for all up to the next
     backward pass outside. Inside they are leaves, which add up their gradients; one move sums all of them.
 
-    stored, seen: what the leaves were gathered from, and in which state. marks: `.grad` of these, as it was
+    stored, seen: the parameters that were gathered, and their state then. marks: `.grad` of these, as it was
     when a gradient was added to a leaf: if it is another one now, or was written to, somebody has dropped it.
     """
 
