@@ -110,16 +110,13 @@ def as_array(x: Any, text: str) -> jax.Array:
         return x
     if isinstance(x, str | Layout | Plan):
         raise NotationError("an expression in place of the array", hint="the array comes first")
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        if isinstance(x, np.ndarray):
-            check_dtype(x.dtype, text)
-        what = f"JAX cannot make an array of a {type(x).__name__}"
-        raise DtypeError(what, text=text, hint="pass an array") from None
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(x.dtype, text)
-    return array
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        what = f"JAX cannot make an array of a {type(x).__name__}"
+        raise DtypeError(what, text=text, hint="pass an array") from None
 
 
 def check_dtype(dtype: np.dtype, text: str) -> None:

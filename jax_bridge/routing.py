@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ class Copies:
     """Copies of this device's rows, on their way and back. index: the row of each copy sent, by parts, or
     `n_rows` for padding: `[devices * capacity]`. counts: copies to each device, and copies from each."""
 
-    axis: Any
+    axis: tuple[str, ...]
     n_rows: int
     k: int
     index: jax.Array
@@ -38,8 +37,8 @@ class Copies:
         return result.at[self.index].add(self._exchanged(y, *self.counts[::-1]), mode="drop")
 
     def _exchanged(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-        x, padded = as_varying(x, _names(self.axis)), partial(_all_to_all, axis=self.axis)
-        if any(map(is_vmapped, _names(self.axis))):
+        x, padded = as_varying(x, self.axis), partial(_all_to_all, axis=self.axis)
+        if any(map(is_vmapped, self.axis)):
             return padded(x)
 
         def ragged(x: jax.Array) -> jax.Array:
@@ -83,11 +82,7 @@ class Routed:
         return self._there.home(shares.at[self._choices // self._there.k].add(y))
 
 
-def _names(axis: Axes) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def _all_to_all(x: jax.Array, axis: Any) -> jax.Array:
+def _all_to_all(x: jax.Array, axis: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(x, axis, 0, 0, tiled=True)
 
 
@@ -124,11 +119,12 @@ def route(
     ([[2, 3]], [0.0, 4.0, 4.0])
     """
     x, to = as_array(x, "route"), as_array(to, "route")
-    for name in _names(axis):
+    axis = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axis:
         if bound_size(name) is None:
             raise MeshError(f"'{name}' is not manual here", hint="call it inside shard_map over this axis")
     check_rows(x.shape, to.shape, jnp.issubdtype(to.dtype, jnp.integer), capacity=capacity)
-    n, n_rows, axis = axis_size(axis), len(to), axis if isinstance(axis, str) else tuple(axis)
+    n, n_rows = axis_size(axis), len(to)
     own, most = Groups.of(groups, n), len(to) if capacity is None else min(capacity, len(to))
     chosen, n_groups = to.reshape(n_rows, -1), max(Groups.of(groups, n).sizes)
     k = chosen.shape[1]
@@ -142,11 +138,11 @@ def route(
     rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], slots.shape)
     index = jnp.full((n * most,), n_rows).at[slots].set(rows, mode="drop")
     count = kept.sum(0)
-    there = Copies(axis, n_rows, k, index, (count, _all_to_all(as_varying(count, _names(axis)), axis)))
+    there = Copies(axis, n_rows, k, index, (count, _all_to_all(as_varying(count, axis), axis)))
     is_here = parts.at[index].get(mode="fill", fill_value=n) == jnp.repeat(jnp.arange(n), most)[:, None]
     numbers = jnp.asarray((*own.numbers, 0))[chosen].at[index].get(mode="fill", fill_value=0)
     sent = jnp.where(is_here, numbers, n_groups)
-    choices = _all_to_all(as_varying(sent, _names(axis)), axis).reshape(-1)
+    choices = _all_to_all(as_varying(sent, axis), axis).reshape(-1)
     order = jnp.argsort(choices, stable=True)
     sizes = jnp.bincount(choices, length=n_groups + 1)[:n_groups]
     known = jnp.arange(len(order)) < sizes.sum()

@@ -104,6 +104,18 @@ def _primitive(
     return primitive
 
 
+def types_of(run: Callable[..., jax.Array], static: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
+    """An operation -> its `abstract_eval`. static: its parameters."""
+    traced = jax.jit(run, static_argnames=static, inline=True)
+
+    def abstract_eval(*arrays: Any, **params: Any) -> tuple[Any, Any]:
+        jaxpr = traced.trace(*arrays, **params).jaxpr
+        (result,) = jaxpr.out_avals
+        return result, jaxpr.effects
+
+    return abstract_eval
+
+
 def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
     """The array with its batch dim first; repeated along one if it has none."""
     return batching.bdim_at_front(x, dim, size)

@@ -97,13 +97,12 @@ class ArrayCall(NamedTuple):
 
 def _array_call(x: Any, expression: Any) -> ArrayCall:
     parsed = sides_of(expression)
-    x = as_array(x, parsed.text)
+    x, back = as_array(x, parsed.text), None
     if isinstance(expression, Plan):
         return ArrayCall(x, parsed, expression)
-    if not are_keys(x):
-        return ArrayCall(x, parsed, parsed)
-    words, parsed, back = as_words(x, parsed)
-    return ArrayCall(words, parsed, parsed, back)
+    if are_keys(x):
+        x, parsed, back = as_words(x, parsed)
+    return ArrayCall(x, parsed, parsed, back)
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:

@@ -36,7 +36,7 @@ from jax import lax
 from jax_bridge.lower.row_tables import with_fills
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, PERMUTE_UNBRANCHED, RAGGED, Transport
-from jax_bridge.versions import ACCELERATORS, Batch, batch_first, linear_primitive
+from jax_bridge.versions import ACCELERATORS, Batch, batch_first, linear_primitive, types_of
 from xshard import Layout, Plan, XshardError
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.max_min import max_min_plans
@@ -78,14 +78,7 @@ def _run(x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport 
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
 
 
-_traced = jax.jit(_run, static_argnames=("plan", "devices"), inline=True)
-
-
-def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
-    """The type of a block -> the type of the block after the plan, and the effects."""
-    traced = _traced.trace(x, **params).jaxpr
-    (result,) = traced.out_avals
-    return result, traced.effects
+_abstract_eval = types_of(_run, ("plan", "devices"))
 
 
 def batch(
@@ -103,7 +96,7 @@ def batch(
 _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_move",
     run=_run,
-    abstract_eval=abstract_eval,
+    abstract_eval=_abstract_eval,
     transpose=lambda cotangent, *, plan, devices: _move(cotangent, plan=plan.backward, devices=devices),
     batch=lambda *block, **params: batch(_move, *block, **params),
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_run, transport=RAGGED)),
@@ -166,7 +159,7 @@ def _refuse(what: str, plan: Plan) -> NoReturn:
 _pulled: Callable[..., jax.Array] = linear_primitive(
     "xshard_pulled",
     run=lambda x, *, plan, devices: _refuse("forward mode", plan),
-    abstract_eval=abstract_eval,
+    abstract_eval=_abstract_eval,
     transpose=_transpose_of_pulled,
     batch=lambda *block, **params: batch(_pulled, *block, **params),
 )

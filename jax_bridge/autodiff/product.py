@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from jax_bridge.versions import ACCELERATORS, Batch, bilinear_primitive, cuts_of, linear_primitive
+from jax_bridge.versions import ACCELERATORS, Batch, bilinear_primitive, cuts_of, linear_primitive, types_of
 
 Names = tuple[int, ...]  # of the dims of an array, as `jnp.einsum` takes them in place of letters
 
@@ -51,15 +51,6 @@ def _run(x: jax.Array, y: jax.Array, *, names: Any, cuts: Any, **options: Any) -
     return y if result_order == kept else lax.transpose(_in_order(y), [result_order.index(n) for n in kept])
 
 
-_traced = jax.jit(_run, static_argnames=("names", "cuts", "preferred_element_type", "precision"), inline=True)
-
-
-def _abstract_eval(x: Any, y: Any, **params: Any) -> tuple[Any, Any]:
-    traced = _traced.trace(x, y, **params).jaxpr
-    (result,) = traced.out_avals
-    return result, traced.effects
-
-
 def _transpose(
     i: int, cotangent: jax.Array, one: Any, other: jax.Array, *, names: Any, cuts: Any, **options: Any
 ) -> jax.Array:
@@ -90,7 +81,7 @@ def _batch(
 _product: Callable[..., jax.Array] = bilinear_primitive(
     "xshard_product",
     run=_run,
-    abstract_eval=_abstract_eval,
+    abstract_eval=types_of(_run, ("names", "cuts", "preferred_element_type", "precision")),
     transposes=(partial(_transpose, 0), partial(_transpose, 1)),
     batch=_batch,
 )

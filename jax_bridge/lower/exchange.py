@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
+from jax_bridge.lower.row_tables import VOID, Table, along, inverse, mine, pick
 from jax_bridge.lower.transports import Round, Schedule, Transport, box_shape, rounds, scheduled
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
@@ -103,9 +103,7 @@ def _by_tables(
         arrives = mine(_receivers(messages, mesh.n_devices), axes)
         for dim, (_, placing) in enumerate(along_dims):
             box = pick(box, dim, placing, axes)
-            along = [1] * box.ndim
-            along[dim] = -1
-            arrives = arrives & mine(placing != VOID, axes).reshape(along)
+            arrives = arrives & along(mine(placing != VOID, axes), dim, box.ndim)
         if op is not None:
             box = jnp.where(written, COMBINE[op](out, box), box)
         out, written = jnp.where(arrives, box, out), written | arrives

@@ -22,12 +22,20 @@ Table = NDArray[np.int64]  # (devices along some axes, rows): positions
 
 def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]) -> Table:
     """Positions for every device along `axes`, padded to `width` with VOID."""
-    devices = mesh.group(0, axes)
-    result = np.full((len(devices), width), VOID, np.int64)
-    for own, device in zip(result, devices, strict=True):
-        rows = rows_of(device)
-        own[: len(rows)] = rows
+    return table_of([rows_of(device) for device in mesh.group(0, axes)], width)
+
+
+def table_of(rows: Sequence[Sequence[int] | NDArray], width: int | None = None) -> Table:
+    """Positions for every device, padded with VOID to `width`, or to the longest."""
+    result = np.full((len(rows), max(map(len, rows)) if width is None else width), VOID, np.int64)
+    for own, numbers in zip(result, rows, strict=True):
+        own[: len(numbers)] = numbers
     return result
+
+
+def along(values: jax.Array, dim: int, ndim: int) -> jax.Array:
+    """A number for each row of a dim, to be broadcast over the other dims of a block."""
+    return values.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 def row_table(sharding: Sharding, dim: int) -> Table:
@@ -100,10 +108,8 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
                 if d == dim:
                     values[i, start:stop], outside[i, start:stop] = value, True
         if x.size and outside.any():  # JAX gives an empty array the type of a constant
-            along = [1] * x.ndim
-            along[dim] = -1
-            constants = mine(values, axes).astype(x.dtype).reshape(along)
-            x = jnp.where(mine(outside, axes).reshape(along), constants, x)
+            constants = along(mine(values, axes).astype(x.dtype), dim, x.ndim)
+            x = jnp.where(along(mine(outside, axes), dim, x.ndim), constants, x)
     return without_padding(x, sharding)  # constants along one dim reach the padding of the others
 
 

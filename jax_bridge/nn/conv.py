@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import mine
+from jax_bridge.lower.row_tables import along, mine
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, Local, apply_windows
 from xshard.errors import ShapeError
@@ -65,9 +65,8 @@ def conv_general_dilated(
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
     options |= {"feature_group_count": feature_group_count, "precision": precision}
-    convolve: Any = partial(
-        lax.conv_general_dilated, preferred_element_type=preferred_element_type, **options
-    )
+    options["preferred_element_type"] = preferred_element_type
+    convolve: Any = partial(lax.conv_general_dilated, **options)
     # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
@@ -188,9 +187,7 @@ def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
     for part, runs in enumerate(y.sharding.owners(d)):
         rows = row_numbers(runs)
         table[part, : len(rows)] = values[rows]
-    along = [1] * y.block.ndim
-    along[d] = -1
-    return mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)).reshape(along)
+    return along(mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)), d, y.block.ndim)
 
 
 def _by_phases(

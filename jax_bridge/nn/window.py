@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
-from operator import add, mul
+from operator import add
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_bridge.lower.row_tables import VOID, Table, mine, pick
+from jax_bridge.lower.row_tables import VOID, Table, along, mine, pick, table_of
 from jax_bridge.nn.sharded import Sharded
 from xshard.errors import PlanError, ShapeError
 from xshard.nn.windows import Frame, Taps, resampled_frame, taps, window_frame
@@ -111,7 +111,7 @@ def _local(frame: Frame, window: Window, base: int) -> Local:
                 kept += range(output, output + run.outputs)
                 fetched += run.rows
                 output = -(-len(mine) // s)
-        return Local(_table(rows), s, (0, 0), _table(outputs))
+        return Local(table_of(rows), s, (0, 0), table_of(outputs))
     # Between its first tap and its first row a part may have padding, or gaps between dilated rows.
     leads = [[run.first * base - (run.start * s - window.padding[0]) for run in runs] for runs in frame.runs]
     counts = [sum(run.outputs for run in runs) for runs in frame.runs]
@@ -122,16 +122,8 @@ def _local(frame: Frame, window: Window, base: int) -> Local:
     else:
         parts = zip(leads, counts, strict=True)
         steps = [[lead - mine + i * s for mine in part for i in range(count)] for part, count in parts]
-        stride, extent, table = 1, max(max(part, default=0) for part in steps) + span, _table(steps)
+        stride, extent, table = 1, max(max(part, default=0) for part in steps) + span, table_of(steps)
     return Local(None, stride, (lead, extent - positions - lead), table)
-
-
-def _table(rows: Sequence[Sequence[int]]) -> Table:
-    """Positions of every part, padded to the longest with VOID."""
-    table = np.full((len(rows), max(map(len, rows))), VOID, np.int64)
-    for part, positions in enumerate(rows):
-        table[part, : len(positions)] = positions
-    return table
 
 
 def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = True) -> Sharded:
@@ -198,12 +190,10 @@ def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
             for first, _, start, n in runs:
                 positions[part, :n] = inputs[start : start + n] - first
                 factors[part, :n] = weights[start : start + n]
-        axes, along = dims[d].axes, [1] * block.ndim
-        along[d] = -1
-        numbers = range(inputs.shape[1])
+        axes, numbers = dims[d].axes, range(inputs.shape[1])
         parts = [pick(block, d, positions[..., tap], axes) for tap in numbers]
         if (weights != 1).any():
-            shares = [mine(factors[..., tap], axes).astype(block.dtype).reshape(along) for tap in numbers]
-            parts = list(map(mul, parts, shares))
+            shares = (mine(factors[..., tap], axes).astype(block.dtype) for tap in numbers)
+            parts = [part * along(share, d, block.ndim) for part, share in zip(parts, shares, strict=True)]
         block, dims[d], shape[d] = reduce(add, parts), frame.result, frame.length
     return x.with_block(block, dims, shape)

@@ -42,8 +42,9 @@ class DeviceProgram:
         self.devices = [d for turn in zip(*by_process, strict=True) for d in turn][: mesh.n_devices]
         self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
 
-        def one_device(*blocks: jax.Array) -> list[jax.Array]:
-            return [lead(y, mesh) for y in function(*(local(block, mesh) for block in blocks))]
+        def one_device(*parts: jax.Array) -> list[jax.Array]:  # of `shard_map`, with leading dims
+            ys = function(*(x.reshape(x.shape[len(mesh.axes) :]) for x in parts))
+            return [y.reshape(*[1] * len(mesh.axes), *y.shape) for y in ys]
 
         program: Any
         if mode == "pmap":
@@ -92,16 +93,6 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
     named = (a in sharding.layout.axes for a in sharding.mesh.axes)
     rows = rows[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
     return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, spec(sharding)), rows.__getitem__)
-
-
-def local(block: jax.Array, mesh: Mesh) -> jax.Array:
-    """The part that `shard_map` gives to one device -> its block."""
-    return block.reshape(block.shape[len(mesh.axes) :])
-
-
-def lead(block: jax.Array, mesh: Mesh) -> jax.Array:
-    """A device's block -> the part that it returns to `shard_map`."""
-    return block.reshape(*[1] * len(mesh.axes), *block.shape)
 
 
 def unstacked(

@@ -32,7 +32,6 @@ from xshard.plans.expression import Sides, sides_or_one
 from xshard.steps.base import without_tags
 
 Arrays = Sequence[jax.Array]
-Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
 
 
 def from_torch(
@@ -140,7 +139,7 @@ def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
 class HostCall:
     """A function of tensors as one of arrays. enters, leaves: the plans of its arguments and results."""
 
-    fn: Flat
+    fn: Callable[..., Sequence[Tensor]]
     meshes: MeshPair
     enters: tuple[Plan, ...]
     leaves: tuple[Plan, ...]

@@ -156,12 +156,10 @@ def prepare_to_jax(
     route = options.route(layout, meshes, local_shape, shape, dtypes[0], to_jax=True)
     for i, block in zip(meshes.local, blocks, strict=True):
         if tuple(block.shape) != (expected := route.blocks.local_shape(i)):
-            raise ShapeError(
-                f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}",
-                text=route.text,
-                hint=f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} "
-                f"of a {route.blocks.shape} array; if blocks differ in size, pass shape= (the global shape)",
-            )
+            what = f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}"
+            hint = f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} of a "
+            hint += f"{route.blocks.shape} array; if blocks differ in size, pass shape= (the global shape)"
+            raise ShapeError(what, text=route.text, hint=hint)
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
@@ -173,8 +171,7 @@ def prepare_to_jax(
     def run() -> jax.Array:
         tensors, on, copy = blocks, devices, options.copy if route.side is None else None
         if route.side == "torch":
-            moved = by_torch(blocks[0] if blocks else None, route.plan)
-            tensors = [] if moved is None else [moved]
+            tensors = by_torch(blocks, route.plan)
             on = [d for d in meshes.jax_devices if d.process_index == jax.process_index()]
         parts: Blocks = {d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)}
         if route.side == "jax":
@@ -218,8 +215,7 @@ def prepare_to_torch(
         parts = blocks_of(array)
         if route.side == "torch":
             local = [buffers.tensor_over(parts[d], None, True) for d in meshes.jax_devices if d in parts]
-            moved = by_torch(local[0] if local else None, route.plan)
-            blocks = [] if moved is None else [moved]
+            blocks = by_torch(local, route.plan)
         else:
             copy, writable = options.copy, options.writable
             if route.side == "jax":

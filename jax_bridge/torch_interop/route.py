@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,9 +160,10 @@ def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
     return None
 
 
-def by_torch(block: Tensor | None, plan: Plan) -> Tensor | None:
-    """The local block before the plan -> the local block after it, if any. The plan's devices are ranks."""
-    return redistribute(None if block is None else block.detach(), plan)
+def by_torch(blocks: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """The local block before the plan, if any -> the one after it, if any. The plan's devices are ranks."""
+    moved = redistribute(blocks[0].detach() if blocks else None, plan)
+    return [] if moved is None else [moved]
 
 
 def by_jax(blocks: Blocks, plan: Plan, devices: Mapping[int, jax.Device]) -> Blocks:

@@ -62,14 +62,14 @@ class Redistribute(torch.autograd.Function):
             blocks = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
             return None, *((blocks,) if isinstance(blocks, Tensor) else blocks)
         cotangent = executable.winners[2]
-        return None, Redistribute.apply(cotangent, *gradients) * _shares(executable, *ctx.saved_tensors)
+        return None, Redistribute.apply(cotangent, *gradients) * winner_shares(executable, *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
         executable = ctx.executable
         if executable.is_linear:
             return Redistribute.apply(executable.tangent, *tangents)
-        shares = _shares(executable, *ctx.saved_tensors)
+        shares = winner_shares(executable, *ctx.saved_tensors)
         return Redistribute.apply(executable.winners[3], tangents[0] * shares)
 
     @staticmethod
@@ -80,7 +80,7 @@ class Redistribute(torch.autograd.Function):
         return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
 
 
-def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
+def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
     """1 / (number of processes that hold the max or min) where the block holds it, else 0."""
     result, count, *_ = executable.winners
     best = Redistribute.apply(result, output if result.is_linear else block.detach())

@@ -106,10 +106,8 @@ def _of_blocks(
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
         blocks = list(map(_autocast, blocks))
-    if not desync.ALWAYS:
-        return call.executable(blocks)(blocks, keeps, async_op)
     prepare = partial(call.facts, blocks, keeps, async_op)
-    compared = desync.compare_call(call.mesh, call.contraction.text, prepare)
+    compared = desync.compare_call(call.mesh, call.contraction.text, prepare) if desync.ALWAYS else None
     return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
@@ -123,7 +121,7 @@ def _autocast(x: Any) -> Any:
 
 def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
     from torch_bridge.dtensor.function import as_dtensor
-    from torch_bridge.dtensor.placements import local_of, to_placements
+    from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
 
     contraction = call.contraction
     dtensors: list[Any] = list(filter(is_dtensor, operands))
@@ -132,9 +130,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
         what = "not all operands are DTensors of one mesh"
         raise MeshError(what, text=contraction.text, hint="all or none are")
-    if call.mesh not in (None, mesh):
-        raise MeshError(f"the DTensors are on {mesh!r}, not on {call.mesh!r}", hint="leave the mesh out")
-    own = tuple(tuple(x.shape) for x in dtensors)
+    own = tuple(whole_of(x, call.mesh, None) for x in dtensors)
     contraction, shapes = for_operands(contraction, own), call.shapes
     if shapes is None:
         shapes = shapes_of(contraction, None, own)[1]

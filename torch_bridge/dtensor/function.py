@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_bridge.autodiff.function import winner_shares
 from torch_bridge.calls.move import MoveCall, TransferCall
 from torch_bridge.dtensor.placements import dtensor_of, from_placements, gradient_layout, to_placements
 from torch_bridge.lower.executable import Executable
@@ -26,7 +27,6 @@ from xshard import Layout, Mesh, ProfileLike, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
-from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
@@ -220,16 +220,12 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
-    """1 / (number of processes that hold the maximum) where this process's operand is the maximum, else 0."""
-    src, processes = move.src, dtensor_mesh(move.src.mesh)
-    ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
-
-    def reduced(layout: Layout, values: Tensor) -> Tensor:
-        call = MoveCall((layout, ended), processes, shape, move.profile)
-        return call.executable((tuple(values.shape), values.dtype, values.device))(values)
-
-    won = (block == reduced(src.layout, block)).to(block.dtype)
-    return won / reduced(with_kind(src.layout, "sum"), won)
+    """As `winner_shares`, of this process's operand of a max or min."""
+    layout = move.src.layout
+    ended = without_tags(layout, layout.tagged(*NONLINEAR))
+    call = MoveCall((layout, ended), dtensor_mesh(move.src.mesh), shape, move.profile)
+    executable = call.executable((tuple(block.shape), block.dtype, block.device))
+    return winner_shares(executable, block, executable(block))
 
 
 @lru_cache(maxsize=4096)

@@ -47,15 +47,11 @@ _REDUCED["sum"] = lambda x: x.sum(0, dtype=x.dtype)
 
 def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
     """A collective that sends a block as messages, and assembles a block from those that it receives."""
-    is_flat = received.is_flat
 
     def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
         return received.place(block, received.split_each(parts))
 
-    def unpack(block: Tensor, arrived: Tensor) -> Tensor:
-        return arrived if is_flat else received.unpack(arrived)
-
-    return PackedCollective(collective, sent, received.arriving, unpack, place)
+    return PackedCollective(collective, sent, received.arriving, lambda _, x: received.unpack(x), place)
 
 
 def reduce_scattered(

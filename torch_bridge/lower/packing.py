@@ -219,10 +219,9 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the rows along every dim; (-1, -1) where they are not one run."""
     intervals = [(0, n) for n in shape]
     for d, rows in index:
+        intervals[d] = (-1, -1)
         if isinstance(rows, slice) and rows.step is None:
             intervals[d] = (rows.start, rows.stop)
-        else:
-            intervals[d] = (-1, -1)
     return intervals
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
+from torch_bridge.comm_dtype import comm_dtypes
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
@@ -43,26 +43,20 @@ class GatheredParameter(NamedTuple):
 
 
 def gather_all(
-    parts: Sequence[GatheredParameter], context: ParallelContext, stored: Sequence[Tensor]
-) -> list[Tensor]:
-    """Parameters under the layouts in which modules use them, gathered together; differentiable."""
-    if not torch.compiler.is_compiling():
-        return _move_all(parts, context, stored, [part.move for part in parts], context.comm_dtype)
-    options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": context.comm_dtype}
-    rows = zip(stored, parts, strict=True)
-    return [redistribute(x, part.move, shape=part.shape, **options) for x, part in rows]
-
-
-def _move_all(
     parts: Sequence[GatheredParameter],
     context: ParallelContext,
     tensors: Sequence[Tensor],
-    moves: Sequence[str],
-    comm_dtype: CommDtypeLike,
+    back: bool = False,
 ) -> list[Tensor]:
+    """Parameters under the layouts in which modules use them, gathered together, differentiable; or their
+    gradients `back` under the layouts in storage."""
+    comm_dtype = comm_dtypes(context.comm_dtype)[1] if back else context.comm_dtype
     options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": comm_dtype}
-    shapes = [part.shape for part in parts]
-    return redistribute(list(tensors), list(moves), shape=shapes, **options) if parts else []
+    moves, shapes = [part.back if back else part.move for part in parts], [part.shape for part in parts]
+    if torch.compiler.is_compiling():
+        rows = zip(tensors, moves, shapes, strict=True)
+        return [redistribute(x, move, shape=shape, **options) for x, move, shape in rows]
+    return redistribute(list(tensors), moves, shape=shapes, **options) if parts else []
 
 
 def regathered(
@@ -96,7 +90,7 @@ class KeptParameters:
     """Parameters of a module that are gathered by the first pass inside `no_sync`, for all up to the next
     backward pass outside. Inside they are leaves, which add up their gradients; one move sums all of them.
 
-    stored, seen: what the leaves were gathered from, and in which state. marks: `.grad` of these, as it was
+    stored, seen: the parameters that were gathered, and their state then. marks: `.grad` of these, as it was
     when a gradient was added to a leaf: if it is another one now, or was written to, somebody has dropped it.
     """
 
@@ -109,9 +103,8 @@ class KeptParameters:
     marks: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptParameters:
-        return KeptParameters(
-            copy.deepcopy(self.parts, memo), self.context, copy.deepcopy(self.gradients, memo)
-        )
+        parts, gradients = copy.deepcopy((self.parts, self.gradients), memo)
+        return KeptParameters(parts, self.context, gradients)
 
     def used(self) -> dict[str, Tensor]:
         """Gathered parameters by name, if this pass is one of several that share them."""
@@ -160,10 +153,9 @@ class KeptParameters:
             before, leaves[i].grad = leaves[i].grad, None
             total.append(gradients[i] if before is None or not self._waits(i) else before + gradients[i])
         self.leaves = []
-        parts = [self.parts[i] for i in trained]
-        moves, dtype = [part.back for part in parts], comm_dtypes(self.context.comm_dtype)[1]
-        sums = dict(zip(trained, _move_all(parts, self.context, total, moves, dtype), strict=True))
-        return [sums.get(i) for i in range(len(leaves))]
+        sums = gather_all([self.parts[i] for i in trained], self.context, total, back=True)
+        by_number = dict(zip(trained, sums, strict=True))
+        return [by_number.get(i) for i in range(len(leaves))]
 
 
 class _Last(torch.autograd.Function):
@@ -173,9 +165,8 @@ class _Last(torch.autograd.Function):
     def forward(ctx: Any, kept: KeptParameters, *stored: Tensor) -> tuple[Tensor, ...]:
         ctx.kept, ctx.leaves = kept, kept.leaves
         whole = tuple(leaf.detach() for leaf in kept.leaves)
-        ctx.mark_non_differentiable(
-            *(x for x, leaf in zip(whole, kept.leaves, strict=True) if not leaf.requires_grad)
-        )
+        pairs = zip(whole, kept.leaves, strict=True)
+        ctx.mark_non_differentiable(*(x for x, leaf in pairs if not leaf.requires_grad))
         return whole
 
     @staticmethod

@@ -20,15 +20,13 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Sharding, XshardError
+from xshard import Sharding, XshardError
 from xshard.models import ParameterUse, written
 
 ATTRIBUTE = "_xshard_parallel"
 GUARDED: WeakSet[ParallelModel] = WeakSet()  # models with blocks, which torch would take for whole tensors
 NOTE = "in the parallel module "
 LISTED = 8  # most parameters, and most attributes, in a note
-
-Arrives = Callable[[Mapping[Any, Any]], dict[Any, tuple[Layout, tuple[int, ...] | None]]]
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +40,7 @@ class ParallelModel:
     uses: dict[str, ParameterUse]
     hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
-    arrives: Arrives | None = None
+    arrives: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
     counts: Sequence[tuple[nn.Module, str, int]] = ()

@@ -280,9 +280,8 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Hooks, kept: Rules)
             is_named = kept.pattern_for(name) is not None
             flags = gatherer.parent is None or is_named, is_named and len(each.names) == 1
             back = f"{move[1].dual} -> {move[0].dual}"
-            gatherer.gathered.append(
-                GatheredParameter(name, [owner], text, back, each.sharding.shape, *flags)
-            )
+            part = GatheredParameter(name, [owner], text, back, each.sharding.shape, *flags)
+            gatherer.gathered.append(part)
 
 
 def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Hooks) -> None:

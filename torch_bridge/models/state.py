@@ -48,12 +48,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
         if name is not None:
             each = by_name.get(name)
-            block = own[name] if each is None else each.tensor
+            block, shape = (each.tensor, each.sharding.shape) if each else (own[name], own[name].shape)
             with located(name):
-                value = state[name] if each is None else _block(each, parallel.context, state[name])
-                if value.shape != block.shape:
-                    raise ShapeError(f"a value of shape {tuple(value.shape)} for {tuple(block.shape)}")
-            block.copy_(value)
+                if (value := state[name]).shape != shape:
+                    raise ShapeError(f"a value of shape {tuple(value.shape)}, not {tuple(shape)}")
+                block.copy_(_block(each, parallel.context, value) if each else value)
 
 
 def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
@@ -68,8 +67,6 @@ def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
 
 def _block(each: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
     layout, shape = each.sharding.layout, each.sharding.shape
-    if tuple(value.shape) != shape:
-        raise ShapeError(f"a value of shape {tuple(value.shape)}, not {shape}")
     value = value.to(each.tensor.device)
     if not isinstance(value, DTensor):
         return each.cut(value, context)

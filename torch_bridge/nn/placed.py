@@ -61,11 +61,8 @@ class Placement:
     def cuts(self, dim: int) -> bool:
         return bool(self.layout.dims[dim].axes)
 
-    def of(self, sharding: Sharding) -> Placement:
-        return replace(self, sharding=sharding)
-
     def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-        return self.of(Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
+        return replace(self, sharding=Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
 
     def with_length(self, dim: int, length: int) -> Placement:
         return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))

@@ -239,7 +239,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         return _used_beside(result, x)
     rows = zip(placement.layout.dims, placement.shape, aims, strict=True)
     dims = [replace(aim if n > 1 else Dim(aim.name), name=dim.name) for dim, n, aim in rows]
-    aim = placement.of(replace(placement.sharding, layout=Layout(tuple(dims))))
+    aim = placement.remade(dims, placement.shape)
     if not placement.sharding.means_the_same_as(aim.sharding):
         x = record(placement.moved(x, aim.layout), aim)
     return _used_beside(result, x)

@@ -27,16 +27,12 @@ from xshard.routing import Groups, check_rows
 class RouteCall(NamedTuple):
     """The options of `route`, without its rows."""
 
-    axis: Axes
+    axes: tuple[str, ...]
     mesh: MeshLike
     groups: Any = None
     capacity: int | None = None
     sizes: int | None = None
     debug: bool = False
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
         """What processes compare before this call. Raises as `route` does."""
@@ -168,4 +164,5 @@ def route(
     >>> xt.testing.run_ranks(2, doubled)
     [([4, 2], [0.0, 4.0, 4.0]), ([0, 4], [0.0, 4.0, 4.0])]
     """
-    return RouteCall(axis, mesh, groups, capacity, sizes, debug).send([x], to)[0]
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    return RouteCall(axes, mesh, groups, capacity, sizes, debug).send([x], to)[0]

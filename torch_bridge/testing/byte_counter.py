@@ -94,10 +94,8 @@ def _functional_scatter(parts: Any, _: Any, n: int, *__: Any, **___: Any) -> int
     return _nbytes(parts) // n * (n - 1)
 
 
-_Counts = dict[str, Callable[..., int] | None]
-
 # By namespace and operation; None for operations that carry no data.
-_COUNTS: dict[str, _Counts] = {
+_COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
     "c10d": {
         **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_coalesced_"), _larger),
         **dict.fromkeys(("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"), _larger),

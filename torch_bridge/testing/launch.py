@@ -80,27 +80,23 @@ def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | N
     return min(failures)[1:] if failures else None
 
 
-def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
+def _rank(
+    rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        _work(rank, n, folder, *work)
+        # All ranks are on this machine: without this gloo listens where its host name leads others.
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
+        dist.barrier()  # no rank closes its connections while another still needs them
+        dist.destroy_process_group()
     except BaseException:
         failure = time.monotonic(), rank, traceback.format_exc()  # one clock for all processes
         Path(folder, f"{rank}.failure").write_bytes(pickle.dumps(failure))
         sys.exit(1)
-
-
-def _work(
-    rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    # All ranks are on this machine: without this gloo listens where its host name leads others.
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
-    dist.barrier()  # no rank closes its connections while another still needs them
-    dist.destroy_process_group()
 
 
 def _begin(timeout_s: float, **world: Any) -> None:
