@@ -37,14 +37,10 @@ _ELSEWHERE = {"bf16": "bfloat16"} | {
 
 def name_of(dtype: object) -> str:
     """`np.float32`, `np.dtype("float32")`, `torch.float32`, `"float32"` -> `"float32"`. Raises DtypeError."""
-    if isinstance(dtype, str):
-        name = dtype
-    elif isinstance(dtype, np.dtype):
-        name = dtype.name
-    elif isinstance(dtype, type):
+    if isinstance(dtype, type):
         name = dtype.__name__
     else:
-        name = str(getattr(dtype, "name", dtype))
+        name = dtype if isinstance(dtype, str) else str(getattr(dtype, "name", dtype))
     name = name.rpartition(".")[2]
     itemsize(name)
     return name if name in _EXTENDED else np.dtype(name).name

@@ -68,8 +68,7 @@ def gather(
     kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
     op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]
     partial = sharding.layout.tagged("sum", "mean", "max", "min")
-    cut = [a for dim in sharding.layout.dims for a in dim.axes]
-    copies = [a for a in mesh.axes if a not in cut and a not in partial]
+    copies = [a for a in mesh.axes if a not in (*sharding.layout.cut_axes, *partial)]
     out: Block = np.zeros(sharding.shape, arrays[0].dtype if arrays else float)
     written = np.zeros(out.shape, bool)
     for device in range(mesh.n_devices):

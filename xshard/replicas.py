@@ -51,7 +51,7 @@ class ReplicaCheck(NamedTuple):
         """The axes along which blocks are equal by contract: axes of replicas and of copies."""
         layout, mesh = self.sharding.layout, self.sharding.mesh
         apart = set(layout.axes) - set(layout.tagged("copy"))
-        return tuple(a for a in mesh.axes if a not in apart and mesh.size(a) > 1)
+        return tuple(a for a in mesh.long_axes if a not in apart)
 
     def fault(self, differences: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
         """The error to raise or None, by (largest difference, largest value): `[devices, axes, 2]`."""

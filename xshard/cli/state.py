@@ -13,7 +13,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from xshard import dtypes
-from xshard.cli.options import MESH_HELP
+from xshard.cli.options import MeshText
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
@@ -60,7 +60,7 @@ def convert(
     output: Annotated[Path, Argument(metavar="OUT", help="A folder.")],
     names: Annotated[str, Option(metavar="NAMES", help="A JSON file, or llama-to-fused:32,8,128.")] = "",
     rules: Annotated[str, Option(metavar="FILE", help="JSON: a layout for every pattern of names.")] = "",
-    mesh: Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)] = "",
+    mesh: MeshText = "",
     dtype: Annotated[str, Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
     shard_bytes: Annotated[str, Option(metavar="BYTES", help="Of a file, as in 5GiB.")] = "5GiB",
 ) -> None:

@@ -61,9 +61,8 @@ def explain(plan: ContractionPlan) -> str:
     """The role of every axis, then the plan and the other placements as a table."""
     lines: list[str] = []
     for part in plan.parts:
-        mesh = part.result.mesh
-        axes = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-        lines += [part.local, *(f"  {axis}: {_role(part, axis)}" for axis in axes)]
+        roles = (f"  {axis}: {_role(part, axis)}" for axis in part.result.mesh.long_axes)
+        lines += [part.local, *roles]
     return "\n".join([*lines, "", align_columns([COSTS, *(_row(*each) for each in alternatives(plan))])])
 
 

@@ -108,8 +108,7 @@ class EinsumShardings:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of more than one device."""
-        mesh = self.result.mesh
-        return tuple(axis for axis in mesh.axes if mesh.size(axis) > 1)
+        return self.result.mesh.long_axes
 
     @cached_property
     def idle(self) -> Placement:

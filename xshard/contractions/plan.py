@@ -204,14 +204,14 @@ class ContractionPlan(Pictured):
     @cached_property
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass."""
-        held = sum(_bytes(array, self.itemsize) for array in self.arrays[:-1])
-        peak = held
+        n = self.itemsize
+        peak = held = n * sum(array.max_local_size for array in self.arrays[:-1])
         for part in self.parts:
             for move in part.moves:
-                peak = max(peak, held - _bytes(move.source, self.itemsize) + move.peak_bytes)
-                held += _bytes(move.target, self.itemsize) if move.bytes_received else 0
+                peak = max(peak, held - n * move.source.max_local_size + move.peak_bytes)
+                held += n * move.target.max_local_size if move.bytes_received else 0
             peak = max(peak, held + part.result.peak_bytes)
-            held += _bytes(part.result.target, self.itemsize)
+            held += n * part.result.target.max_local_size
         return peak
 
     def __str__(self) -> str:
@@ -269,7 +269,3 @@ def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:
     if key and not ring:
         raise PlanError(f"no part of '{part.local}' can be a ring of {key}")
     return replace(part, ring=ring)
-
-
-def _bytes(sharding: Sharding, itemsize: int) -> int:
-    return sharding.max_local_size * itemsize

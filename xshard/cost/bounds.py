@@ -19,6 +19,7 @@ from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
+from xshard.steps.exchange.sources import dim_end
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from, rows_in_common
 from xshard.steps.permute import block_keys
 
@@ -47,8 +48,7 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     if not ended:
         return int(_lacking(src, dst).sum())
     sums = dst.layout.tagged("sum", "max", "min")
-    cut = [a for dim in dst.layout.dims for a in dim.axes]
-    copies = mesh.n_devices // mesh.size(*cut, *sums)
+    copies = mesh.n_devices // mesh.size(*dst.layout.cut_axes, *sums)
     overlap = src.layout.overlaps or dst.layout.overlaps
     whole = _reached(src, dst) if overlap else math.prod(dst.shape)
     messages = reduction_messages(whole, mesh.size(*ended), copies)
@@ -139,8 +139,8 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     """(devices of the source, devices of the target): elements of both blocks. Normal forms."""
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
-        table = rows_in_common(source.owners(d), target.holders(d))
-        places = ([s.dim_device(d, i) for i in range(s.mesh.n_devices)] for s in (source, target))
+        table = rows_in_common(dim_end(source, d), dim_end(target, d))
+        places = (s.mesh.indices(s.layout.dims[d].axes) for s in (source, target))
         shared *= table[np.ix_(*places)]
     return shared
 
@@ -165,8 +165,7 @@ def received_elements_between(
     lacking = lacking_elements(source, target, src_devices, dst_devices)
     bound = -(-int(lacking.max()) // target.mesh.size(*sums))
     if addends > 1:
-        cut = [a for dim in target.layout.dims for a in dim.axes]
-        copies = target.mesh.n_devices // target.mesh.size(*cut, *sums)
+        copies = target.mesh.n_devices // target.mesh.size(*target.layout.cut_axes, *sums)
         elements = math.prod(source.shape)
         messages = reduction_messages(elements, addends, copies) + elements * disjoint
         bound = max(bound, -(-messages // len({*src_devices, *dst_devices})))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.errors import ShapeError
+from xshard.layout.mesh import row_major
 from xshard.layout.partition import Ints, Sizes, all_owned_rows, cut_nested, everywhere, misfit, owned_rows
 from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
@@ -30,7 +31,7 @@ def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
         return owned_rows(dim, length, sizes, coords)
     if isinstance(overlap := unfolded(dim.overlap), Reads):
         own = row_numbers(owned_rows(dim, length, sizes, coords))
-        return as_runs(np.concatenate([own, overlap.rows.map.part(_part(sizes, coords))]))
+        return as_runs(np.concatenate([own, overlap.rows.map.part(row_major(sizes, coords))]))
     return tuple(span.run for span in row_spans(dim, length, sizes, coords))
 
 
@@ -41,7 +42,7 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
         return tuple(RowSpan(run, "own") for run in mine)
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
-        near = as_runs(overlap.rows.map.part(_part(sizes, coords)))
+        near = as_runs(overlap.rows.map.part(row_major(sizes, coords)))
         return tuple(RowSpan(run, origin) for runs, origin in ((mine, "own"), (near, "near")) for run in runs)
     if isinstance(overlap, Halo):
         intervals = _halo_intervals(dim, overlap, length, sizes, coords)
@@ -130,16 +131,8 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
     return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
 
 
-def _part(sizes: Ints, coords: Ints) -> int:
-    """The number of the part at some coordinates, row-major."""
-    part = 0
-    for n, coord in zip(sizes, coords, strict=True):
-        part = part * n + coord
-    return part
-
-
 def _halo_intervals(dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints) -> list[tuple[int, int]]:
-    part = _part(sizes, coords)
+    part = row_major(sizes, coords)
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
         owned = unrolled(owned_rows(dim, length, sizes, coords))

@@ -85,7 +85,12 @@ class Layout(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that the layout names, shards first."""
-        return tuple(a for dim in self.dims for a in dim.axes) + self.tagged(*parser.TAGS)
+        return self.cut_axes + self.tagged(*parser.TAGS)
+
+    @cached_property
+    def cut_axes(self) -> tuple[str, ...]:
+        """Every axis that shards a dim."""
+        return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def tagged(self, *kinds: str) -> tuple[str, ...]:
         """Axes under any of the tags."""

@@ -125,10 +125,7 @@ class Mesh(Pictured):
 
     def device(self, coords: Sequence[int]) -> int:
         """Coordinates, one per axis -> device number."""
-        number = 0
-        for size, c in zip(self.sizes, coords, strict=True):
-            number = number * size + c
-        return number
+        return row_major(self.sizes, coords)
 
     def index(self, device: int, axes: Sequence[str]) -> int:
         """Position of a device within its group along `axes`, the first axis slowest."""
@@ -140,14 +137,8 @@ class Mesh(Pictured):
 
     def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The devices that differ from `device` only along `axes`, itself included, ordered by `index`."""
-        base = list(self.coords(device))
-        positions = [self.position(a) for a in axes]
-        members = []
-        for combo in itertools.product(*(range(self.sizes[i]) for i in positions)):
-            for i, c in zip(positions, combo, strict=True):
-                base[i] = c
-            members.append(self.device(base))
-        return tuple(members)
+        others = [axis for axis in self.axes if axis not in axes]
+        return self.groups(axes)[self.index(device, others)]
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Every group along `axes`, ordered by its first device."""
@@ -156,6 +147,14 @@ class Mesh(Pictured):
     def indices(self, axes: Sequence[str]) -> NDArray[np.int64]:
         """`index` of every device, in order."""
         return _all_indices(self.sizes, tuple(map(self.position, axes)))
+
+
+def row_major(sizes: Sequence[int], coords: Sequence[int]) -> int:
+    """The number of the place at some coordinates, the first coordinate slowest."""
+    number = 0
+    for size, c in zip(sizes, coords, strict=True):
+        number = number * size + c
+    return number
 
 
 def check_mesh(mesh: object) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from xshard.layout.mesh import row_major
 from xshard.layout.runs import Rows, Run, Runs, as_runs, interval, interval_pairs, n_rows, row_numbers, select
 from xshard.notation.maps import NamedMap, Numbers, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
@@ -53,10 +54,8 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
     runs = interval(0, length)
     first = 0
     for shard in shards:
-        n, index = 1, 0
-        for size_, coord in zip(sizes[first : first + len(shard.axes)], coords[first:], strict=False):
-            n, index = n * size_, index * size_ + coord
-        first += len(shard.axes)
+        own = slice(first, first + len(shard.axes))
+        n, index, first = math.prod(sizes[own]), row_major(sizes[own], coords[own]), own.stop
         runs = _inner(length, runs, cut(n_rows(runs), shard, n, index))
     return runs
 

@@ -44,8 +44,7 @@ class Sharding(Pictured):
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
-        if type(self.shape) is not tuple or not all(type(n) is int for n in self.shape):
-            object.__setattr__(self, "shape", lengths_of(self.shape))
+        object.__setattr__(self, "shape", lengths_of(self.shape))
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
         if all(isinstance(n, int) for n in self.shape) and math.prod(self.shape) > MOST_ELEMENTS:

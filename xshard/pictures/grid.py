@@ -113,21 +113,13 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     named = ((role, tuple(axis for axis in axes if axis in others)) for role, axes in every)
     roles = tuple((role, axes) for role, axes in named if axes)
     along = tuple(axis for _, axes in roles for axis in axes), down.dim.axes, across.dim.axes
-    every_device = range(mesh.n_devices)
-    places = [[mesh.index(device, axes) for device in every_device] for axes in along]  # card, row, column
-    table = np.zeros([max(place) + 1 for place in places], np.int64)
-    table[tuple(places)] = numbers
+    table = np.zeros([mesh.size(*axes) for axes in along], np.int64)  # card, row, column
+    table[tuple(map(mesh.indices, along))] = numbers
     rows, columns = (np.array(side.owners, np.int64) for side in (down, across))
     dims_of = range(len(sharding.shape))
-    is_empty = [not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in every_device]
-    return Picture(
-        sharding,
-        (down, across),
-        table[:, rows[:, None], columns],
-        roles,
-        tuple(numbers[is_empty].tolist()),
-        _notes(sharding, drawn),
-    )
+    is_empty = [not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in range(mesh.n_devices)]
+    cards, empty = table[:, rows[:, None], columns], tuple(numbers[is_empty].tolist())
+    return Picture(sharding, (down, across), cards, roles, empty, _notes(sharding, drawn))
 
 
 def title(sharding: Sharding) -> str:
@@ -183,7 +175,7 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     wide = [dim for dim in layout.dims if dim.overlap is not None]
     overlaps = [f"{d.name} overlaps: {_OVERLAP_TEXT[type(d.overlap)]} ({d.overlap})" for d in wide]
     tags = [f"along {', '.join(axes)} {_TAG_TEXT[kind]}" for kind, axes in layout.tags]
-    replicas = [a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1]
+    replicas = [a for a in mesh.long_axes if a not in layout.axes]
     whole = [f"along {', '.join(replicas)} all devices hold the same values (replicas)"] if replicas else []
     others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -134,11 +133,6 @@ class Alternative:
     plan: Plan | None
     why_not: str = ""
 
-    @property
-    def cost(self) -> float:
-        """Predicted seconds."""
-        return self.plan.cost if self.plan else math.inf
-
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """The plan, then its alternatives for the same machine. Raises PlanError between two meshes."""
@@ -171,7 +165,7 @@ def _alternative_steps(
     search = Search(space.route, None)
     return {
         **({"whole axes": lambda: space.steps(search.path().moves)} if split else {}),
-        "direct exchange": lambda: (space.exchange(goal.layout),),
+        "direct exchange": lambda: (space.exchange(start.layout, goal.layout),),
         "collectives alone": lambda: space.steps(replace(search, exchanges=False).path().moves),
         "all-gather and slice": lambda: _gather_and_slice(start, goal),
     }
@@ -216,28 +210,28 @@ def _row(way: Alternative) -> tuple[str, ...]:
 def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
-    others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
-    swelling = [w for w in others if w.plan is not None and w.plan.exceeds_endpoints]
-    allowed = [w for w in others if w not in swelling]
-    return "\n".join([_against_best(plan, allowed), *(_too_large(plan, w) for w in swelling)])
+    others = {way.name: way.plan for way in ways[1:] if way.plan and way.plan.steps != plan.steps}
+    swelling = {name: other for name, other in others.items() if other.exceeds_endpoints}
+    allowed = {name: other for name, other in others.items() if name not in swelling}
+    return "\n".join([_against_best(plan, allowed), *(_too_large(plan, *way) for way in swelling.items())])
 
 
-def _against_best(plan: Plan, others: Sequence[Alternative]) -> str:
-    best = min(others, key=lambda w: w.cost, default=None)
-    if best is None or best.plan is None:
+def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
+    if not others:
         return "Every other way within the memory of both ends is the same plan or not possible."
+    name, best = min(others.items(), key=lambda way: way[1].cost)
     if best.cost <= plan.cost:
-        why = "holds less" if plan.peak_bytes < best.plan.peak_bytes else "is the plainer of the two"
-        return f"As fast as {best.name} under '{plan.profile.name}'; it {why}."
-    here, there = ((p.bytes_received, p.messages, len(p.steps)) for p in (plan, best.plan))
+        why = "holds less" if plan.peak_bytes < best.peak_bytes else "is the plainer of the two"
+        return f"As fast as {name} under '{plan.profile.name}'; it {why}."
+    here, there = ((p.bytes_received, p.messages, len(p.steps)) for p in (plan, best))
     costs = zip(("bytes received", "messages", "steps"), here, there, strict=True)
     fewer = ", ".join(f"{other - own} fewer {what}" for what, own, other in costs if other > own)
     why = fewer or "cheaper launches and copies"
     saved = format_seconds(best.cost - plan.cost)
-    return f"{saved} faster than {best.name}, the best of the others, under '{plan.profile.name}': {why}."
+    return f"{saved} faster than {name}, the best of the others, under '{plan.profile.name}': {why}."
 
 
-def _too_large(plan: Plan, way: Alternative) -> str:
-    gain = plan.cost - way.cost
+def _too_large(plan: Plan, name: str, other: Plan) -> str:
+    gain = plan.cost - other.cost
     would = f"would be {format_seconds(gain)} faster, but" if gain > 0 else "also"
-    return f"{way.name.capitalize()} {would} holds a block larger than both ends, which no plan does."
+    return f"{name.capitalize()} {would} holds a block larger than both ends, which no plan does."

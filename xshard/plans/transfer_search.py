@@ -32,12 +32,10 @@ def relabelled(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> tuple[int, ...]:
     """The destination's devices in the order in which the fewest elements move; PlanError without scipy."""
-    n = len(dst_devices)
-    needed = np.array([math.prod(target.local_shape(j)) for j in range(n)], np.int64)
     position = {device: i for i, device in enumerate(src_devices)}
-    lacking = needed - shared_elements(source, target)[[position[device] for device in dst_devices]]
-    if sums := target.layout.tagged("sum"):
-        lacking[:, [target.mesh.index(j, sums) > 0 for j in range(n)]] = 0
+    shared = shared_elements(source, target)[[position[device] for device in dst_devices]]
+    lacking = target.block_sizes - shared
+    lacking[:, target.mesh.indices(target.layout.tagged("sum")) > 0] = 0
     return tuple(dst_devices[i] for i in best_places(lacking))
 
 
@@ -87,16 +85,12 @@ def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple
         src_numbers, dst_numbers = tuple(request.src_devices), tuple(request.dst_devices)
         if relabel:
             dst_numbers = relabelled(leaving, landing, src_numbers, dst_numbers)
-        before: tuple[Step, ...] = ()
-        after: tuple[Step, ...] = ()
-        src_split: Split = ()
-        dst_split: Split = ()
+        stays: tuple[tuple[Step, ...], Split] = (), ()
         reduces, spreads = leaving.layout != source.normal, landing.layout != target.normal
-        if reduces:
-            before, src_split = solve(request.between(source, leaving, src_numbers, factor))
-        if spreads or (factor != 1 and not reduces):
-            rest = Fraction(1) if reduces else factor
-            after, dst_split = solve(request.between(landing, target, dst_numbers, rest))
+        first = request.between(source, leaving, src_numbers, factor)
+        last = request.between(landing, target, dst_numbers, Fraction(1) if reduces else factor)
+        before, src_split = solve(first) if reduces else stays
+        after, dst_split = solve(last) if spreads or last.scale != 1 else stays
         endpoints = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
         yield (*before, Transfer(*endpoints, src_numbers, dst_numbers, request.profile), *after), src_split
 
@@ -133,8 +127,8 @@ def landings(target: Sharding) -> Iterator[Sharding]:
     normal = target.with_layout(target.normal)
     yield normal
     mesh, sums = normal.mesh, normal.layout.tagged("sum")
-    busy = {a for dim in normal.layout.dims for a in dim.axes} | set(normal.layout.tagged("max", "min"))
-    free = tuple(a for a in mesh.axes if a not in busy and mesh.size(a) > 1)
+    busy = *normal.layout.cut_axes, *normal.layout.tagged("max", "min")
+    free = tuple(a for a in mesh.long_axes if a not in busy)
     alike = tuple(a for a in free if a not in sums)
     for axes in dict.fromkeys((free, alike, sums, *((a,) for a in free))):
         if axes:

@@ -70,7 +70,7 @@ def _random_plan(
 ) -> Plan:
     src, dst = _random_sides(axes, rng)
     size = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()
-    elements = size / ITEMSIZE * min(_parts(mesh, src), _parts(mesh, dst))
+    elements = size / ITEMSIZE * min(mesh.size(*layout.cut_axes) for layout in (src, dst))
     rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
     columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
     return make_plan((src, dst), mesh, (*rows, columns), DTYPE, profile=profile)
@@ -119,14 +119,10 @@ def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, 
 def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
     """The plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
-    elements = size // ITEMSIZE * min(_parts(mesh, src), _parts(mesh, dst))
+    elements = size // ITEMSIZE * min(mesh.size(*layout.cut_axes) for layout in (src, dst))
     rows = mesh.n_devices * (_ROWS_CUT if elements > _ROWS_CUT * mesh.n_devices**2 else 1)
     columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
     return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
-
-
-def _parts(mesh: Mesh, layout: Layout) -> int:
-    return mesh.size(*(a for dim in layout.dims for a in dim.axes))
 
 
 def _random_sides(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:

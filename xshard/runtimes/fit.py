@@ -50,12 +50,7 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
 
 
 def fit(
-    samples: Sequence[Sample],
-    name: str,
-    source: str = "",
-    *,
-    rounds: bool = False,
-    node_devices: int | None = None,
+    samples: Sequence[Sample], name: str, *, rounds: bool = False, node_devices: int | None = None
 ) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy. rounds: see `Profile`.
     node_devices: if given, one link is inside nodes and one across; else all axes share one link, unless
@@ -69,8 +64,8 @@ def fit(
     if node_devices is not None:
         # The link across nodes is taken to be slower, and to be one port, like a host's.
         links = Link(0.0, 2.0), Link(0.0, 1.0, "port")
-        return _fit(samples, Profile(name, source, *links, node_devices, rounds=rounds), False)
-    about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)
+        return _fit(samples, Profile(name, "", *links, node_devices, rounds=rounds), False)
+    about = Profile(name, "", Link(0.0, math.inf), rounds=rounds)
     together, apart = (_fit(samples, about, own) for own in (False, True))
     return apart if _distance(samples, apart) < _GAIN * _distance(samples, together) else together
 

@@ -81,7 +81,7 @@ class Grid:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        return tuple(a for a in self.mesh.axes if self.mesh.size(a) > 1)
+        return self.mesh.long_axes
 
     @cached_property
     def fabric(self) -> Fabric:

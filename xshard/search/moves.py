@@ -22,6 +22,7 @@ from xshard.steps.collectives import (
     reduce_scatter_traffic,
 )
 from xshard.steps.permute import permute_traffic
+from xshard.steps.traffic import LinkSpans
 
 
 class Move(NamedTuple):
@@ -86,9 +87,8 @@ class Space:
         dims = zip(self.start.layout.names, map(self.grid.cut_by, state.cuts), strict=True)
         return Layout(tuple(Dim(*dim) for dim in dims), ((self.op, self.grid.names(state.sums)),))
 
-    def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
-        """The exchange to a layout from another, by default the start; with node-local senders if needed."""
-        here = self.start.layout if frm is None else frm
+    def exchange(self, here: Layout, to: Layout) -> Exchange:
+        """The exchange between two layouts; with node-local senders if needed."""
         return Exchange(to, self.grid.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
 
     def steps(self, moves: Iterable[tuple[State, Move]]) -> tuple[steps.Step, ...]:
@@ -117,25 +117,21 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
     return known
 
 
-def _gathered(grid: Grid, move: Move, state: State, before: int, after: int) -> steps.Traffic:
-    dim, n = move.data
-    cut = state.cuts[dim][-n:]
-    return gather_traffic(before, grid.group(grid.axes_in(cut)), dim == 0 and _in_order(grid, cut))
+def _innermost(move: Move, state: State) -> tuple[int, Cut]:
+    """The dim of a move, and as many of its innermost shards as the move takes."""
+    d, n = move.data[:2]
+    return d, state.cuts[d][-n:]
 
 
-def _reduce_scattered(grid: Grid, move: Move, state: State, before: int, after: int) -> steps.Traffic:
-    dim, cut = move.data
-    return reduce_scatter_traffic(before, grid.group(grid.axes_in(cut)), dim == 0 and _in_order(grid, cut))
-
-
-def _in_order(grid: Grid, cut: Cut) -> bool:
-    return all(grid.shards[s].order == "block" for s in cut)
+def _along(grid: Grid, d: int, cut: Cut) -> tuple[LinkSpans, bool]:
+    """The spans of some shards of a dim, and whether their pieces land in place."""
+    return grid.group(grid.axes_in(cut)), d == 0 and all(grid.shards[s].order == "block" for s in cut)
 
 
 TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
-    "all_gather": _gathered,
+    "all_gather": lambda g, m, at, before, _: gather_traffic(before, *_along(g, *_innermost(m, at))),
     "all_reduce": lambda g, m, at, before, _: all_reduce_traffic(before, g.group(m.data[0])),
-    "reduce_scatter": _reduce_scattered,
+    "reduce_scatter": lambda g, m, at, before, _: reduce_scatter_traffic(before, *_along(g, *m.data)),
     "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(before, g.group(g.axes_in(m.data[3]))),
     "permute": lambda g, m, at, before, _: permute_traffic(before, g.group(g.changing(at, m.after))),
     "exchange": lambda g, m, at, *_: g.exchange_traffic(at, m.after),
@@ -146,27 +142,21 @@ TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
 # Data of a move by kind:  all_gather, embed: dim, number of shards.  reduce_scatter: dim, shards.
 # slice: shards by dim.  all_to_all: dim, number of shards, dim, shards.  all_reduce, mask: axes.
 STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
-    "all_gather": lambda s, m, at: steps.AllGather(*_innermost(s, m, at)),
+    "all_gather": lambda s, m, at: steps.AllGather(*_cut(s, *_innermost(m, at))),
     "all_reduce": lambda s, m, at: steps.AllReduce(s.grid.names(m.data[0]), s.op),
-    "reduce_scatter": lambda s, m, _: steps.ReduceScatter(*_new(s, *m.data), s.op),
-    "all_to_all": lambda s, m, at: steps.AllToAll(*_innermost(s, m, at), *_new(s, *m.data[2:])),
+    "reduce_scatter": lambda s, m, _: steps.ReduceScatter(*_cut(s, *m.data), s.op),
+    "all_to_all": lambda s, m, at: steps.AllToAll(*_cut(s, *_innermost(m, at)), *_cut(s, *m.data[2:])),
     "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
-    "exchange": lambda s, m, at: s.exchange(s.layout(m.after), s.layout(at)),
-    "slice": lambda s, m, at: steps.Slice(tuple(_new(s, d, cut) for d, cut in enumerate(m.data) if cut)),
-    "embed": lambda s, m, at: steps.Embed(*_innermost(s, m, at)),
+    "exchange": lambda s, m, at: s.exchange(s.layout(at), s.layout(m.after)),
+    "slice": lambda s, m, at: steps.Slice(tuple(_cut(s, d, cut) for d, cut in enumerate(m.data) if cut)),
+    "embed": lambda s, m, at: steps.Embed(*_cut(s, *_innermost(m, at))),
     "mask": lambda s, m, at: steps.Mask(s.grid.names(m.data[0])),
 }
 
 
-def _new(space: Space, d: int, cut: Cut) -> DimCut:
-    """A dim and its new shards."""
+def _cut(space: Space, d: int, cut: Cut) -> DimCut:
+    """A dim and some of its shards."""
     return space.start.layout.names[d], space.grid.cut_by(cut)
-
-
-def _innermost(space: Space, move: Move, state: State) -> DimCut:
-    """The dim of a move, and as many of its innermost shards as the move takes."""
-    d, n = move.data[:2]
-    return _new(space, d, state.cuts[d][-n:])
 
 
 def estimate(grid: Grid, state: State, goal: State) -> float:

@@ -126,18 +126,15 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
-    numbers = whole_numbers(devices)
-    if numbers is None:
+    if (numbers := whole_numbers(devices)) is None:
         reason = f"the devices of the {end} are {shown(devices)}"
         raise MeshError(reason, hint="one number per device, as in (0, 1)")
-    devices = numbers
-    if not {*map(type, devices)} <= {int} or min(devices, default=0) < 0:
-        wrong = next(d for d in devices if type(d) is not int or d < 0)
-        raise MeshError(f"device {wrong!r} of the {end}", hint="devices are whole numbers >= 0")
-    if len(devices) != mesh.n_devices:
-        reason = f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
+    if wrong := [n for n in numbers if type(n) is not int or n < 0]:
+        raise MeshError(f"device {wrong[0]!r} of the {end}", hint="devices are whole numbers >= 0")
+    if len(numbers) != mesh.n_devices:
+        reason = f"{len(numbers)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}"
         raise MeshError(reason, hint="one number per device, in the order of the mesh")
-    if len(set(devices)) != len(devices):
-        twice = next(d for d in devices if devices.count(d) > 1)
+    if len(set(numbers)) != len(numbers):
+        twice = next(n for n in numbers if numbers.count(n) > 1)
         raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")
-    return whole if devices == tuple(whole) else devices
+    return whole if numbers == tuple(whole) else numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product, takewhile
 
 from xshard.search.grid import Cut, State, remembered
@@ -30,21 +30,12 @@ class Moves:
     def _free(self, state: State) -> tuple[int, ...]:
         return tuple(a for a in self.grid.free(state) if a in self.usable)
 
-    def collectives(self, state: State) -> Iterable[Move]:
-        """Every move worth trying from a state, exchanges left out."""
-        return self._collectives(state) if self.complete else self._known(state)  # asked once
-
     @remembered
-    def _known(self, state: State) -> tuple[Move, ...]:
-        return tuple(self._collectives(state))
-
-    def _collectives(self, state: State) -> Iterator[Move]:
-        yield from self._reductions(state)
-        yield from self._slices(state)
-        yield from self._all_to_alls(state)
-        yield from self._gathers(state)
-        yield from self._into_sums(state)
-        yield from self._permutes(state)
+    def collectives(self, state: State) -> tuple[Move, ...]:
+        """Every move worth trying from a state, exchanges left out."""
+        first = self._reductions, self._slices, self._all_to_alls
+        kinds = *first, self._gathers, self._into_sums, self._permutes
+        return tuple(move for moves in kinds for move in moves(state))
 
     def _gathers(self, state: State) -> Iterator[Move]:
         for d, cut in enumerate(state.cuts):

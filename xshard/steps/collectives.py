@@ -239,13 +239,9 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of a reduce-scatter: the fastest link first, so that the slowest carries small pieces."""
-    piece, hops = block, []
-    for span in reversed(rings(group)):
-        n = span.size
-        piece //= n
-        hops.append(Hop(span.axis, (n - 1) * piece, n - 1, span.level))
-    return Traffic(block - piece, 0 if in_place else block, tuple(hops))
+    """Traffic of a reduce-scatter: a gather backwards, so that the slowest link carries small pieces."""
+    back = gather_traffic(block // math.prod(span.size for span in group), group, in_place)
+    return Traffic(back.received, 0 if in_place else block, back.hops[::-1])
 
 
 def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:

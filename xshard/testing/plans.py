@@ -144,8 +144,7 @@ def random_blocks(
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
     sharding = Sharding(layout, mesh, shape)
-    apart = {a for dim in layout.dims for a in dim.axes} | {*layout.tagged("sum", "mean", "max", "min")}
-    equal = [a for a in mesh.axes if a not in apart]
+    equal = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
     least, beyond = (0, 2) if dtype == "bool" else (0 if dtype.startswith("uint") else -4, 5)
     blocks: list[Block] = []
     for device in range(mesh.n_devices):

@@ -155,7 +155,7 @@ def _meshes(mesh: Meshes) -> tuple[Mesh, ...]:
     several = [mesh] if isinstance(mesh, Mesh | str) else list(mesh)
     meshes = [m for each in several for m in (parse_meshes(each) if isinstance(each, str) else [each])]
     if not meshes or not all(each.axes for each in meshes):
-        raise MeshError(f"{'a mesh without axes' if meshes else 'no mesh'}", hint='as in mesh="dp=2,tp=2"')
+        raise MeshError("a mesh without axes" if meshes else "no mesh", hint='as in mesh="dp=2,tp=2"')
     for each in meshes:
         check_size(each.n_devices)
     return tuple(meshes)
@@ -174,8 +174,11 @@ def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
 
 
 def parse_meshes(text: str) -> list[Mesh]:
-    """`"dp=2,cp=2;cp=4"` -> the meshes."""
-    return [Mesh.parse(part.strip()) for part in text.split(";") if part.strip()]
+    """`"dp=2,cp=2;cp=4"` -> the meshes. Raises MeshError, also for more devices than this host has."""
+    meshes = [Mesh.parse(part.strip()) for part in text.split(";") if part.strip()]
+    for mesh in meshes:
+        check_size(mesh.n_devices)
+    return meshes
 
 
 Side = Literal["torch", "jax"]

@@ -120,9 +120,8 @@ class BoxPair(NamedTuple):
 
     def view(self, block: NDArray[Any]) -> NDArray[Any]:
         """The elements of the block, in the shape of the box."""
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
-        return block[(*self.slices, ...)].transpose(inverse).reshape(shape)
+        return block[(*self.slices, ...)].transpose(np.argsort(self.order)).reshape(shape)
 
 
 def check_whole(sharding: Sharding) -> None:

@@ -87,8 +87,7 @@ def load_of(opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """The cheapest sharding to read: the target's, or one that shards its longest dim over replicas too."""
     mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
-    sharded = [axis for dim in layout.dims for axis in dim.axes]
-    idle = [axis for axis in mesh.axes if axis not in sharded and mesh.size(axis) > 1]
+    idle = [axis for axis in mesh.long_axes if axis not in layout.cut_axes]
     if profile.disk is None or not idle or not target.shape or 0 in target.shape:
         return target
     in_node = tuple(a for a in idle if profile.link(a, mesh) == profile.default)

@@ -133,8 +133,7 @@ def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
     written = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         mesh = sharding.mesh
-        sharded = [axis for dim in sharding.layout.dims for axis in dim.axes]
-        for holders in mesh.groups([axis for axis in mesh.axes if axis not in sharded]):
+        for holders in mesh.groups([a for a in mesh.axes if a not in sharding.layout.cut_axes]):
             device = min(holders, key=lambda d: written[processes[d]])
             owned.setdefault(processes[device], []).append((name, device))
             written[processes[device]] += dtypes.n_bytes(sharding.local_shape(device), dtype)

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout import Mesh, Sharding
+from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
-from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.steps.exchange.sources import DimEnd, dim_end, dim_ends, sources, view_pairs
-from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes, rows_in_common
+from xshard.steps.exchange.sources import dim_end, dim_ends, sources, view_pairs
+from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
 # Largest mesh for which node-local senders are considered: the choice compares all pairs of devices.
@@ -37,8 +36,8 @@ class BlockHolders(NamedTuple):
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """The holders of all blocks; blocks with equal shards and addend numbers are one."""
     mesh, layout = sharding.mesh, sharding.layout
-    addends = _positions_along(mesh, layout.tagged("sum", "max", "min"))
-    places = np.stack([*(_positions_along(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
+    addends = mesh.indices(layout.tagged("sum", "max", "min"))
+    places = np.stack([*(mesh.indices(dim.axes) for dim in layout.dims), addends], axis=1)
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)
     nodes = np.arange(mesh.n_devices) // node_devices
@@ -52,25 +51,9 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
     have = block_holders(before, node_devices)
     elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
     for d, dim in enumerate(after.layout.dims):
-        shared = _rows_in_common(dim_end(before, d), dim_end(after, d))
-        elements *= shared[:, _positions_along(after.mesh, dim.axes)][have.keys[:, d]]
+        shared = rows_in_common(dim_end(before, d), dim_end(after, d))
+        elements *= shared[:, after.mesh.indices(dim.axes)][have.keys[:, d]]
     return elements
-
-
-@lru_cache(maxsize=4096)
-def _rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
-    return rows_in_common(all_owned_rows(*src[:3]), all_owned_rows(*dst[:3]))
-
-
-@lru_cache(maxsize=1024)
-def _positions_along(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Per device, its position along the axes, the first axis slowest."""
-    numbers = np.arange(mesh.n_devices).reshape(mesh.sizes)
-    places = np.zeros_like(numbers)
-    for axis in axes:
-        coords = np.arange(mesh.size(axis)).reshape([-1 if a == axis else 1 for a in mesh.axes])
-        places = places * mesh.size(axis) + coords
-    return places.reshape(-1)
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
@@ -153,7 +136,7 @@ def messages_from(
 ) -> Messages:
     """The messages that a device sends (to itself too), ordered by receiver."""
     mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
-    moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ended]
+    moving = [a for a in mesh.axes if a in before.layout.cut_axes or a in ended]
     if node_devices is None:
         by_receiver = (_messages_to(before, after, r, device) for r in mesh.group(device, moving))
     else:
@@ -181,7 +164,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)
-    if any(coords[mesh.position(a)] for a in begins if a not in cut_axes(src)):
+    if any(coords[mesh.position(a)] for a in begins if a not in src.cut_axes):
         return ()  # only the first device along the new sum contributes
     messages = []
     for mine, theirs in view_pairs(before, after):

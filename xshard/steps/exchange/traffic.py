@@ -15,7 +15,6 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows, owner_of_rows
 from xshard.layout.pieces import shared_rows
-from xshard.layout.runs import Runs
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, Received, coords_of, count_sources, dim_ends, view_pairs
@@ -107,10 +106,6 @@ def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     return tuple(a for a in dst.tagged("sum") if a not in src.tagged("sum"))
 
 
-def cut_axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(a for dim in layout.dims for a in dim.axes)
-
-
 def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
     """Traffic of an exchange between even contiguous shards, in closed form; None for other shards."""
     src, dst = link_cuts(before, spans), link_cuts(after, spans)
@@ -154,7 +149,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
-        if axis not in cut_axes(src):
+        if axis not in src.cut_axes:
             # Only the first device along a new sum receives.
             first = np.eye(1, mesh.size(axis), dtype=np.int64)
             first = first.reshape([-1 if a == axis else 1 for a in mesh.axes])
@@ -204,9 +199,10 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
     return pairs // parts, pairs % parts, rows[pairs]
 
 
-def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
-    """Rows that every block of `src` (first index), all distinct, shares with every block of `dst`."""
-    receivers, givers, rows = shared_rows(src, dst)
-    table = np.zeros((len(src), len(dst)), np.int64)
+@lru_cache(maxsize=4096)
+def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
+    """Rows that every owner under `src` (first index) shares with every owner under `dst`."""
+    receivers, givers, rows = shared_rows_of(src, dst)
+    table = np.zeros((math.prod(src.sizes), math.prod(dst.sizes)), np.int64)
     table[givers, receivers] = rows
     return table

@@ -116,14 +116,14 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     """Which order is taken for which: `came[order it should have] == order it has`."""
     n, own = len(came), replace(dim, overlap=None)
-    if _is_same(came, np.arange(n)[::-1]):
+    if np.array_equal(came, np.arange(n)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
     cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
     orders = {cut: stored_rows(cut, n, mesh) for cut in cuts}
     for meant in (own,) if own.axes else cuts:
         halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
         is_even = all(len(half) % 2 == 0 for half in halves)
-        if is_even and _is_same(came[orders[meant]], np.concatenate(halves)):
+        if is_even and np.array_equal(came[orders[meant]], np.concatenate(halves)):
             swapped = f"the first and the second half of every block of '{meant}' have changed places"
             return f"{swapped}: head and tail swapped"
     # Orders over the same axes come before the whole dim: `s/cp` says more than `s`.
@@ -131,7 +131,8 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     for meant, other in pairs:
         if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
             continue
-        if not _is_same(orders[meant], orders[other]) and _is_same(came[orders[meant]], orders[other]):
+        rows, stored = orders[meant], orders[other]
+        if not np.array_equal(rows, stored) and np.array_equal(came[rows], stored):
             stored_as = f"rows of {dim.name!r} that are stored as '{other}'"
             return f"{stored_as} are taken for '{meant}': another shard order"
     return None
@@ -164,7 +165,3 @@ def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:
             if count == 2:
                 for outer, inner in itertools.product(_ORDERS, _ORDERS):
                     yield Dim(dim.name, (Shard(axes[:1], outer), Shard(axes[1:], inner)))
-
-
-def _is_same(a: Order, b: Order) -> bool:
-    return len(a) == len(b) and bool((a == b).all())

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import row_spans
-from xshard.layout.runs import unrolled
-from xshard.notation.parser import Dim
+from xshard.layout.block_rows import all_row_spans
+from xshard.layout.partition import owner_of_rows
+from xshard.steps.exchange.sources import dim_end
 from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets, wrong_rows
 
 
@@ -131,11 +131,8 @@ def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
 
 def _starts(case: Case, dim: int) -> list[int]:
     """Rows at which another device's block begins."""
-    owner = np.zeros(case.sharding.shape[dim], np.int64)
-    for device in range(case.sharding.mesh.n_devices):
-        for run in unrolled(case.sharding.owned(dim, device)):
-            owner[run.start : run.start + run.length] = case.sharding.dim_device(dim, device)
-    return [int(r) for r in np.flatnonzero(np.diff(owner)) + 1]
+    owner = owner_of_rows(*dim_end(case.sharding, dim)[:3])
+    return (np.flatnonzero(np.diff(owner)) + 1).tolist()
 
 
 def _side(case: Case, dim: int) -> str:
@@ -152,11 +149,8 @@ def _side(case: Case, dim: int) -> str:
 
 def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
     """The rows of a block that another device owns, or that lie beyond the ends of the array."""
-    sharding = case.sharding
-    named: Dim = sharding.layout.dims[dim]
-    sizes = sharding.mesh.sizes_of(named.axes)
-    coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
-    spans = row_spans(named, sharding.shape[dim], sizes, coords)
+    blocks = all_row_spans(*dim_end(case.sharding, dim)[:3])
+    spans = blocks[case.sharding.dim_device(dim, device)]
     borrowed = [np.full(span.run.length * span.run.repeats, span.origin != "own") for span in spans]
     return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
 
