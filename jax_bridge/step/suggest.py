@@ -78,10 +78,9 @@ class JaxSuggestion(Suggestion):
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            inner = closed.jaxpr, closed.consts
             once, parameters = Rules({self.once: "..."}), loss.names[: loss.n_parameters]
             late = {name for name in parameters if not once.pattern_for(name)}
-            results = evaluate(self._placed, late, "", *inner, loss.names, *loss.arrays)
+            results = evaluate(self._placed, late, "", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained

@@ -50,8 +50,7 @@ class TensorRule:
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it.
-    kept: parameters for several passes. own: sharded dims of its parameters. experts: the process's own, if
-    rows go to them."""
+    kept: parameters for several passes. own: sharded dims of its parameters. experts: its own."""
 
     name: str
     arguments: list[str]

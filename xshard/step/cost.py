@@ -52,7 +52,7 @@ class Cost:
     def weights(self, shares: Floats) -> tuple[Floats, float]:
         """Weights of parts and a constant: `weights @ v - constant` is at most the cost within the limits.
 
-        shares: of every row of all maxima, 1 in all for each, then what each limit is worth.
+        shares: for each maximum 1 in all of its rows, then the worth of each limit.
         """
         of_rows, worth = np.split(shares, [-len(self.limited)])
         weights = np.einsum("rt, t, trp -> p", of_rows.reshape(-1, len(self.times)), self.times, self.maxima)

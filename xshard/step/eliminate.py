@@ -15,7 +15,7 @@ ROWS = 2**17  # entries of a sum at a time
 
 
 class Bucket(NamedTuple):
-    """Tables whose sum is minimized over a variable, made if needed; parts: the buckets of minima, or -1."""
+    """Tables, to minimize their sum over a variable; it is made if needed. parts: minima's buckets, or -1."""
 
     variable: int
     scope: list[int]
@@ -40,8 +40,8 @@ class Bucket(NamedTuple):
         total: Floats = np.zeros(())
         for table in self.tables:
             pairs = zip(self.scope, table.shape, strict=True)
-            at = (slice(None) if w == self.variable else values[w] % n for w, n in pairs)
-            total = total + table[tuple(at)]
+            place = (slice(None) if w == self.variable else values[w] % n for w, n in pairs)
+            total = total + table[tuple(place)]
         return int(total.argmin())
 
 

@@ -153,10 +153,9 @@ class Edge:
     """The moves of an array from the options of one node to the options of another.
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. terms: for a
-    part of the cost, how much of the forward and of the backward seconds it gets by rows, and what besides,
-    first of all for the parts that get more. A linear move has a backward pass. place: the module or array
-    where a rule can say the move, as it enters or leaves; "" if it is between equal layouts only: others are
-    `banned`.
+    part of the cost, how much of the forward and of the backward seconds it gets by rows, and more, if it
+    is among the first. A linear move has a backward pass. place: the module or array at which a rule can say
+    the move, as it enters or leaves; "" if it is between equal layouts only: others are `banned`.
     """
 
     nodes: tuple[int, int]
@@ -191,11 +190,6 @@ class Edge:
         parts = (self._shares[:, :, i] * self._seconds[:, i, j]).sum(1)
         parts[: len(self._more)] += self._more[:, i, j]
         return np.asarray(parts)
-
-    @property
-    def tables(self) -> Floats:
-        """The parts of all moves: [parts, rows, columns]."""
-        return self.of(*np.ix_(*map(np.arange, self.banned.shape)))
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,20 +67,15 @@ class StepProblem:
         return {**self.step.lengths, batch: self.step.lengths[batch] // self.micro_batches}
 
     @cached_property
-    def _blocks(self) -> list[tuple[int, list[str]]]:
-        """How often each block runs, and its operations: those one after another that run equally often."""
-        groups = groupby(self.step.ops, lambda op: op.times)
-        return [(times, [op.name for op in ops]) for times, ops in groups]
-
-    @cached_property
     def _block(self) -> Mapping[str, int]:
-        """The number of the block of each operation."""
-        return {name: i for i, (_, names) in enumerate(self._blocks) for name in names}
+        """The number of each operation's block, in which all run equally often, one after another."""
+        begins = (before.times != op.times for before, op in pairwise(self.step.ops))
+        return dict(zip((op.name for op in self.step.ops), accumulate(begins, initial=0), strict=True))
 
     @cached_property
     def times(self) -> Ints:
         """How often each block runs."""
-        return np.array([times for times, _ in self._blocks])
+        return np.array([*{self._block[op.name]: op.times for op in self.step.ops}.values()])
 
     def part(self, op: Op, which: int) -> int:
         """The place of a part of the block of an operation."""
@@ -133,8 +128,7 @@ class StepProblem:
         values = np.zeros((len(ways), len(self.unit)))
         first = self.step.consumers(name)[0]
         of_layer = self._bytes(ways[:, -1], shape, gradient)
-        is_summed = (kept == EACH) | (self.micro_batches == 1)
-        values[:, self.part(first, GRADIENTS)] = np.where(is_summed, of_layer, 0)
+        values[:, self.part(first, GRADIENTS)] = of_layer * ((kept == EACH) | (self.micro_batches == 1))
         local = of_layer * first.times / gradient
         values[:, WEIGHTS] = itemsize(self.step.dtype) * local
         values[:, STATE] = state * local
@@ -206,7 +200,7 @@ class StepProblem:
             terms[self.part(op, SUMS)] = 0.0, 0.0, both * later.any(-1) * stored
             if self.micro_batches > 1:
                 terms[self.part(op, GRADIENTS)] = 0.0, 0.0, gradient * is_once * elements
-        elif op.kind == "loss":  # the gradient of the logits, where it arrives
+        elif op.kind == "loss":  # the gradient of the logits on arrival
             arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
             terms[self.part(op, AGAIN)] = 0.0, 0.0, arrives * (rows[0][:, None] != used).any(-1)
         terms[self.part(op, MOVED)] = once, 0.0, None
@@ -239,15 +233,15 @@ class StepProblem:
         """Plan all moves of an assignment; the seconds by which they were underestimated."""
         return sum(edge.plan(*(assignment[node] for node in edge.nodes)) for edge in self.edges)
 
-    def _of_blocks(self, vectors: Floats) -> Floats:
-        """Parts come last -> blocks and their parts come last."""
-        return vectors[..., :WEIGHTS].reshape(*vectors.shape[:-1], -1, len(PARTS))
+    @property
+    def of_blocks(self) -> Floats:
+        """A row for each part of each block: [blocks, their parts, all parts]."""
+        return self.unit[:WEIGHTS].reshape(len(self.times), len(PARTS), -1)
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
         """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
         hidden = self.overlap if overlap is None else overlap
-        of_blocks = np.moveaxis(self._of_blocks(self.unit), 0, -1)
-        work, moved = of_blocks[:, [COMPUTED, COMPUTED_BACK]], of_blocks[:, [MOVED, MOVED_BACK]]
+        work, moved = (self.of_blocks[:, [*two]] for two in ((COMPUTED, COMPUTED_BACK), (MOVED, MOVED_BACK)))
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
         times = self.micro_batches * np.repeat(self.times, 2).astype(float)
         return Cost(self.unit[OPTIMIZER], times, maxima, self.moments / limit)
@@ -260,7 +254,7 @@ class StepProblem:
         together, or also the next one's received; it ends, with gradients whole, sent and received; the last
         layer ends. At the end gradients are summed where they were not.
         """
-        every = np.moveaxis(self._of_blocks(self.unit), 0, -1) * self.times[:, None, None]
+        every = self.of_blocks * self.times[:, None, None]
         saved, again, held, gathered, gradients, sums = (every[:, i] for i in range(SAVED, SUMS + 1))
         many = self.micro_batches > 1
         there = gathered if many else gradients  # with sums, after the backward pass
@@ -278,12 +272,11 @@ class StepProblem:
 
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds of a step, and bytes at the moment when a device holds most, by kind."""
-        blocks = self._of_blocks(vector)
-        sums = self.micro_batches * self.times @ blocks
+        sums = self.micro_batches * self.times @ (self.of_blocks @ vector)
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
         most = self.moments[(self.moments @ vector).argmax()] * vector
-        saved, again, beside, gathered, gradients, on_the_way = self._of_blocks(most).sum(0)[SAVED:]
+        saved, again, beside, gathered, gradients, on_the_way = (self.of_blocks @ most).sum(0)[SAVED:]
         held = {"parameters": most[WEIGHTS] + gathered, "gradients": gradients + on_the_way}
         held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": again + beside}
         held = {kind: int(n) for kind, n in held.items()}

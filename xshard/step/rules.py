@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +20,7 @@ from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.search import StepSearch
 
 Texts = dict[str, str]
+LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
 
 
 class StepRules(NamedTuple):
@@ -56,8 +56,9 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             varying[""] |= {*src.axes}
             known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
         around, named = _around(edge.place, varying), {*src.axes, *dst.axes}
-        staying = {name for each in around for name, axes in known[each].items() if axes - named}
-        src, dst = _apart(src, staying), _apart(dst, staying)
+        stay = {name for each in around for name, axes in known[each].items() if axes - named}
+        # Dims that are sharded over axes that are not named would stay so under their names.
+        src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
         if edge.enters and edge.place not in entered:
             entered[edge.place] = _text(src, dst)
             inside = [varying[each] - named | {*dst.axes} for each in around]
@@ -66,9 +67,10 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 varying[edge.place] = inside[0]
                 known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
         elif edge.place and not edge.enters and src != dst:
-            outputs[edge.place] = _text(
-                *(_unnamed(side, {n for each in around for n in known[each]}) for side in (src, dst))
-            )
+            alone = [name for name in src.names if not any(name in known[each] for each in around)]
+            short = {name: f"f{i or ''}" for i, name in enumerate(alone)}  # one rule for modules of any dims
+            sides = (x.named([short.get(n, n) for n in x.names]) for x in (src, dst))
+            outputs[edge.place] = _text(*sides)
         maker = step.by_name.get(source.name)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))
@@ -97,19 +99,6 @@ def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[s
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
 
 
-def _apart(layout: Layout, staying: set[str]) -> Layout:
-    """Other names for dims that a rule around shards over axes that are not named: these would stay there."""
-    dims = (replace(dim, name=f"{dim.name}_") if dim.name in staying else dim for dim in layout.dims)
-    return Layout(tuple(dims), layout.tags)
-
-
-def _unnamed(layout: Layout, known: set[str]) -> Layout:
-    """Dims without a name around are `f`, `f2`, ...: modules with dims of their own have one rule."""
-    new = {n: f"f{i or ''}" for i, n in enumerate(n for n in layout.names if n not in known)}
-    dims = (replace(dim, name=new.get(dim.name, dim.name)) for dim in layout.dims)
-    return Layout(tuple(dims), layout.tags)
-
-
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
     """The layouts at both ends of a move."""
     names, axes = tuple(problem.names(problem.nodes[edge.nodes[0]].name)), problem.mesh.axes
@@ -124,30 +113,26 @@ _layout = lru_cache(maxsize=4096)(layout_of)
 def simplified(search: StepSearch, most: float) -> list[int]:
     """The best assignment after changes for fewer rules, while it takes `most` seconds.
 
-    Changes are other layouts of one array, and of a parameter with what is beside it; the one that saves
-    most for its seconds is first.
+    Changes are other layouts of one array, and of a parameter with what is beside it; those that save most
+    for their seconds are first.
     """
     problem, best = search.problem, list(search.best or ())
-    here, least = best, _variety(_patterns(problem, best))
-    while True:
-        seconds, changes = float(search.cost.rank(problem.vectors(here)[0])), list[tuple[float, list[int]]]()
-        for rank, there in (*_of_one(search, here), *_like_another(search, here)):
-            if rank <= most and (fewer := least - _variety(_patterns(problem, there))) > 1e-9:
-                changes.append((fewer / max(rank - seconds, 1e-9 * seconds), there))
+    here, before, least = best, list[int](), _variety(_patterns(problem, best))
+    while here != before:
+        before, changes = here, list[tuple[float, list[int]]]()
+        seconds = float(search.cost.rank(problem.vectors(here)[0]))
+        ranks = ((n, i, search.cost.rank(problem.vectors(here, n))) for n, i in enumerate(search.left))
+        of_one = ((each[i], [*here[:n], int(i), *here[n + 1 :]]) for n, left, each in ranks for i in left)
+        for rank, there in (*of_one, *_like_another(search, here)):
+            if rank <= most and (fewer := least - _variety(_patterns(problem, there))) > LEAST:
+                changes.append((fewer / max(rank - seconds, LEAST * seconds), there))
         for _, there in sorted(changes, key=lambda change: -change[0]):
+            there = [new if new != old else now for old, new, now in zip(before, there, here, strict=True)]
             problem.plan(there)
-            if search.cost.rank(problem.vectors(there)[0]) <= most:
-                here, least = there, _variety(_patterns(problem, there))
-                break
-        else:
-            return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
-
-
-def _of_one(search: StepSearch, here: list[int]) -> Iterator[tuple[float, list[int]]]:
-    """Assignments with another option at one node, with their seconds."""
-    for node, left in enumerate(search.left):
-        ranks = search.cost.rank(search.problem.vectors(here, node))
-        yield from ((float(ranks[i]), [*here[:node], int(i), *here[node + 1 :]]) for i in left)
+            variety = _variety(_patterns(problem, there))
+            if variety < least - LEAST and search.cost.rank(problem.vectors(there)[0]) <= most:
+                here, least = there, variety
+    return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
 
 
 def _like_another(search: StepSearch, here: list[int]) -> Iterator[tuple[float, list[int]]]:
@@ -165,8 +150,8 @@ def _like_another(search: StepSearch, here: list[int]) -> Iterator[tuple[float, 
             if ndim == lies[p][0] and lies[p] != (ndim, kept, stored, used):
                 flags[p] = (nodes[p].ways[:, -1] == stored).all(-1) & (cast(Ints, nodes[p].kept) == kept)
                 flags[edge.nodes[1]] = (edge.used == used).all(-1)
-                found = search.within(flags).vectors
-                yield from ((float(search.cost.rank(vector)), list(there)) for there, vector in found.items())
+                near = search.within(flags).vectors
+                yield from ((float(search.cost.rank(vector)), list(there)) for there, vector in near.items())
 
 
 def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:

@@ -23,9 +23,7 @@ MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before
 MOST_NODES = 100  # of the integer program's search tree
 MOST_OPTIONS = 2500  # in an integer program
 STARTS = 3  # assignments to improve
-OVER = (
-    10.0  # of the cost, for a limit exceeded once over, as changes at a few nodes cost that are needed then
-)
+OVER = 10.0  # times the cost, for a limit that is exceeded once over, before changes mend that
 STAY = 0.5  # of the shares of the bound stays in those to try next, which jump otherwise
 NEAR = 0.1  # of the seconds between the bound and a mixture: moves are planned to this before other shares
 CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
@@ -80,22 +78,9 @@ class StepSearch:
             search.start()
         return search
 
-    def learn(self, other: StepSearch) -> None:
-        """Offer the assignments of another search of the step, as far as their options exist here."""
-        for assignment in list(other.vectors):
-            same = [
-                (mine.ways == theirs.ways[i]).all((1, 2))
-                & (mine.kept is None or theirs.kept is None or mine.kept == theirs.kept[i])
-                for i, mine, theirs in zip(assignment, self.problem.nodes, other.problem.nodes, strict=True)
-            ]
-            if all(flags.any() for flags in same):
-                self.offer([int(flags.argmax()) for flags in same])
-
     def relax(self, cutoff: float = np.inf) -> None:
         """Raise the bound as far as weights can, or to the cutoff."""
-        for _ in self.rounds():
-            if self.bound >= cutoff:
-                return
+        any(self.bound >= cutoff for _ in self.rounds())
 
     def rounds(self) -> Iterator[None]:
         """Raise the bound as far as weights can, with a pause after each of them."""
@@ -144,7 +129,8 @@ class StepSearch:
             before, late, pairs = self.seconds, 0.0, list[Pairs]()
             for edge in self.problem.edges:
                 rows, columns = (i[left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
-                pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, edge.tables, edge.banned))
+                tables = edge.of(*np.indices(edge.banned.shape))
+                pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
             values = [node.values[own] for node, own in zip(self.problem.nodes, left, strict=True)]
             about = self.seconds if self.best else self.bound or 1.0
             chosen, bound = solve_program(values, pairs, self.cost, about, MOST_NODES, gap / 2)

@@ -79,20 +79,18 @@ def suggest(
     for name, hand in HAND.items():
         plans = list[StepPlan]()
         for search in searches:
-            found = search.within(allowed(search.problem, hand))
-            for _ in islice(found.rounds(), TRIES if found.vectors else 0):
+            near = search.within(allowed(search.problem, hand))
+            for _ in islice(near.rounds(), TRIES if near.vectors else 0):
                 pass
-            for assignment, vector in found.vectors.items():
+            for assignment, vector in near.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))
         if plans:
             by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
     best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
     while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
-        search, ahead = min(running, key=lambda s: s.bound), max(searches, key=lambda s: len(s.vectors))
+        search = min(running, key=lambda s: s.bound)
         search.cutoff = best
-        if 2 * search.bound < min(ahead.bound, 2 * best) and 2 * len(search.vectors) < len(ahead.vectors):
-            search.learn(ahead)
         if search.bound >= best or next(running[search], True):
             progress(len(searches) - len(running), len(searches))
             del running[search]
@@ -112,13 +110,8 @@ def suggest(
         hint = f"the least that was found is {least_text}; more devices hold more"
         raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
     fastest, bound = min(searches, key=lambda s: s.seconds), min(best, *(s.bound for s in searches))
-    most = min(
-        [
-            best * (1 + SIMPLER),
-            max(bound / (1 - SIMPLER), best * (1 + gap)),
-            *(plan.seconds() for plan in by_hand.values() if plan.fits),
-        ]
-    )
+    fitting = (plan.seconds() for plan in by_hand.values() if plan.fits)
+    most = min(best * (1 + SIMPLER), max(bound / (1 - SIMPLER), best * (1 + gap)), *fitting)
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
