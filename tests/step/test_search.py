@@ -24,7 +24,7 @@ def all_vectors(problem):
     total = sum(node.values[i] for node, i in zip(problem.nodes, chosen, strict=True))
     for edge in problem.edges:
         i, j = (end[chosen[node]] for end, node in zip(edge.indices, edge.nodes, strict=True))
-        total[:, edge.parts] += edge.tables[:, i, j].T
+        total[:, edge.parts] += edge.of(i, j).T
         total[edge.banned[i, j]] = np.inf
     return total
 
