@@ -23,7 +23,7 @@ def _names(text: str) -> frozenset[str]:
 
 VIEWS = _names("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh")
 PARTS = _names("slice select split split_with_sizes unbind expand")
-LINEAR = PARTS | _names("add sub neg sum cat constant_pad_nd flip roll")
+LINEAR = PARTS | _names("add sub neg sum mean cat constant_pad_nd flip roll")
 RANDOM = _names("native_dropout bernoulli uniform normal")
 ALIGNED = RANDOM | _names("expand repeat constant_pad_nd copy tril triu fill zero")
 RESULTS = _names("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")  # their gradients need them

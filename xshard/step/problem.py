@@ -266,7 +266,7 @@ class StepProblem:
             rows += [
                 around + saved[k] + gathered[k] + (again[k] + 2 * held[k]) / times,
                 around + saved[k] * (1 - 1 / times) + gathered[k] + whole,
-                around + whole + there[k],
+                around + whole + there[k] * (many or 1 - 1 / times),
             ]
         return np.asarray(rows)
 
