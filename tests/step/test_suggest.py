@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from xshard import Mesh, Op, TrainingStep, suggest
+from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
+from xshard.step.moves import MovePrices
+from xshard.step.problem import StepProblem
 from xshard.step.rules import simplified, written
 from xshard.step.search import StepSearch
 
@@ -68,6 +72,22 @@ def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
     assert fitting and found.seconds <= min(fitting)
     assert 0 <= found.gap <= 0.01
     assert sum(found.memory.values()) <= 0.93 * 2**34
+
+
+def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
+    """Rows of a weight are sharded after a slice that the module before it says: its gradient is told so."""
+    ops = [
+        Op("norm", "b c -> b c", ("x",), "pointwise", whole=("c",), enters="norm", leaves="norm"),
+        Op("up", "b c, c f -> b f", ("norm", "up.weight"), enters="", leaves="up"),
+        Op("loss", "b f -> ", ("up",), "loss"),
+    ]
+    step = TrainingStep(ops, {"b": 4, "c": 8, "f": 8}, inputs={"x": "b c"}, parameters={"up.weight": "c f"})
+    problem = StepProblem(step, MovePrices(Mesh(tp=2), "float32", load_profile("gloo")))
+    whole, rows = [[-1], [-1]], [[1], [0], [-2]]  # tp shards c, and leaves sums
+    chosen = {"norm": whole, "up": rows, "up.weight": [[0]], "x": [[-1]], "loss": [[-1], [-1]]}
+    assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
+    rules = written(problem, assignment)
+    assert rules.outputs["norm"] == "b c -> b c/tp" and rules.inputs["up"] == "b c/tp"
 
 
 def test_fewer_rules_within_what_they_may_cost(found):

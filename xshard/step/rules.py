@@ -59,18 +59,23 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
         stay = {name for each in around for name, axes in known[each].items() if axes - named}
         # Dims that are sharded over axes that are not named would stay so under their names.
         src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
-        if edge.enters and edge.place not in entered:
-            entered[edge.place] = _text(src, dst)
+        place, start, op = edge.place, src, step.by_name[nodes[edge.nodes[1]].name]
+        if not edge.enters:
+            if place and src != dst:
+                outputs[place] = _text(src, dst)
+            # A module with parameters has a rule if activations differ along more axes than around it.
+            weights = [n for n in op.operands if n in step.parameters and op.operands[0] == source.name]
+            place, start, named = "".join(weights[:1]).rpartition(".")[0], dst, {*dst.axes}
+            around = _around(place, varying)
+            if step.moves_anywhere or not any(named - varying[each] for each in around):
+                place = ""
+        if place and place not in entered:
+            entered[place] = _text(start, dst)
             inside = [varying[each] - named | {*dst.axes} for each in around]
-            if src != dst or inside != [varying[each] for each in around]:
-                needed.add(edge.place)
-                varying[edge.place] = inside[0]
-                known[edge.place] = {dim.name: set(dim.axes) for dim in dst.dims}
-        elif edge.place and not edge.enters and src != dst:
-            alone = [name for name in src.names if not any(name in known[each] for each in around)]
-            short = {name: f"f{i or ''}" for i, name in enumerate(alone)}  # one rule for modules of any dims
-            sides = (x.named([short.get(n, n) for n in x.names]) for x in (src, dst))
-            outputs[edge.place] = _text(*sides)
+            if start != dst or inside != [varying[each] for each in around]:
+                needed.add(place)
+                varying[place] = inside[0]
+                known[place] = {dim.name: set(dim.axes) for dim in dst.dims}
         maker = step.by_name.get(source.name)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))

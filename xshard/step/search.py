@@ -78,10 +78,6 @@ class StepSearch:
             search.start()
         return search
 
-    def relax(self, cutoff: float = np.inf) -> None:
-        """Raise the bound as far as weights can, or to the cutoff."""
-        any(self.bound >= cutoff for _ in self.rounds())
-
     def rounds(self) -> Iterator[None]:
         """Raise the bound as far as weights can, with a pause after each of them."""
         if not self.vectors:

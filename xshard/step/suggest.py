@@ -80,8 +80,7 @@ def suggest(
         plans = list[StepPlan]()
         for search in searches:
             near = search.within(allowed(search.problem, hand))
-            for _ in islice(near.rounds(), TRIES if near.vectors else 0):
-                pass
+            list(islice(near.rounds(), TRIES if near.vectors else 0))
             for assignment, vector in near.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))

@@ -99,7 +99,7 @@ class Suggestion(Pictured):
         for other in left[i]:
             search.offer([*chosen[:i], int(other), *chosen[i + 1 :]])
         search.improve()
-        search.relax(search.seconds)
+        any(search.bound >= search.seconds for _ in search.rounds())
         if search.best is None:
             return f"{here}, nothing else fits the memory"
         more = search.seconds - self.seconds
@@ -130,7 +130,7 @@ class Suggestion(Pictured):
         problem = replace(self.search.problem)
         left = limited(problem, StepRules(**rules, once=self.once if once is None else once))
         search = StepSearch(problem, np.inf, left)
-        search.relax()
+        list(search.rounds())
         search.improve()
         if search.best is None:
             hint = "a layout that no rule moves has to be the same in all operations that it reaches"
