@@ -90,7 +90,7 @@ def minimum(
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     """How much more than the minimum any sum is at least, with each value of every variable."""
-    more, outside = dict[int, Floats](), dict[int, Floats]()  # outside: what else a bucket's minimum costs
+    more, outside = dict[int, Floats](), dict[int, Floats]()  # outside: the rest beside a bucket's minimum
     for number, bucket in reversed(list(enumerate(buckets))):
         total = np.asarray(sum(bucket.tables) + outside.pop(number, 0.0))
         for i, least in zip(bucket.parts, bucket.tables, strict=True):
