@@ -96,7 +96,7 @@ START: dict[str, dict[str, Any]] = {
         "transfers/*/bound_bytes": 100,
         "transfers/*/across_bytes/xshard": 102,
     },
-    "suggest": {"cases/*/rules": 12, "cases/*/planning_s": 5.0, "cases/*/planning_bytes": 2**20},
+    "suggest": {"cases/*/gap": 0.005},
     "torch_redistribute": {
         "ends/*/faster_than": {"DTensor": 3.0, "by hand": 1.0},
         "memory": [
