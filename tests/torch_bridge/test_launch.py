@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.runtimes.test_processes import has_ended
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.testing import RankError, run_ranks
+from xshard.runtimes.backends import backend_named
 
 
 def _one_fails() -> None:
@@ -31,6 +32,20 @@ def _one_is_killed() -> None:
 def _one_hangs() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
+
+
+def _measured() -> tuple[int, list[float]]:
+    seconds = backend_named("torch").ask(
+        2, "worker.seconds_of_products", 2, 8, ("float32",), 1, timeout_s=60.0
+    )
+    return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()), seconds
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in Linux only")
+def test_ranks_measure_themselves_and_start_no_others() -> None:
+    """Four ranks that each start four more measure a machine with a quarter of the cores."""
+    (children, seconds), other = on_ranks(2, _measured)
+    assert children == other[0] == 0 and seconds == other[1] and seconds[0] > 0
 
 
 def test_a_failing_rank_ends_the_others() -> None:

@@ -88,7 +88,8 @@ def _rank(
     try:
         # All ranks are on this machine: without this gloo listens where its host name leads others.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        # Measuring inside a rank measures these ranks, as after torchrun, and starts no others.
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "RANK": str(rank), "WORLD_SIZE": str(n)}
         _begin(_PATIENCE * timeout_s, init_method=f"file://{folder}/store", rank=rank, world_size=n)
         Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
         dist.barrier()  # no rank closes its connections while another still needs them

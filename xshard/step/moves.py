@@ -16,7 +16,6 @@ from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.op import COPY, REPLICAS, SUM, Flags, Floats, Ints, Ways, layout_of, product, without_copies
 
-Term = Floats | float
 Line = tuple[int, float, int, float]  # elements and seconds at both ends of a range
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
@@ -117,6 +116,12 @@ class MovePrices:
         return np.where(received > 0, launch + near.latency_s, 0.0), per_byte * itemsize(self.dtype)
 
     @cached_property
+    def far(self) -> Flags:
+        """Which axes are over slower links than others."""
+        axes, *_, far = self._levels
+        return np.isin(range(len(self.mesh.axes)), np.array(axes)[far])
+
+    @cached_property
     def _levels(self) -> tuple[list[int], Floats, list[Link], Flags]:
         """For every axis, in parts if some of its devices share a node: number, size, link, is it slow."""
         fabric, axes = self.profile.fabric(self.mesh), self.mesh.axes
@@ -152,10 +157,10 @@ def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
 class Edge:
     """The moves of an array from the options of one node to the options of another.
 
-    indices: for every option of each node its row, or its column. layouts: for rows and columns. terms: for a
-    part of the cost, how much of the forward and of the backward seconds it gets by rows, and more, if it
-    is among the first. A linear move has a backward pass. place: the module or array at which a rule can say
-    the move, as it enters or leaves; "" if it is between equal layouts only: others are `banned`.
+    indices: for every option of each node its row, or its column. layouts: for rows and columns. moved: the
+    parts of the cost with seconds; shares: how much they get of the forward and of the backward ones, by
+    rows. more: tables of other parts. A linear move has a backward pass. place: the module or array at
+    which a rule can say it, as it enters or leaves; "": only equal layouts, others are `banned`.
     """
 
     nodes: tuple[int, int]
@@ -163,20 +168,20 @@ class Edge:
     layouts: tuple[Ways, Ways]
     shape: tuple[int, ...]
     moves: MovePrices
-    terms: InitVar[Mapping[int, tuple[Term, Term, Floats | None]]]
+    moved: InitVar[tuple[int, int]]
+    shares: Floats
+    more: InitVar[Mapping[int, Floats]]
     is_linear: bool = True
     place: str = ""
     enters: bool = False
     parts: Ints = field(init=False)
     banned: Flags = field(init=False)
 
-    def __post_init__(self, terms: Mapping[int, tuple[Term, Term, Floats | None]]) -> None:
+    def __post_init__(self, moved: tuple[int, int], more: Mapping[int, Floats]) -> None:
         src, dst = self.layouts
         self._seconds, self._planned = self.moves.table(src, dst, self.shape, self.is_linear)
-        self.parts, every = np.array(list(terms)), np.zeros(len(src))
-        self._shares = np.array([[every + f, every + b] for f, b, _ in terms.values()])
-        more = [np.broadcast_to(own, self._planned.shape) for *_, own in terms.values() if own is not None]
-        self._more = np.array(more).reshape(-1, *self._planned.shape)
+        self.parts = np.array([*more, *moved])
+        self._more = np.array([*more.values()]).reshape(-1, *self._planned.shape)
         plain = dst if self.is_linear else without_copies(dst)
         self.banned = (src[:, None] != plain).any(-1) & (not self.place)
 
@@ -187,9 +192,7 @@ class Edge:
 
     def of(self, i: Ints, j: Ints) -> Floats:
         """The parts of moves from rows to columns."""
-        parts = (self._shares[:, :, i] * self._seconds[:, i, j]).sum(1)
-        parts[: len(self._more)] += self._more[:, i, j]
-        return np.asarray(parts)
+        return np.concatenate([self._more[:, i, j], (self.shares[:, :, i] * self._seconds[:, i, j]).sum(1)])
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""
@@ -205,7 +208,7 @@ class Edge:
 
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
-        shares = np.tensordot(weights[self.parts], self._shares, 1)[:, :, None]
-        more = np.tensordot(weights[self.parts[: len(self._more)]], self._more, 1)
-        total = (shares * self._seconds).sum(0) + more
+        more, moved = np.split(weights[self.parts], [len(self._more)])
+        seconds = (np.tensordot(moved, self.shares, 1)[:, :, None] * self._seconds).sum(0)
+        total = seconds + np.tensordot(more, self._more, 1)
         return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]

@@ -2,7 +2,8 @@
 
 The parts of each block are for one micro-batch and one layer: seconds of computing and of moving, forward
 and backward; bytes of activations that are saved or computed again, of parameters that are gathered for each
-use or once, of gradients, and of their sums on the way. Parts of the whole step follow (`WEIGHTS`, ...).
+use and of their gradients with the messages, of those gathered once, of gradients, and of their sums on the
+way. Parts of the whole step follow (`WEIGHTS`, ...).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from xshard.layout import Mesh
 from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.cost import Cost
-from xshard.step.moves import Edge, MovePrices, Term
+from xshard.step.moves import Edge, MovePrices
 from xshard.step.op import COPY, REPLICAS, Floats, Ints, Op, distinct, options_of, product, without_copies
 from xshard.step.step import TrainingStep, shape_of
 
-COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, HELD, GATHERED, GRADIENTS, SUMS = PARTS = range(10)
+COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, *_ = PARTS = range(11)
+RECEIVED, SENT, GATHERED, GRADIENTS, SUMS = PARTS[AGAIN + 1 :]
 WEIGHTS, STATE, OPTIMIZER = range(-3, 0)  # of the whole step
 EFFICIENCY = 0.72  # of the peak rate, for products
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
@@ -146,19 +148,19 @@ class StepProblem:
         rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
-        kept = [o in step.by_name and step.by_name[o].kind != "share" for o in op.operands]
+        makers = [step.by_name.get(name) for name in op.operands]
+        kept = [maker is not None and maker.kind != "share" for maker in makers]
         saved = sum(local[i] for i in op.kept if i == len(kept) or kept[i])
         saved = saved + itemsize(step.dtype) * op.inner * space / split
+        entering = [i for i, maker in enumerate(makers) if maker and maker.times != op.times]
+        on_the_way = sum(2 * local[i] for i in entering if op.operands[i] in step.differentiable)  # gradients
         if op.kind == "loss":
-            values[:, self.part(op, AGAIN)] = local[0]  # the gradient of the logits
+            on_the_way = on_the_way + local[0]  # of the logits
             saved *= 3 if itemsize(step.dtype) < 4 else 1  # in float32, too
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
-        if recomputed:
-            values[:, self.part(op, SAVED)] = local[-1] * (op.kind == "carry")
-            values[:, self.part(op, AGAIN)] = saved
-        else:
-            values[:, self.part(op, SAVED)] = saved
+        values[:, self.part(op, AGAIN)] = on_the_way + recomputed * saved
+        values[:, self.part(op, SAVED)] = local[-1] * (op.kind == "carry") if recomputed else saved
         return Node(op.name, ways, values)
 
     @cached_property
@@ -181,36 +183,43 @@ class StepProblem:
         entered = step.module(op, left=False) if k == 0 and name not in step.parameters else ""
         if op.again and name != op.again:  # the first of repeated blocks
             entered = spellings(entered)[0].replace("*", "0")
-        once: Term = often
-        again: Term = often * (self.recompute and op.times > 1)
-        terms = dict[int, tuple[Term, Term, Floats | None]]()
+        once, more = np.ones(len(rows[0])), dict[int, Floats]()
+        again = once * (self.recompute and op.times > 1)
         if src.kept is not None:
-            rows, each = (src.ways[:, -1], np.arange(len(src.ways))), src.kept == EACH
-            once, again = np.where(each, 1.0, 1 / self.micro_batches), np.where(each, 1.0, 0.0)
-            gathered = (src.ways != without_copies(used)).any(-1)
-            elements = self._bytes(used, shape_of(op.arrays[k], self.lengths), 1)
-            each, is_first = each[:, None], step.consumers(name)[0] is op
-            is_once = ~each & is_first
-            held = np.where(gathered, itemsize(step.dtype) * elements, 0)
-            terms[self.part(op, HELD)] = 0.0, 0.0, each * held
-            terms[self.part(op, GATHERED)] = 0.0, 0.0, is_once * held
-            gradient, later = self.optimizer_bytes[0], (src.ways == REPLICAS) & (used == COPY)
-            both = max(2 * itemsize(step.dtype) - gradient, 0)  # a share and its sum, beyond one gradient
-            stored = is_first * self._bytes(src.ways[:, -1], self.shape(name), 1)[:, None]
-            terms[self.part(op, SUMS)] = 0.0, 0.0, both * later.any(-1) * stored
-            if self.micro_batches > 1:
-                terms[self.part(op, GRADIENTS)] = 0.0, 0.0, gradient * is_once * elements
+            rows, again = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH) * 1.0
+            once, more = np.maximum(again, 1 / self.micro_batches), self._bytes_of_parameter(src, op, k, used)
         elif op.kind == "loss":  # the gradient of the logits on arrival
             arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
-            terms[self.part(op, AGAIN)] = 0.0, 0.0, arrives * (rows[0][:, None] != used).any(-1)
-        terms[self.part(op, MOVED)] = once, 0.0, None
-        terms[self.part(op, MOVED_BACK)] = again, once, None
+            more = {self.part(op, AGAIN): arrives * (rows[0][:, None] != used).any(-1)}
         is_linear = name in step.differentiable
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
-        shape, indices, layouts = self.shape(name), (rows[1], columns), (rows[0], used)
-        place = entered or place
-        return Edge(numbers, indices, layouts, shape, self.moves, terms, is_linear, place, bool(entered))
+        moved, shares = (self.part(op, MOVED), self.part(op, MOVED_BACK)), [[once, 0 * once], [again, once]]
+        indices, layouts, often_by_rows = (rows[1], columns), (rows[0], used), often * np.array(shares)
+        how = is_linear, entered or place, bool(entered)
+        return Edge(numbers, indices, layouts, self.shape(name), self.moves, moved, often_by_rows, more, *how)
+
+    def _bytes_of_parameter(self, src: Node, op: Op, k: int, used: Ints) -> dict[int, Floats]:
+        """Parts for each option of a parameter and each layout in which an operation uses it."""
+        size, gradient = itemsize(self.step.dtype), self.optimizer_bytes[0]
+        halfway = np.where(self.moves.far, used, src.ways)  # slow links are first
+        own = np.where(used == REPLICAS, src.ways, used)  # of equal gradients, before others are added
+        shape = shape_of(op.arrays[k], self.lengths)
+        whole, received, sent = (self._bytes(ways, shape, size) for ways in (used, halfway, own))
+        stored = self._bytes(src.ways, self.shape(src.name), size)
+        gathered = (src.ways != without_copies(used)).any(-1)
+        twice = (halfway != src.ways).any(-1) & (halfway != used).any(-1)
+        later = ((src.ways == REPLICAS) & (used == COPY)).any(-1)
+        kept, is_first = np.asarray(src.kept), self.step.consumers(src.name)[0] is op
+        each, once = (kept == EACH)[:, None], is_first * (kept == KEPT)[:, None]
+        more = {
+            RECEIVED: each * gathered * (2 * whole + twice * received),
+            SENT: each * gathered * (whole + 2 * sent),
+            GATHERED: once * gathered * whole,
+            GRADIENTS: (self.micro_batches > 1) * once * whole * gradient / size,
+            SUMS: is_first * later * stored * max(2 - gradient / size, 0),  # a share and its sum
+        }
+        return {self.part(op, part): n for part, n in more.items()}
 
     def vectors(self, assignment: Sequence[int], node: int = -1) -> Floats:
         """The parts of the cost of an assignment; of a node, with each of its options in its place.
@@ -250,21 +259,21 @@ class StepProblem:
     def moments(self) -> Floats:
         """Bytes that a device holds, at every moment that may have the most: a sum of parts in each row.
 
-        In the backward pass of each block the first layer begins, with its parameters received and put
-        together, or also the next one's received; it ends, with gradients whole, sent and received; the last
-        layer ends. At the end gradients are summed where they were not.
+        In the backward pass of each block the first layer begins, with its parameters received; it ends,
+        with gradients whole, sent and received; the last layer ends. At the end gradients are summed where
+        they were not.
         """
         every = self.of_blocks * self.times[:, None, None]
-        saved, again, held, gathered, gradients, sums = (every[:, i] for i in range(SAVED, SUMS + 1))
+        saved, again, received, sent, gathered, gradients, sums = (every[:, i] for i in PARTS[SAVED:])
         many = self.micro_batches > 1
         there = gathered if many else gradients  # with sums, after the backward pass
         always = self.unit[[WEIGHTS, STATE]].sum(0) + many * gradients.sum(0)
         rows = [always + (sums + there).sum(0)]
         for k, times in enumerate(self.times):
             around = always + (saved + gathered)[:k].sum(0) + (sums + there)[k + 1 :].sum(0)
-            whole = (3 * held[k] + (0 if many else 2 * gathered[k])) / times
+            whole = (sent[k] + (0 if many else 2 * gathered[k])) / times
             rows += [
-                around + saved[k] + gathered[k] + (again[k] + 2 * held[k]) / times,
+                around + saved[k] + gathered[k] + (again[k] + received[k]) / times,
                 around + saved[k] * (1 - 1 / times) + gathered[k] + whole,
                 around + whole + there[k] * (many or 1 - 1 / times),
             ]
@@ -276,8 +285,8 @@ class StepProblem:
         computing, moving = sums[[COMPUTED, MOVED]] + sums[[COMPUTED_BACK, MOVED_BACK]]
         seconds = {"computing": computing, "moving": moving, "optimizer": vector[OPTIMIZER]}
         most = self.moments[(self.moments @ vector).argmax()] * vector
-        saved, again, beside, gathered, gradients, on_the_way = (self.of_blocks @ most).sum(0)[SAVED:]
-        held = {"parameters": most[WEIGHTS] + gathered, "gradients": gradients + on_the_way}
-        held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": again + beside}
+        saved, *running, gathered, gradients, sums = (self.of_blocks @ most).sum(0)[SAVED:]
+        held = {"parameters": most[WEIGHTS] + gathered, "gradients": gradients + sums}
+        held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": sum(running)}
         held = {kind: int(n) for kind, n in held.items()}
         return {kind: float(s) for kind, s in seconds.items()}, held
