@@ -44,10 +44,21 @@ class Cost:
 
     def mixture(self, vectors: Floats) -> tuple[float, Floats]:
         """The cost of the best mixture of vectors, and the shares that prove it."""
+        n, t, limits = map(len, (vectors, self.times, self.limited))
         scale = float(self.of(vectors).min()) or 1.0
-        solved = optimizer().linprog(**program([vectors], (), self, scale))
-        shares, exceeded = np.split(-solved.ineqlin.marginals, [-len(self.limited)])
-        return scale * float(solved.fun), np.append(shares, scale * exceeded)
+        above = (self.weighed(scale) @ vectors.T).reshape(-1, n)
+        under = np.tile(-np.eye(t, t + 1), (len(above) // t, 1))
+        exceeded = np.append(np.zeros((limits, t)), -np.ones((limits, 1)), 1)
+        table = np.block([[above, under], [self.limited @ vectors.T, exceeded]])
+        most, all_shares = np.repeat([0.0, 1.0], [len(above), limits]), np.arange(n + t + 1)[None] < n
+        seconds = np.concatenate([vectors @ self.linear / scale, np.ones(t), [TOO_MUCH]])
+        solved = optimizer().linprog(seconds, table, most, all_shares, [1.0])
+        shares, worth = np.split(-solved.ineqlin.marginals, [-limits])
+        return scale * float(solved.fun), np.append(shares, scale * worth)
+
+    def weighed(self, scale: float) -> Floats:
+        """The rows of all maxima, times how often they count, over the scale: [rows, maxima, parts]."""
+        return np.asarray((self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1))
 
     def weights(self, shares: Floats) -> tuple[Floats, float]:
         """Weights of parts and a constant: `weights @ v - constant` is at most the cost within the limits.
@@ -78,34 +89,12 @@ def solve_program(
     """The cheapest assignment within all limits, None if none is found, and a lower bound of the cost of all.
 
     values: for each node the parts of every option. scale: about the cost. most_nodes: nodes of the search
-    tree after which it ends; gap: the share of the cost that it may leave.
-    """
-    linear, scipy = program(values, pairs, cost, scale), optimizer()
-    starts = np.cumsum([0, *map(len, values)])
-    equal = scipy.LinearConstraint(linear["A_eq"], linear["b_eq"], linear["b_eq"])
-    below = scipy.LinearConstraint(linear["A_ub"], -np.inf, linear["b_ub"])
-    solved = scipy.milp(
-        linear["c"],
-        integrality=np.arange(len(linear["c"])) < starts[-1],  # flows are whole where options are
-        bounds=scipy.Bounds(0, np.append(np.full(len(linear["c"]) - 1, np.inf), 0)),  # no limit is exceeded
-        constraints=[equal, below],
-        options={"node_limit": most_nodes, "mip_rel_gap": gap},
-    )
-    bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
-    if solved.x is None:
-        return None, bound
-    return [int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)], bound
-
-
-def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float) -> dict[str, Any]:
-    """A linear program, as scipy's `linprog` takes it, of costs over the scale: tolerances are for about 1.
-
-    Variables: a share of each option, flows between the rows and the columns of pairs, maxima, and by how
-    much a limit is exceeded.
+    tree after which it ends; gap: the share of the cost that it may leave. Tolerances are for costs of
+    about 1. Variables: a share of each option, flows between the rows and the columns of pairs, and maxima.
     """
     from scipy import sparse
 
-    starts, n_nodes = np.cumsum([0, *map(len, values)]), len(values)
+    scipy, starts, n_nodes = optimizer(), np.cumsum([0, *map(len, values)]), len(values)
     n, rows = int(starts[-1]), n_nodes
     parts = [sparse.csc_array(np.concatenate(values).T)]
     same = [(np.repeat(np.arange(n_nodes), np.diff(starts)), np.arange(n), np.ones(n))]  # shares: 1 in all
@@ -121,19 +110,20 @@ def program(values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale:
             rows += size
         n += len(row)
     row, column, sign = map(np.concatenate, zip(*same, strict=True))
-    table, t, limits = sparse.hstack(parts).tocsr(), len(cost.times), len(cost.limited)
-    weighed = (cost.maxima * cost.times[:, None, None] / scale).swapaxes(0, 1)
-    most = sparse.hstack([-sparse.eye_array(t), sparse.csr_array((t, 1))])
-    above = [sparse.hstack([sparse.csr_array(each) @ table, most]) for each in weighed]
-    exceeded = sparse.hstack([sparse.csr_array((limits, t)), sparse.csr_array(-np.ones((limits, 1)))])
-    limited = sparse.hstack([sparse.csr_array(cost.limited) @ table, exceeded])
-    return {
-        "c": np.concatenate([cost.linear @ table / scale, np.ones(t), [TOO_MUCH]]),
-        "A_ub": sparse.vstack([*above, limited]),
-        "b_ub": np.repeat([0.0, 1.0], [len(above) * t, limits]),
-        "A_eq": sparse.csr_array((sign, (row, column)), shape=(rows, n + t + 1)),
-        "b_eq": np.repeat([1.0, 0.0], [n_nodes, rows - n_nodes]),
-    }
+    table, t = sparse.hstack(parts).tocsr(), len(cost.times)
+    above = [sparse.hstack([each @ table, -sparse.eye_array(t)]) for each in cost.weighed(scale)]
+    limited = sparse.hstack([cost.limited @ table, sparse.csr_array((len(cost.limited), t))])
+    equal, ones = sparse.csr_array((sign, (row, column)), shape=(rows, n + t)), np.arange(rows) < n_nodes
+    solved = scipy.milp(
+        np.append(cost.linear @ table / scale, np.ones(t)),
+        integrality=np.arange(n + t) < starts[-1],  # flows are whole where options are
+        constraints=[(sparse.vstack(above), -np.inf, 0), (limited, -np.inf, 1), (equal, ones, ones)],
+        options={"node_limit": most_nodes, "mip_rel_gap": gap},
+    )
+    bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
+    if solved.x is None:
+        return None, bound
+    return [int(np.argmax(solved.x[a:b])) for a, b in pairwise(starts)], bound
 
 
 def optimizer() -> Any:

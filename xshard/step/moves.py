@@ -209,6 +209,6 @@ class Edge:
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
         """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
         more, moved = np.split(weights[self.parts], [len(self._more)])
-        seconds = (np.tensordot(moved, self.shares, 1)[:, :, None] * self._seconds).sum(0)
-        total = seconds + np.tensordot(more, self._more, 1)
+        total = ((moved @ self.shares.reshape(2, -1)).reshape(2, -1, 1) * self._seconds).sum(0)
+        total += (more @ self._more.reshape(len(more), total.size)).reshape(total.shape)
         return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]
