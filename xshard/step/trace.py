@@ -38,16 +38,15 @@ class Trace:
     dims: dict[str, Names] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
 
     def input(self, name: str, shape: Sequence[int]) -> str:
         """An array of the batch; returns its name."""
         names = list[str]()
         for n in shape:
             names.append(self._fresh("b" if n == self.batch and not names else f"s{n}", n, names))
-        self.inputs[name], self.shapes[name] = " ".join(names), (*shape,)
-        self.dims[name] = [[each] for each in names]
+        self.inputs.append(name)
+        self.dims[name], self.shapes[name] = [[each] for each in names], (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
@@ -75,10 +74,8 @@ class Trace:
                 taken.append(self._fresh(known or f"n{n}", n, taken))
                 meaning[letter].append(taken[-1])
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
-        sides = [[*map(grouped, names)] for names in named]
-        for operand, own, side in zip(operands, named, sides, strict=False):
-            if operand not in self.dims:
-                self.dims[operand], self.parameters[operand] = own, " ".join(side)
+        for operand, own in zip(operands, named, strict=False):
+            self.dims.setdefault(operand, own)
         if how.get("rules") is not None:
             counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
             first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
@@ -86,7 +83,8 @@ class Trace:
             how["rules"] = tuple(tuple(s[way] if way >= 0 else way for s, way in rule) for rule in rules)
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
-        self.ops.append(Op(name, Written(sides).text, tuple(operands), op.kind, whole, **how))
+        text = Written([[*map(grouped, names)] for names in named]).text
+        self.ops.append(Op(name, text, tuple(operands), op.kind, whole, **how))
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 
@@ -97,8 +95,10 @@ class Trace:
             if op.name in needed:
                 needed.update(op.operands)
                 ops.insert(0, op)
-        used = [{n: text for n, text in x.items() if n in needed} for x in (self.inputs, self.parameters)]
-        return TrainingStep(ops, self.lengths, used[0], used[1], "b", self.dtype, moves_anywhere)
+        made = {op.name for op in ops}
+        texts = {x: " ".join(map(grouped, dims)) for x, dims in self.dims.items() if x in needed - made}
+        inputs = {name: texts.pop(name) for name in self.inputs if name in texts}
+        return TrainingStep(ops, self.lengths, inputs, texts, "b", self.dtype, moves_anywhere)
 
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
