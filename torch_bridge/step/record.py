@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, linked
+from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.classes import Written, letters
@@ -107,19 +107,15 @@ class StepRecorder(TorchDispatchMode):
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        op, how = call.op, dict[str, Any]()
+        op, is_constant = call.op, all(each in self.constants for each in operands)
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
-        is_constant = all(each in self.constants for each in operands)
-        if links:
-            ndims = (len(self.trace.shapes[array]) for array in links)
-            sides = zip(ndims, links.values(), strict=True)
-            arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
-            op, how["rules"] = linked(op, list(arrays))
-            operands += links
         if is_constant:
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self.constants.add(name)
-        self.trace.add(name, op, operands, out.shape, **how)
+        for k, (array, dims) in enumerate(links.items()):
+            beside = [dims.get(d, f"w{k}_{d}") for d in range(len(self.trace.shapes[array]))]
+            op = op._replace(arrays=[*op.arrays[:-1], beside, op.arrays[-1]], links=k + 1)
+        self.trace.add(name, op, [*operands, *links], out.shape)
         self.known[id(out)] = out, name
 
     def name_of(self, x: Tensor) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from xshard.step.classes import Written, common_factors, grouped
-from xshard.step.op import Op
+from xshard.step.op import COPY, REPLICAS, SUM, Op
 from xshard.step.step import TrainingStep
 
 Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
@@ -76,15 +76,12 @@ class Trace:
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
         for operand, own in zip(operands, named, strict=False):
             self.dims.setdefault(operand, own)
-        if how.get("rules") is not None:
-            counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
-            first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
-            rules = (zip(first, rule, strict=True) for rule in how["rules"])
-            how["rules"] = tuple(tuple(s[way] if way >= 0 else way for s, way in rule) for rule in rules)
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
         text = Written([[*map(grouped, names)] for names in named]).text
-        self.ops.append(Op(name, text, tuple(operands), op.kind, whole, **how))
+        made = Op(name, text, tuple(operands), op.kind, whole, **how)
+        first = {names[0] for names in meaning.values()}  # an axis shards the first of several names
+        self.ops.append(replace(made, rules=_linked(made, op.links, first)) if op.links else made)
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 
@@ -120,6 +117,26 @@ class Trace:
             name = f"{wanted.partition('_')[0]}_{i}"
         self.lengths[name] = n
         return name
+
+
+def _linked(op: Op, links: int, first: Collection[str]) -> tuple[tuple[int, ...], ...]:
+    """The rules of an operation beside its last operands, which it only reads lengths from.
+
+    An axis shards the same in both; beside that, it does anything in them.
+    """
+    *operands, result = op.dims
+    own = {name for dims in (*operands[:-links], result) for name in dims}
+    rules = list[tuple[int, ...]]()
+    for rule in op.axis_rules:
+        named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
+        ways = []
+        for dims in operands[-links:]:
+            same = [d for d, name in enumerate(dims) if name in named]
+            free = [d for d, name in enumerate(dims) if name in first and name not in own]
+            ways.append(same or [REPLICAS, SUM, COPY, *free])
+        if named <= own.intersection(first):
+            rules += [(*rule[: -links - 1], *each, rule[-1]) for each in product(*ways)]
+    return tuple(rule for rule in rules if {*rule} != {REPLICAS})
 
 
 def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
