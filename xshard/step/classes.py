@@ -20,8 +20,8 @@ Places = Sequence[Sequence[int | None]]  # of dims of arrays in the result
 class Written(NamedTuple):
     """An operation as for `Trace.add`, on as many first operands as it has arrays, the result's beside.
 
-    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name. links: of so
-    many operands, the last ones, only lengths are read.
+    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name. links: how
+    many operands, the last ones, are there for their lengths alone.
     """
 
     arrays: Sequence[Sequence[str]]
