@@ -11,7 +11,7 @@ from typing import Any
 
 from xshard.step.classes import FREE, Shape, Written, aligned, along, convolution, placed, view
 
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written]
+Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written | None]  # None: no rule is known
 
 
 _INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
@@ -35,8 +35,8 @@ def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | 
     shown = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not shown:
         return placed([], out, [], "source")
-    if primitive in TABLE:
-        return TABLE[primitive](params, shown, out)
+    if primitive in TABLE and (row := TABLE[primitive](params, shown, out)):
+        return row
     if primitive not in ELEMENTWISE:
         return placed(shown, out, [[None] * len(shape) for shape in shown], "opaque")
     # Partial sums may pass sums of arrays, and products with numbers.
@@ -58,12 +58,6 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
         b[j] = a[i]
     free = [x for i, x in enumerate(a) if i not in (*left, *rows)] + [x for x in b if x not in a]
     return Written([a, b, [*(a[i] for i in rows), *free]], "contraction")
-
-
-def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    if params["batch_group_count"] > 1:
-        return placed(shapes, out, [[None] * len(shape) for shape in shapes], "opaque")
-    return convolution(shapes, out, params["feature_group_count"], params["dimension_numbers"])
 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
@@ -105,7 +99,11 @@ def _rows(names: str, row: Row) -> dict[str, Row]:
 TABLE: Mapping[str, Row] = {
     **_rows("expand_dims reshape squeeze", lambda _, s, out: view(s[0], out)),
     "dot_general": _product,
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": lambda p, s, out: (
+        convolution(s, out, p["feature_group_count"], p["dimension_numbers"])
+        if p["batch_group_count"] == 1
+        else None
+    ),
     "gather": _gathered,
     "broadcast_in_dim": lambda p, s, out: placed(s, out, [p["broadcast_dimensions"]], **FREE),
     "transpose": lambda p, s, out: placed(s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE),

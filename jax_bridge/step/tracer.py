@@ -130,39 +130,27 @@ def evaluate(
     arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
     named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
     for place, eqn in places(jaxpr, prefix):
-        params, kind, body = eqn.params, eqn.primitive.name, body_of(eqn)
-        inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
-        values = [jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v] for v in eqn.invars]
-        inner = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-        run = partial(evaluate, change, late, f"{place}.", *inner)
-        if kind == "scan":
-            results = _scan(run, params, place, inputs, values)
-        elif kind in ("checkpoint", "remat2"):
-            how = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
-            kept = [before[v] if x in late else y for v, x, y in zip(eqn.invars, inputs, values, strict=True)]
-            results = jax.checkpoint(partial(run, inputs), **how)(*kept)
-        elif kind in ("jit", "pjit"):
-            results = run(inputs, *values)
-        else:
-            variables = [v for v in eqn.invars if not is_number(v)]
-            alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn])
-            results = jax.core.eval_jaxpr(alone, (), *(arrays[v] for v in variables))
+        variables, there = [v for v in eqn.invars if not is_number(v)], arrays
+        if (kind := eqn.primitive.name) in ("scan", "checkpoint", "remat2", "jit", "pjit"):
+            inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
+            if kind == "scan":
+                n, n_carries = scan_counts(eqn.params)
+                inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
+            elif kind in ("checkpoint", "remat2"):
+                there = {v: before[v] if named.get(v) in late else x for v, x in arrays.items()}
+            eqn = _changed(eqn, partial(evaluate, change, late, f"{place}."), inputs)
+        alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn])
+        results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
         for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
             arrays[v] = change(f"{place}:{i}" if i else place, x)
-    return [v.val if is_number(v) else arrays[v] for v in jaxpr.outvars]
+    return [jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
 
-def _scan(
-    run: Callable[..., list[Any]], params: Any, place: str, inputs: Sequence[str], values: Sequence[Any]
-) -> list[Any]:
-    n, n_carries = scan_counts(params)
-    m = n + n_carries
-    names = [*inputs[:n], *(f"{place}.carry.{i}" for i in range(n_carries)), *inputs[m:]]
-
-    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(names, *values[:n], *carry, *xs)
-        return results[:n_carries], results[n_carries:]
-
-    how = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacks = jax.lax.scan(step, list(values[n:m]), list(values[m:]), **how)
-    return [*carry, *stacks]
+def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
+    """An equation with another jaxpr inside it: the same one, as it runs with the changes."""
+    body = eqn.params["jaxpr"]
+    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    types = (v.aval for v in jaxpr.invars)
+    structs = (jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type) for each in types)
+    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*structs)
+    return eqn.replace(params={**eqn.params, "jaxpr": new.jaxpr if jaxpr is body else new})

@@ -90,6 +90,26 @@ def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
     assert rules.outputs["norm"] == "b c -> b c/tp" and rules.inputs["up"] == "b c/tp"
 
 
+def test_a_dim_keeps_its_other_name_in_modules_inside():
+    """The input says s/tp, and rules for the block say nothing about tp: s would stay sharded there."""
+    ops = [
+        Op("embed", "b s, v c -> b s c", ("x", "embed.weight"), "lookup"),
+        Op("block", "b s c -> b s c", ("embed",), "pointwise", enters="block", leaves=""),
+        Op("block.norm", "b s c -> b s c", ("block",), "pointwise", enters="block.norm", leaves=""),
+        Op("loss", "b s c -> ", ("block.norm",), "loss"),
+    ]
+    dims, weights = dict.fromkeys("bscv", 8), {"embed.weight": "v c"}
+    step = TrainingStep(ops, dims, inputs={"x": "b s"}, parameters=weights)
+    problem = StepProblem(step, MovePrices(Mesh(dp=2, tp=2), "float32", load_profile("gloo")))
+    idle, c, s = [-1, -1], [2, -1], [1, -1]  # dp shards c or s, tp does nothing
+    chosen = {"embed.weight": [idle], "embed": [idle] * 3, "block": [c, c], "block.norm": [s, s]}
+    chosen |= {"x": [[-1, 1]], "loss": [s, [-2, -1]]}
+    assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
+    rules = written(problem, assignment)
+    assert rules.inputs[""] == "b s -> b s/tp" and rules.inputs["block"] == "b s_ c -> b s_ c/dp"
+    assert rules.inputs["block.norm"] == "b s_ c/dp -> b s_/dp c"
+
+
 def test_fewer_rules_within_what_they_may_cost(found):
     assert found.seconds <= 1.01 * found.search.seconds and found.gap <= 0.01
     problem, node = found.search.problem, found.search.problem.number["layers.*.gate.weight"]

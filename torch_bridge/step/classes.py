@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, view
-from xshard.step.op import COPY, REPLICAS, SUM, Op
 
 
 def _names(text: str) -> frozenset[str]:
@@ -122,25 +120,6 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     """A bias is added to the last dims of a result, or to the channels of a convolution."""
     places = [[*range(out.ndim)], [1] if is_convolution else [*range(out.ndim - bias.ndim, out.ndim)]]
     return Call([out, bias], placed([out.shape, bias.shape], out.shape, places, **FREE))
-
-
-def linked(op: Written, arrays: Sequence[Sequence[str]]) -> tuple[Written, list[tuple[int, ...]]]:
-    """The operation and its rules beside arrays that it reads lengths from, as operands.
-
-    An axis shards the same in both; beside that, it does anything in the arrays.
-    """
-    *operands, result = op.arrays
-    draft = Op("draft", op.text, ("x",) * len(operands), op.kind, tuple(op.whole))
-    rules = list[tuple[int, ...]]()
-    for rule in draft.axis_rules:
-        named = {dims[way] for dims, way in zip(draft.dims, rule, strict=True) if way >= 0}
-        ways = []
-        for dims in arrays:
-            same = [d for d, name in enumerate(dims) if name in named]
-            free = [d for d, name in enumerate(dims) if name[0] == "w"]
-            ways.append(same or [REPLICAS, SUM, COPY, *free])
-        rules += [(*rule[:-1], *each, rule[-1]) for each in product(*ways)]
-    return op._replace(arrays=[*operands, *arrays, result]), [rule for rule in rules if {*rule} != {REPLICAS}]
 
 
 def _indexed(args: Mapping[str, Any], out: Tensor) -> Call:

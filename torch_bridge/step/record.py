@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torch_bridge.step.classes import Call, attention_call, bias_call, call_of, linked
+from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.classes import Written, letters
@@ -59,8 +59,8 @@ class StepRecorder(TorchDispatchMode):
         self.trace = trace
         self.known = dict[int, tuple[Tensor, str]]()  # with the tensors, so that no other has their id
         self.values, self.constants = dict[int, Tensor](), set[str]()
-        self.path, self.counts = [""], Counter[str]()
-        self.around, self.sizes = list[Any](), tuple[Any, ...]()
+        self.counts, self.sizes = Counter[str](), tuple[Any, ...]()
+        self.around = list[Any]([("", None, None, 0)])  # path, first tensor, its name outside, operations
         self.entered, self.left = dict[str, str](), dict[str, str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +73,7 @@ class StepRecorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             if id(args[0]) not in self.values:
                 hint = "its operations have to be the same for all data"
-                raise PlanError(f"{self.path[-1] or 'the model'} reads numbers from a tensor", hint=hint)
+                raise PlanError(f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint)
             return self.values[id(args[0])].item()
         on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
         out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
@@ -103,23 +103,19 @@ class StepRecorder(TorchDispatchMode):
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
         """An operation, by the name of its module and its own. links: arrays that it reads lengths from."""
-        name = f"{self.path[-1]}:{name}"
+        name = f"{self.around[-1][0]}:{name}"
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        op, how = call.op, dict[str, Any]()
+        op, is_constant = call.op, all(each in self.constants for each in operands)
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
-        is_constant = all(each in self.constants for each in operands)
-        if links:
-            ndims = (len(self.trace.shapes[array]) for array in links)
-            sides = zip(ndims, links.values(), strict=True)
-            arrays = ([dims.get(d, f"w{k}_{d}") for d in range(n)] for k, (n, dims) in enumerate(sides))
-            op, how["rules"] = linked(op, list(arrays))
-            operands += links
         if is_constant:
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self.constants.add(name)
-        self.trace.add(name, op, operands, out.shape, **how)
+        for k, (array, dims) in enumerate(links.items()):
+            beside = [dims.get(d, f"w{k}_{d}") for d in range(len(self.trace.shapes[array]))]
+            op = op._replace(arrays=[*op.arrays[:-1], beside, op.arrays[-1]], links=k + 1)
+        self.trace.add(name, op, [*operands, *links], out.shape)
         self.known[id(out)] = out, name
 
     def name_of(self, x: Tensor) -> str:
@@ -131,16 +127,14 @@ class StepRecorder(TorchDispatchMode):
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a module: inside, its first tensor is the result of an operation of its own."""
         x = first_tensor([*args, *kwargs.values()])
-        self.path.append(path)
-        self.around.append((x, self.known.get(id(x)), len(self.trace.ops)))
+        self.around.append((path, x, self.known.get(id(x)), len(self.trace.ops)))
         if path and x is not None and id(x) in self.known:
             self.add("input", call_of("alias", {"self": x}, x, False), x)
             self.entered[self.known[id(x)][1]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
         """After a module: its result has its name."""
-        self.path.pop()
-        x, before, n = self.around.pop()
+        _, x, before, n = self.around.pop()
         if before is not None and self.known[id(x)][1] in self.entered:
             self.known[id(x)] = before
         name = self.known.get(id(first_tensor(result)), (None, ""))[1]
@@ -230,27 +224,26 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     """Operations by the names of modules that they leave, and the modules that they enter."""
-    ops, enters = {op.name: op for op in step.ops}, dict[str, str]()
+    ops, enters, origins = {op.name: op for op in step.ops}, dict[str, str](), dict[str, str]()
 
     def users(name: str) -> list[Op]:
-        return [op for op in ops.values() if name in op.operands]
+        return [op for op in ops.values() if name in (origins.get(each, each) for each in op.operands)]
 
     for name, path in [pair for pair in recorder.entered.items() if pair[0] in ops]:  # outer modules first
-        (origin,), after = ops[name].operands, users(name)
+        (origin,), after = (origins.get(each, each) for each in ops[name].operands), users(name)
         if len(after) == 1 and after[0].operands[0] == name:
             enters[after[0].name] = path  # until a module inside says its own
         elif len(users(origin)) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
             enters[name] = path
             continue
-        for op in after:
-            operands = (origin if each == name else each for each in op.operands)
-            ops[op.name] = replace(op, operands=tuple(operands))
+        origins[name] = origin
         del ops[name]
     last = {path: name for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in last.items()}
     named = list[Op]()
     for name, op in ops.items():
-        fields: dict[str, Any] = {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}
-        fields["operands"] = tuple(names.get(each, each) for each in op.operands)
-        named.append(replace(op, name=names.get(name, name), **fields))
+        operands = (origins.get(each, each) for each in op.operands)
+        how: Any = {"operands": tuple(names.get(each, each) for each in operands)}
+        how |= {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}
+        named.append(replace(op, name=names.get(name, name), **how))
     return replace(step, ops=named)

@@ -20,7 +20,8 @@ Places = Sequence[Sequence[int | None]]  # of dims of arrays in the result
 class Written(NamedTuple):
     """An operation as for `Trace.add`, on as many first operands as it has arrays, the result's beside.
 
-    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name.
+    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name. links: how
+    many operands, the last ones, are there for their lengths alone.
     """
 
     arrays: Sequence[Sequence[str]]
@@ -28,6 +29,7 @@ class Written(NamedTuple):
     whole: Collection[str] = ()
     work: Mapping[str, Any] = {}
     lengths: Mapping[str, int] = {}
+    links: int = 0
 
     @property
     def text(self) -> str:

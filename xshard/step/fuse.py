@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from operator import mul
-from typing import Any
 
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW, parts_of
@@ -106,7 +105,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
         for d in range(len(arrays[i].dims)):
             here, there = ([span for span in spans[x] if span[0] == d] for x in (i, j))
             places += [(i, d)] if len(here) > 1 and here != there else []
-    split = dict[tuple[str, Any], None]()
+    split = dict[tuple[str, tuple[int, ...]], None]()
     for i, d in places:
         own = [p for p, span in enumerate(spans[i]) if span[0] == d]
         held = tuple(own.index(row[i]) if row[i] in own else REPLICAS for row in rows)
@@ -114,27 +113,27 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     columns = (held for _, held in split)
     rules = ((*(row[i] for i in shown), *more) for row, *more in zip(rows, *columns, strict=True))
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
-    how: dict[str, Any] = {"kind": base.kind, "accesses": base.accesses}
-    if not _is_free(first) and not _is_free(second) and base.kind in LIGHT:
-        how = {"kind": base.kind}
-    elif base.kind in LIGHT and not order:
-        how = {"kind": "source", "accesses": 0.0}
+    kind, accesses = base.kind, base.accesses
+    if kind in LIGHT and not _is_free(first) and not _is_free(second):
+        accesses = None
+    elif kind in LIGHT and not order:
+        kind, accesses = "source", 0.0
     space = _elements([arrays[i] for i in shown], step.lengths)
     spaces = [(op, _elements(op.arrays, step.lengths)) for op in (first, second)]
-    if flops := sum(op.work.flops * n for op, n in spaces):
-        how["flops"] = flops / space
     return Op(
         name=second.name,
         text=f"{', '.join(str(arrays[i]) or '()' for i in order)} {ARROW} {arrays[shown[-1]]}",
         operands=tuple(name[i] for i in order),
+        kind=kind,
         rules=tuple(rule for rule in dict.fromkeys(rules) if {*rule} != {REPLICAS}),
         times=second.times,
         enters=entered[0] if before == 0 and entered[0] else "" if k == 0 else entered[1],
         leaves=step.module(second, left=True),
         keeps=tuple(place for place, i in enumerate(shown) if i in keeps),
+        flops=sum(op.work.flops * n for op, n in spaces) / space or None,
+        accesses=accesses,
         inside=tuple(text for text, _ in split),
         inner=(inner + sum(op.inner * n for op, n in spaces)) / space,
-        **how,
     )
 
 

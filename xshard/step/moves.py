@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from xshard.plans.plan import find_plan
 from xshard.search.request import Request
 from xshard.step.op import COPY, REPLICAS, SUM, Flags, Floats, Ints, Ways, layout_of, product, without_copies
 
+Ends = tuple[tuple[int, tuple[int, int]], ...]  # an axis, and what it does before a move and after it
 Line = tuple[int, float, int, float]  # elements and seconds at both ends of a range
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
@@ -28,12 +29,11 @@ def dual(ways: Ways) -> Ways:
 
 @dataclass(eq=False)
 class MovePrices:
-    """The seconds of moves on one mesh, each planned once."""
+    """The seconds of moves on one mesh."""
 
     mesh: Mesh
     dtype: str
     profile: Profile
-    _known: dict[tuple[object, ...], Line] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], tuple[Floats, Flags]] = field(default_factory=dict)
 
     def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
@@ -57,32 +57,9 @@ class MovePrices:
         left = {a: pair for a, pair in left.items() if a in moving}
         before = range(min((d for pair in left.values() for d in pair if d >= 0), default=0))
         octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
-        n, low, m, high = self._line(left, all(lengths[d] == 1 for d in before), octave)
+        move = tuple(left.items()), all(lengths[d] == 1 for d in before), octave
+        n, low, m, high = _line(self.mesh, self.dtype, self.profile, *move)
         return low + (high - low) * max(elements - n, 0) / (m - n)
-
-    def _line(self, ends: dict[int, tuple[int, int]], first: bool, octave: int) -> Line:
-        """Elements and seconds at both ends of a range, of a move that only these axes take part in."""
-        key = (*ends.items(), first, octave)
-        if key not in self._known:
-            axes = tuple(self.mesh.axes[a] for a in ends)
-            mesh = Mesh({axis: self.mesh.size(axis) for axis in axes})
-            touched = sorted({d for pair in ends.values() for d in pair if d >= 0})
-            shape = [math.prod(self.mesh.sizes[a] for a, e in ends.items() if d in e) for d in touched]
-            shape = [*([] if first else [LEADING]), *shape]
-            place = {d: i + (not first) for i, d in enumerate(touched)}
-            names = [f"d{i}" for i in range(len(shape) + 1)]
-            sides = ([place.get(e[i], e[i]) for e in ends.values()] for i in (0, 1))
-            src, dst = (layout_of(side, names, axes) for side in sides)
-            machine, devices = self.profile.along(axes, self.mesh), range(mesh.n_devices)
-            each = math.prod(shape) * mesh.n_devices  # so many rows of another dim fit all axes
-            rows = [max(1, 2 ** (octave + i) // each) * mesh.n_devices for i in (0, OCTAVES // 2, OCTAVES)]
-            shapes = [(*shape, n) for n in rows]
-            request = Request(src, dst, mesh, mesh, devices, devices, shapes[1], self.dtype, machine)
-            plan = find_plan(request)
-            low, high = (replace(plan, shape=each).cost for each in (shapes[0], shapes[2]))
-            n = math.prod(shapes[0])
-            self._known[key] = n, low, max(math.prod(shapes[2]), n + 1), high
-        return self._known[key]
 
     def table(self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool) -> tuple[Floats, Flags]:
         """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
@@ -131,6 +108,26 @@ class MovePrices:
         far = np.array([link.bytes_per_s < fastest for link in links])
         sizes = np.array([span.size for span in spans], dtype=float)
         return [axes.index(span.axis) for span in spans], sizes, links, far
+
+
+@lru_cache(maxsize=2**14)
+def _line(mesh: Mesh, dtype: str, profile: Profile, ends: Ends, first: bool, octave: int) -> Line:
+    """A move that only some axes take part in. first: nothing but dims of length 1 is before its dims."""
+    axes = tuple(mesh.axes[a] for a, _ in ends)
+    part, sizes = Mesh({axis: mesh.size(axis) for axis in axes}), [mesh.sizes[a] for a, _ in ends]
+    touched = sorted({d for _, pair in ends for d in pair if d >= 0})
+    shape = [math.prod(n for n, (_, e) in zip(sizes, ends, strict=True) if d in e) for d in touched]
+    shape = [*([] if first else [LEADING]), *shape]
+    place = {d: i + (not first) for i, d in enumerate(touched)}
+    names = [f"d{i}" for i in range(len(shape) + 1)]
+    src, dst = (layout_of([place.get(pair[i], pair[i]) for _, pair in ends], names, axes) for i in (0, 1))
+    each = math.prod(shape) * part.n_devices  # so many rows of another dim fit all axes
+    rows = (max(1, 2 ** (octave + i) // each) * part.n_devices for i in (0, OCTAVES // 2, OCTAVES))
+    small, middle, large = ((*shape, n) for n in rows)
+    plan = find_plan(Request.on(part, src, dst, middle, dtype, profile.along(axes, mesh)))
+    low, high = (replace(plan, shape=each).cost for each in (small, large))
+    n = math.prod(small)
+    return n, low, max(math.prod(large), n + 1), high
 
 
 def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:

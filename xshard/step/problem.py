@@ -30,6 +30,7 @@ COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, *_ = PARTS = range(11)
 RECEIVED, SENT, GATHERED, GRADIENTS, SUMS = PARTS[AGAIN + 1 :]
 WEIGHTS, STATE, OPTIMIZER = range(-3, 0)  # of the whole step
 EFFICIENCY = 0.72  # of the peak rate, for products
+FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
 EACH, KEPT = range(2)  # a parameter is gathered for each use, or once per step
 
 
@@ -110,30 +111,24 @@ class StepProblem:
         """The number of every node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
-    @cached_property
-    def optimizer_bytes(self) -> tuple[int, int]:
-        """For each parameter the bytes of its gradient, and of moments and a copy in full precision."""
-        full = max(4, itemsize(self.step.dtype))
-        return full, full * (2 + (itemsize(self.step.dtype) < full))
-
     def _bytes(self, ways: Ints, shape: Sequence[int], each: int) -> Floats:
         """Bytes that a device holds of an array, with so many for each element."""
         return each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
 
     def _stored(self, name: str) -> Node:
-        shape, names, (gradient, state) = self.shape(name), self.names(name), self.optimizer_bytes
+        shape, names, size = self.shape(name), self.names(name), itemsize(self.step.dtype)
         storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
         ways = options_of(storing, dict(zip(names, shape, strict=True)), self.mesh)
         if name in self.step.inputs:
             return Node(name, ways, np.zeros((len(ways), len(self.unit))))
         kept, ways = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1))
         values = np.zeros((len(ways), len(self.unit)))
-        first = self.step.consumers(name)[0]
+        first, gradient = self.step.consumers(name)[0], max(FULL, size)
         of_layer = self._bytes(ways[:, -1], shape, gradient)
         values[:, self.part(first, GRADIENTS)] = of_layer * ((kept == EACH) | (self.micro_batches == 1))
         local = of_layer * first.times / gradient
-        values[:, WEIGHTS] = itemsize(self.step.dtype) * local
-        values[:, STATE] = state * local
+        values[:, WEIGHTS] = size * local
+        values[:, STATE] = gradient * (2 + (size < FULL)) * local  # moments, and a copy in full precision
         touched = 7 * gradient  # itself, both moments and the parameter are read, the last three written
         values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
@@ -156,7 +151,7 @@ class StepProblem:
         on_the_way = sum(2 * local[i] for i in entering if op.operands[i] in step.differentiable)  # gradients
         if op.kind == "loss":
             on_the_way = on_the_way + local[0]  # of the logits
-            saved *= 3 if itemsize(step.dtype) < 4 else 1  # in float32, too
+            saved *= 3 if itemsize(step.dtype) < FULL else 1  # in float32, too
         values[:, self.part(op, COMPUTED)] = seconds
         values[:, self.part(op, COMPUTED_BACK)] = seconds * (work.backward + recomputed)
         values[:, self.part(op, AGAIN)] = on_the_way + recomputed * saved
@@ -201,7 +196,7 @@ class StepProblem:
 
     def _bytes_of_parameter(self, src: Node, op: Op, k: int, used: Ints) -> dict[int, Floats]:
         """Parts for each option of a parameter and each layout in which an operation uses it."""
-        size, gradient = itemsize(self.step.dtype), self.optimizer_bytes[0]
+        size, gradient = itemsize(self.step.dtype), max(FULL, itemsize(self.step.dtype))
         halfway = np.where(self.moves.far, used, src.ways)  # slow links are first
         own = np.where(used == REPLICAS, src.ways, used)  # of equal gradients, before others are added
         shape = shape_of(op.arrays[k], self.lengths)

@@ -77,9 +77,8 @@ def _block(
     every = {*step.parameters}.union(*((op.name, op.enters or "", op.leaves or "") for op in step.ops))
     taken = {path for name in every for path in accumulate(name.split("."), "{}.{}".format)}
     for column in (run[i::size] for i in range(size)):
-        star = _starred([op.name for op in column], taken)
-        is_new = star and star not in new.values()
-        new |= dict.fromkeys((op.name for op in column), star if is_new else column[0].name)
+        own = [op.name for op in column]
+        new |= dict.fromkeys(own, _starred(own, taken) or own[0])
         for each in zip(*(op.operands for op in column), strict=True):
             if each[0] in step.parameters:
                 new |= dict.fromkeys(each, _starred(each, taken))

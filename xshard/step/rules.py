@@ -11,7 +11,7 @@ import numpy as np
 
 from xshard.errors import NotationError, located
 from xshard.layout import Layout
-from xshard.models import rule_of, use_of
+from xshard.models import ActivationRule, inside, rule_of, use_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, RulesLike, spellings, text_of
 from xshard.step.moves import Edge
@@ -38,9 +38,7 @@ class StepRules(NamedTuple):
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
     step, nodes = problem.step, problem.nodes
-    arriving = dict[str, Layout]()
-    varying = {"": frozenset[str]()}  # axes along which activations differ, by module
-    known: dict[str, dict[str, set[str]]] = {"": {}}  # axes of dims by name, by module
+    arriving, known = dict[str, Layout](), {"": Layout(())}  # known: activations by module, all named dims
     entered, needed, outputs, once, roots = Texts(), set[str](), Texts(), Texts(), Texts()
     parameters = dict[str, tuple[Layout, Layout]]()
     for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
@@ -53,10 +51,9 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
         if source.name in step.inputs:
             src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
             roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
-            varying[""] |= {*src.axes}
-            known[""] |= {dim.name: set(dim.axes) for dim in src.dims}
-        around, named = _around(edge.place, varying), {*src.axes, *dst.axes}
-        stay = {name for each in around for name, axes in known[each].items() if axes - named}
+            known[""] = inside(ActivationRule(src, src, ""), known[""])
+        around, named = _around(edge.place, known), {*src.axes, *dst.axes}
+        stay = {dim.name for each in around for dim in known[each].dims if {*dim.axes} - named}
         # Dims that are sharded over axes that are not named would stay so under their names.
         src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
         place, start, op = edge.place, src, step.by_name[nodes[edge.nodes[1]].name]
@@ -66,16 +63,15 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
             # A module with parameters has a rule if activations differ along more axes than around it.
             weights = [n for n in op.operands if n in step.parameters and op.operands[0] == source.name]
             place, start, named = "".join(weights[:1]).rpartition(".")[0], dst, {*dst.axes}
-            around = _around(place, varying)
-            if step.moves_anywhere or not any(named - varying[each] for each in around):
+            around = _around(place, known)
+            if step.moves_anywhere or not any(named.difference(known[each].axes) for each in around):
                 place = ""
         if place and place not in entered:
             entered[place] = _text(start, dst)
-            inside = [varying[each] - named | {*dst.axes} for each in around]
-            if start != dst or inside != [varying[each] for each in around]:
+            there = [inside(ActivationRule(start, dst, ""), known[each]) for each in around]
+            if start != dst or any({*a.axes} != {*known[b].axes} for a, b in zip(there, around, strict=True)):
                 needed.add(place)
-                varying[place] = inside[0]
-                known[place] = {dim.name: set(dim.axes) for dim in dst.dims}
+                known[place] = there[0]
         maker = step.by_name.get(source.name)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))
@@ -84,23 +80,23 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
     inputs = {n: text for n, text in inputs.items() if n not in own and first.get(n) not in inputs}
-    used = {name: _used(name, *texts, varying) for name, texts in parameters.items()}
+    used = {name: _used(name, *texts, known) for name, texts in parameters.items()}
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(own), **_merged(inputs)})
     return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
 
 
-def _around(path: str, varying: Mapping[str, frozenset[str]]) -> list[str]:
+def _around(path: str, known: Mapping[str, Layout]) -> list[str]:
     """The nearest module with a rule around a module or a parameter, or itself; and the first block's."""
     paths = dict.fromkeys((path, spellings(path)[0].replace("*", "0")))
-    return [[name for name in varying if f"{each}.".startswith(name and f"{name}.")][-1] for each in paths]
+    return [[name for name in known if f"{each}.".startswith(name and f"{name}.")][-1] for each in paths]
 
 
-def _used(name: str, src: Layout, dst: Layout, varying: Mapping[str, frozenset[str]]) -> str:
+def _used(name: str, src: Layout, dst: Layout, known: Mapping[str, Layout]) -> str:
     """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
-    around = {module for each in name.split("|") for module in _around(each, varying)}
-    inside = frozenset[str]().union(*(varying[module] for module in around))
-    tags = ("sum", dst.tagged("sum")), ("mean", tuple(sorted(inside - {*dst.axes})))
+    around = {module for each in name.split("|") for module in _around(each, known)}
+    varying = {axis for module in around for axis in known[module].axes}
+    tags = ("sum", dst.tagged("sum")), ("mean", tuple(sorted(varying - {*dst.axes})))
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
 
 

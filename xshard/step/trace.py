@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from xshard.step.classes import Written, common_factors, grouped
-from xshard.step.op import Op
+from xshard.step.op import COPY, REPLICAS, SUM, Op
 from xshard.step.step import TrainingStep
 
 Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
@@ -38,16 +38,15 @@ class Trace:
     dims: dict[str, Names] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
 
     def input(self, name: str, shape: Sequence[int]) -> str:
         """An array of the batch; returns its name."""
         names = list[str]()
         for n in shape:
             names.append(self._fresh("b" if n == self.batch and not names else f"s{n}", n, names))
-        self.inputs[name], self.shapes[name] = " ".join(names), (*shape,)
-        self.dims[name] = [[each] for each in names]
+        self.inputs.append(name)
+        self.dims[name], self.shapes[name] = [[each] for each in names], (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
@@ -75,18 +74,14 @@ class Trace:
                 taken.append(self._fresh(known or f"n{n}", n, taken))
                 meaning[letter].append(taken[-1])
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
-        sides = [[*map(grouped, names)] for names in named]
-        for operand, own, side in zip(operands, named, sides, strict=False):
-            if operand not in self.dims:
-                self.dims[operand], self.parameters[operand] = own, " ".join(side)
-        if how.get("rules") is not None:
-            counts = [[len(meaning[x]) for dim in dims for x in dim] for dims in arrays]
-            first = [[0, *accumulate(each)] for each in counts]  # an axis shards the first of several names
-            rules = (zip(first, rule, strict=True) for rule in how["rules"])
-            how["rules"] = tuple(tuple(s[way] if way >= 0 else way for s, way in rule) for rule in rules)
+        for operand, own in zip(operands, named, strict=False):
+            self.dims.setdefault(operand, own)
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
-        self.ops.append(Op(name, Written(sides).text, tuple(operands), op.kind, whole, **how))
+        text = Written([[*map(grouped, names)] for names in named]).text
+        made = Op(name, text, tuple(operands), op.kind, whole, **how)
+        first = {names[0] for names in meaning.values()}  # an axis shards the first of several names
+        self.ops.append(replace(made, rules=_linked(made, op.links, first)) if op.links else made)
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 
@@ -97,8 +92,10 @@ class Trace:
             if op.name in needed:
                 needed.update(op.operands)
                 ops.insert(0, op)
-        used = [{n: text for n, text in x.items() if n in needed} for x in (self.inputs, self.parameters)]
-        return TrainingStep(ops, self.lengths, used[0], used[1], "b", self.dtype, moves_anywhere)
+        made = {op.name for op in ops}
+        texts = {x: " ".join(map(grouped, dims)) for x, dims in self.dims.items() if x in needed - made}
+        inputs = {name: texts.pop(name) for name in self.inputs if name in texts}
+        return TrainingStep(ops, self.lengths, inputs, texts, "b", self.dtype, moves_anywhere)
 
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
@@ -120,6 +117,26 @@ class Trace:
             name = f"{wanted.partition('_')[0]}_{i}"
         self.lengths[name] = n
         return name
+
+
+def _linked(op: Op, links: int, first: Collection[str]) -> tuple[tuple[int, ...], ...]:
+    """The rules of an operation beside its last operands, which it only reads lengths from.
+
+    An axis shards the same in both; beside that, it does anything in them.
+    """
+    *operands, result = op.dims
+    own = {name for dims in (*operands[:-links], result) for name in dims}
+    rules = list[tuple[int, ...]]()
+    for rule in op.axis_rules:
+        named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
+        ways = []
+        for dims in operands[-links:]:
+            same = [d for d, name in enumerate(dims) if name in named]
+            free = [d for d, name in enumerate(dims) if name in first and name not in own]
+            ways.append(same or [REPLICAS, SUM, COPY, *free])
+        if named <= own.intersection(first):
+            rules += [(*rule[: -links - 1], *each, rule[-1]) for each in product(*ways)]
+    return tuple(rule for rule in rules if {*rule} != {REPLICAS})
 
 
 def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
