@@ -72,7 +72,7 @@ def test_search_and_plan_count_the_same(text):
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, profile)
     works = {}
-    for placement in shardings.placements():
+    for placement in shardings.placements:
         candidate = CandidateSearch(shardings, prices, "forward+backward").candidate(placement)
         works[tuple(move.dst for move in candidate.moves[:-1])] = candidate.work
     assert works[tuple(move.dst for move in part.moves)] == (1 + len(part.moves)) * part.work

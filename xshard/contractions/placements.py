@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
@@ -17,6 +17,7 @@ from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import remembered
 from xshard.steps.base import axes_of
 
+MAX_PLACEMENTS = 5000  # beyond, searches climb from the arrays' own placements, one change at a time
 Axes = frozenset[str]
 Shards = tuple[Shard, ...]
 Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has partial sums along it
@@ -33,10 +34,13 @@ class DimSharding:
     normal: Shards  # the simplest with the same blocks
 
 
+Dims = tuple[DimSharding, ...]
+
+
 class Placement(NamedTuple):
     """The roles of all axes: shards, axes with their operands of partial sums, copies; busy: not idle."""
 
-    dims: tuple[DimSharding, ...]
+    dims: Dims
     sums: Sums
     copies: tuple[str, ...]
     busy: Axes
@@ -47,7 +51,7 @@ class Placement(NamedTuple):
         return all(dim.fits for dim in self.dims)
 
     @classmethod
-    def of(cls, dims: tuple[DimSharding, ...], sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
+    def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
         """A placement with its busy axes."""
         busy = Axes(copies).union((axis for axis, _ in sums), *(dim.axes for dim in dims))
         return cls(dims, sums, copies, busy)
@@ -56,14 +60,9 @@ class Placement(NamedTuple):
 class OperandSharding(NamedTuple):
     """How an array is sharded: its dims, and the axes that hold its partial sums and its copies."""
 
-    dims: tuple[DimSharding, ...]
+    dims: Dims
     sums: Axes
     copies: Axes
-
-    @property
-    def dual(self) -> OperandSharding:
-        """The sharding of the gradient."""
-        return OperandSharding(self.dims, self.copies, self.sums)
 
 
 class ArrayMove(NamedTuple):
@@ -115,9 +114,10 @@ class EinsumShardings:
         """Every device contracts all."""
         return Placement.of(tuple(self._sharded(d, ()) for d in range(len(self.lengths))))
 
-    def placements(self) -> Iterator[Placement]:
-        """All placements, each once."""
-        return self._extensions(self.idle, Axes(self.axes))
+    @cached_property
+    def placements(self) -> list[Placement]:
+        """All placements, each once; of more than `MAX_PLACEMENTS`, one more than that."""
+        return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """The placements in which one axis, with the axes of its shard, does something else."""
@@ -209,20 +209,24 @@ class EinsumShardings:
     def endpoints(self) -> tuple[OperandSharding, ...]:
         """The operands as they are given, then the result as it is wanted."""
         endpoints = []
-        for positions, array in zip(self._positions, self.arrays, strict=True):
+        for (_, positions), array in zip(self._positions, self.arrays, strict=True):
             dims = (self._sharded(d, dim.shards) for d, dim in zip(positions, array.normal.dims, strict=True))
             tagged = (array.layout.tagged(*kinds) for kinds in (("sum", "mean"), ("copy",)))
             endpoints.append(OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged)))
         return tuple(endpoints)
 
-    def sharding_at(self, placement: Placement, i: int) -> OperandSharding:
-        """An operand as it is contracted in the placement; -1 is the local result."""
-        dims, copies = tuple([placement.dims[d] for d in self._positions[i]]), Axes(placement.copies)
-        others = placement.busy.difference(*(dim.axes for dim in dims))
+    def places(self, placement: Placement) -> list[tuple[int, Dims, Sums, tuple[str, ...], Axes]]:
+        """The operands and the local result, -1, in a placement: their dims, and the roles of other axes."""
+        dims, roles = placement.dims, placement[1:]
+        return [(i, tuple([dims[d] for d in positions]), *roles) for i, positions in self._positions]
+
+    def local(self, i: int, dims: Dims, sums: Sums, copies: Sequence[str], busy: Axes) -> OperandSharding:
+        """An operand as it is contracted in such a place; -1 is the local result."""
+        others = busy.difference(*[dim.axes for dim in dims])
         if i < 0:
-            return OperandSharding(dims, others - copies, copies)
-        sums = Axes(axis for axis, owner in placement.sums if owner == i)
-        return OperandSharding(dims, sums, others - sums)
+            return OperandSharding(dims, others.difference(copies), Axes(copies))
+        own = Axes([axis for axis, owner in sums if owner == i])
+        return OperandSharding(dims, own, others - own)
 
     def move(self, i: int, local: OperandSharding, sums: Sums) -> ArrayMove:
         """The move of operand `i` to where it is contracted; -1 is the result, from there."""
@@ -235,10 +239,10 @@ class EinsumShardings:
         return ArrayMove(*endpoints, array.shape)
 
     @cached_property
-    def _positions(self) -> list[list[int]]:
-        """The positions of each array's dims among all dims."""
-        names = list(self.lengths)
-        return [[names.index(name) for name in array.layout.names] for array in self.arrays]
+    def _positions(self) -> list[tuple[int, list[int]]]:
+        """The number of each array, and the positions of its dims among all dims."""
+        names, numbers = list(self.lengths), (*range(len(self.operands)), -1)
+        return [(i, [names.index(name) for name in self.arrays[i].layout.names]) for i in numbers]
 
     @cached_property
     def has_means(self) -> bool:
@@ -253,7 +257,7 @@ class EinsumShardings:
     def flops(self, placement: Placement) -> int:
         """Floating point operations of the busiest device."""
         has_sum = len(self.result.shape) < len(self.lengths)
-        return operations((dim.rows for dim in placement.dims), len(self.operands), has_sum=has_sum)
+        return operations([dim.rows for dim in placement.dims], len(self.operands), has_sum=has_sum)
 
 
 def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from xshard.contractions.placements import ArrayMove, DimSharding, OperandSharding
+from xshard.contractions.placements import ArrayMove, Axes, Dims, DimSharding
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.dtypes import itemsize
@@ -23,23 +23,22 @@ BACKWARD = 2.5  # operations of attention's backward pass for each forward one: 
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
 
 Shape = tuple[int, ...]
+End = tuple[Dims, Axes]  # how an array is sharded before or after a move, and its partial sums
 Make = Callable[[], ArrayMove]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class MoveEstimate:
     """The seconds of a move as far as they are known, at least `least`. make: makes the move when needed."""
 
     least: float
-    before: OperandSharding
-    after: OperandSharding
+    seconds: float
+    before: End
+    after: End
     shape: Shape
     make: Make
     scales: bool  # whether it may multiply by a constant
     level: int = BOUND
-
-    def __post_init__(self) -> None:
-        self.seconds = self.least
 
 
 Leg = tuple[object, ...]  # a move as its cost sees it: without names of dims, and copies are replicas
@@ -59,30 +58,26 @@ class Prices:
         """The cheapest plan of a move."""
         return self.find(Request.on(self.mesh, *move, self.dtype, self.profile))
 
-    def move(
-        self, before: OperandSharding, after: OperandSharding, shape: Shape, means: object, make: Make
-    ) -> MoveEstimate:
+    def move(self, before: End, after: End, shape: Shape, means: object, make: Make) -> MoveEstimate:
         """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
-        leg = before[:2], after[:2], shape, means
+        leg = before, after, shape, means
         if (known := self._moves.get(leg)) is None:
             grid, received = self._grid(shape), self._received(before, after, math.prod(shape))
             start = grid.least_launch + grid.least_latency
             seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
-            known = self._moves[leg] = MoveEstimate(seconds, before, after, shape, make, means is not None)
+            known = self._moves[leg] = MoveEstimate(
+                seconds, seconds, before, after, shape, make, means is not None
+            )
         return known
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
         both = self._state(move.shape, move.before), self._state(move.shape, move.after)
         if move.level == BOUND:
-            move.level, move.seconds = ESTIMATE, max(move.seconds, self._estimate(move.shape, *both))
+            move.level, move.seconds = ESTIMATE, max(move.seconds, estimate(self._grid(move.shape), *both))
         else:
             price = self.plan(move.make()).cost if move.scales else self._price(move.shape, *both)
             move.level, move.seconds = PRICE, price
-
-    @remembered
-    def _estimate(self, shape: Shape, start: State, goal: State) -> float:
-        return estimate(self._grid(shape), start, goal)
 
     def _price(self, shape: Shape, *states: State) -> float:
         grid = self._grid(shape)
@@ -93,29 +88,26 @@ class Prices:
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
         return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
-    def _state(self, shape: Shape, sharding: OperandSharding) -> State:
-        sums = sorted(map(self._grid(shape).axes.index, sharding.sums))
-        return State(tuple([self._cut(shape, dim) for dim in sharding.dims]), tuple(sums))
+    def _state(self, shape: Shape, end: End) -> State:
+        dims, sums = end
+        numbers = sorted(map(self._grid(shape).axes.index, sums))
+        return State(tuple([self._cut(shape, dim) for dim in dims]), tuple(numbers))
 
     @remembered
     def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
         return tuple(map(self._grid(shape).number, dim.normal))
 
-    def _received(self, before: OperandSharding, after: OperandSharding, elements: int) -> int:
+    def _received(self, before: End, after: End, elements: int) -> int:
         """Fewest elements that the busiest device must receive."""
-        if (before.sums or after.sums) and (ended := before.sums - after.sums):
-            kept, n = self._size(after.sums & before.sums), self.mesh.n_devices
-            copies = n // self._size(after.sums.union(*(dim.axes for dim in after.dims)))
-            return least_received(elements, n, self._size(ended), copies, kept)
-        if after.sums and after.sums - before.sums:
+        (src, old), (dst, new) = before, after
+        if ended := old - new:
+            n, size = self.mesh.n_devices, self.mesh.size
+            copies = n // size(*new.union(*(dim.axes for dim in dst)))
+            return least_received(elements, n, size(*ended), copies, size(*new & old))
+        if new - old:
             return 0
-        src, dst = [dim.rows for dim in before.dims], [dim.rows for dim in after.dims]
-        return math.prod(dst) - math.prod(map(min, src, dst))
-
-    @remembered
-    def _size(self, axes: frozenset[str]) -> int:
-        """The number of devices along some axes."""
-        return self.mesh.size(*axes)
+        rows, have = [dim.rows for dim in dst], [dim.rows for dim in src]
+        return math.prod(rows) - math.prod(map(min, rows, have))
 
 
 @lru_cache(maxsize=4096)

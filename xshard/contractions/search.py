@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from xshard.contractions.placements import ArrayMove, EinsumShardings, OperandSharding, Placement, Sums
+from xshard.contractions.placements import MAX_PLACEMENTS, ArrayMove, EinsumShardings, Placement
 from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
 from xshard.search.grid import remembered
 from xshard.search.request import BOTH
 
-MAX_PLACEMENTS = 5000  # beyond, the search climbs from the arrays' own placements, one change at a time
 FINALISTS = 8  # candidates that are priced, the best by estimates first
 SLACK = 1.04  # how much too high an estimate may be
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
@@ -36,19 +35,9 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        return self._total([estimate.seconds for estimate in self.estimates])
+        return self.total([estimate.seconds for estimate in self.estimates])
 
-    @property
-    def least_seconds(self) -> float:
-        """The same by the bounds of all moves."""
-        return self._total([estimate.least for estimate in self.estimates])
-
-    @property
-    def cost(self) -> float:
-        """Seconds without waiting, as far as they are known."""
-        return round(self.work + sum([estimate.seconds for estimate in self.estimates]), 15)
-
-    def _total(self, seconds: list[float]) -> float:
+    def total(self, seconds: list[float]) -> float:
         times = [s for s in seconds if s]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
@@ -56,8 +45,7 @@ class Candidate(NamedTuple):
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
         call, placement = self.shardings, self.placement
-        numbers = (*range(len(call.operands)), -1)
-        return tuple(call.move(i, call.sharding_at(placement, i), placement.sums) for i in numbers)
+        return tuple(call.move(p[0], call.local(*p), placement.sums) for p in call.places(placement))
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
         """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
@@ -78,11 +66,12 @@ class CandidateSearch:
 
     def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
         """Candidates within the operations that no device may exceed, the best first, known to `level`."""
-        placements = list(itertools.islice(self.shardings.placements(), MAX_PLACEMENTS + 1))
+        placements = self.shardings.placements
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
-        flops, most = self.shardings.flops, math.inf if flops_limit is None else flops_limit
-        candidates = self.by_estimates(p for p in placements if flops(p) <= most)
+        if flops_limit is not None:
+            placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
+        candidates = self.by_estimates(placements)
         yield from (self.by_prices(candidates) if level == PRICE else candidates)
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
@@ -133,24 +122,23 @@ class CandidateSearch:
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement, with the estimates as far as they are known."""
-        shardings, estimates, touched = self.shardings, list[MoveEstimate](), 0
-        n, sums = len(shardings.operands), placement.sums if shardings.has_means else None
-        for i in (*range(n), -1):
-            local = shardings.sharding_at(placement, i)
-            touched += shardings.accesses[i] * math.prod([dim.rows for dim in local.dims])
-            estimates += self._estimates(i, local, sums)
-        flops, passes = shardings.flops(placement), 1 + n if self.objective == BOTH else 1
+        shardings, estimates, touched = self.shardings, tuple[MoveEstimate, ...](), 0
+        for place in shardings.places(placement):
+            elements, moves = self._array(*place)
+            touched, estimates = touched + elements, estimates + moves
+        flops, passes = shardings.flops(placement), len(shardings.arrays) if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
-        return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
+        return Candidate(shardings, placement, flops, touched, work, estimates)
 
     @remembered
-    def _estimates(self, i: int, local: OperandSharding, sums: Sums | None) -> list[MoveEstimate]:
-        """The move of operand `i`, and of its gradient back; -1 is the result. sums: if there are means."""
-        endpoint, shape = self.shardings.endpoints[i], self.shardings.arrays[i].shape
-        before, after = (local, local if self.shardings.stays else endpoint) if i < 0 else (endpoint, local)
-        move = partial(self.shardings.move, i, local, sums or ())  # without `self`, which keeps it
-        means = None if sums is None else (i, sums)
-        estimates = [self.prices.move(before, after, shape, means, move)]
-        if self.objective == BOTH:
-            estimates += [self.prices.move(after.dual, before.dual, shape, means, lambda: move().dual)]
-        return estimates
+    def _array(self, i: int, *place: Any) -> tuple[int, tuple[MoveEstimate, ...]]:
+        """Elements touched, and the moves, of operand `i` and its gradient, or of the result, -1."""
+        shardings, (dims, sums, *_) = self.shardings, place
+        local, endpoint = shardings.local(i, *place), shardings.endpoints[i]
+        before, after = (local, local if shardings.stays else endpoint) if i < 0 else (endpoint, local)
+        move = partial(shardings.move, i, local, sums)  # without `self`, which keeps it
+        array = shardings.arrays[i].shape, (i, sums) if shardings.has_means else None
+        moves = [self.prices.move(before[:2], after[:2], *array, move)]
+        if self.objective == BOTH:  # copies are the sums of gradients
+            moves.append(self.prices.move(after[::2], before[::2], *array, lambda: move().dual))
+        return shardings.accesses[i] * math.prod([dim.rows for dim in dims]), tuple(moves)

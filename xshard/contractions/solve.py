@@ -127,8 +127,9 @@ class _Solver:
     def _cost(self, candidate: Candidate) -> float:
         """Seconds by prices, in rounds if they may be."""
         candidate.priced(self.prices)
-        rounds = self.request.overlap != NEVER
-        return self._plan(self._at_once(candidate)).cost if rounds else candidate.cost
+        if self.request.overlap != NEVER:
+            return self._plan(self._at_once(candidate)).cost
+        return round(candidate.work + sum([move.seconds for move in candidate.estimates]), 15)
 
     def _at_once(self, candidate: Candidate) -> ContractionPath:
         """The path of one contraction of all operands."""
@@ -159,7 +160,7 @@ class _Solver:
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(placement)
             # Prices decide about it, not estimates.
-            seconds = in_one_placement.seconds + candidate.least_seconds
+            seconds = in_one_placement.seconds + candidate.total([move.least for move in candidate.estimates])
             in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 
@@ -170,8 +171,7 @@ class _Solver:
         if limit is not None:
             limit -= path.flops + sum(self._least_flops(order)[len(path.steps) + 1 :])
         # A complete path has to be among the best of all orders.
-        most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
-        below = most - path.seconds if is_last else math.inf
+        below = (self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf) - path.seconds
         if below <= 0:
             return
         search = CandidateSearch(pair, self.prices, self.request.objective, below)

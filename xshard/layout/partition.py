@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -86,19 +86,23 @@ def map_of(shard: Shard) -> Owners:
     return owners
 
 
+def _parts(dim: Dim, sizes: Ints) -> Iterator[tuple[Shard, int]]:
+    """Every shard of a dim with the number of its parts; sizes: per axis of `dim.axes`."""
+    left = iter(sizes)
+    return ((shard, math.prod(itertools.islice(left, len(shard.axes)))) for shard in dim.shards)
+
+
 def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
     """The first shard with numbers that do not fit its rows, with the reason; None if all fit."""
-    first = 0
-    for i, shard in enumerate(dim.shards):
+    for i, (shard, n) in enumerate(_parts(dim, sizes)):
         outer = Dim(dim.name, dim.shards[:i])
-        n, first = math.prod(sizes[first : first + len(shard.axes)]), first + len(shard.axes)
         if not shard.numbers or shard.order == "cyclic":
             continue
         if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
         if shard.order == BY and map_of(shard).parts != n:
             return shard, f"'{shard.numbers[0]}' has {map_of(shard).parts} parts, the mesh has {n}"
-        for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
+        for rows in block_lengths(outer, length, tuple(sizes[: len(outer.axes)])):
             if shard.order == INTERVALS:
                 pairs = [p for part in shard.numbers for p in interval_pairs(part)]
                 covered = sorted(pairs)
@@ -151,29 +155,34 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 @lru_cache(maxsize=4096)
 def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
     """The number of the block that owns each row of a dim."""
+    blocks = [np.arange(length)]
+    for shard, n in _parts(dim, sizes):
+        blocks = [rows[row_numbers(cut(len(rows), shard, n, i))] for rows in blocks for i in range(n)]
     owners = np.zeros(length, np.int64)
-    for block, runs in enumerate(all_owned_rows(dim, length, sizes)):
-        owners[row_numbers(runs)] = block
+    for block, rows in enumerate(blocks):
+        owners[rows] = block
     return owners
 
 
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
     """The most rows that any device owns, and whether all own equally many; lists devices only if needed."""
-    left, first = length, 0
-    even: bool | None = True  # None: the blocks of all devices must be compared
-    for shard in dim.shards:
-        n = math.prod(sizes[first : first + len(shard.axes)])
-        first += len(shard.axes)
+    left, even = length, True
+    for shard, n in _parts(dim, sizes):
         if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
-            even = None
-            break
-        even = even and left % n == 0
-        left = -(-left // n)
-    if even is not None:
-        return left, even
-    lengths = set(map(n_rows, all_owned_rows(dim, length, sizes)))
-    return max(lengths), len(lengths) == 1
+            lengths = block_lengths(dim, length, sizes)
+            return max(lengths), len(lengths) == 1
+        left, even = -(-left // n), even and left % n == 0
+    return left, even
+
+
+@lru_cache(maxsize=4096)
+def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
+    """How many rows devices own; a block's parts depend on its length alone, so no rows are listed."""
+    lengths = {length}
+    for shard, n in _parts(dim, sizes):
+        lengths = {n_rows(cut(rows, shard, n, i)) for rows in lengths for i in range(n)}
+    return frozenset(lengths)
 
 
 def _zigzag(length: int, n: int, index: int) -> Runs:

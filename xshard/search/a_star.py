@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xshard.cost.model import LOCAL, too_large
 from xshard.errors import PlanError
-from xshard.search.grid import Grid, State
+from xshard.search.grid import State
 from xshard.search.moves import Move, SearchRoute, move_cost
 from xshard.search.successors import Moves
 from xshard.steps import Permute
@@ -50,10 +50,6 @@ class Search:
     scaled: int = 0
 
     @cached_property
-    def grid(self) -> Grid:
-        return self.route.grid
-
-    @cached_property
     def moves(self) -> Moves:
         return Moves(self.route)
 
@@ -68,14 +64,9 @@ class Search:
         return path
 
     @cached_property
-    def _largest(self) -> int:
-        """Elements of the larger side: no block in between is larger."""
-        return max(self.grid.block(self.route.start), self.grid.block(self.route.goal))
-
-    @cached_property
     def _least_step(self) -> float:
         """Seconds that any step with communication takes, at least."""
-        return self.grid.least_launch + self.grid.least_latency
+        return self.route.grid.least_launch + self.route.grid.least_latency
 
     def _search(self) -> Path | None:
         # A path that comes nearer to the goal with every step is found soon, and bounds the others.
@@ -83,15 +74,15 @@ class Search:
 
     def _explored(self, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""
-        grid, start, goal = self.grid, self.route.start, self.route.goal
+        grid, start, goal = self.route.grid, self.route.start, self.route.goal
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
         held = max(grid.block(start), self.scaled)
         if self.memory_limit is not None and held * grid.itemsize > self.memory_limit:
             return None
-        # A path may hold both blocks at no cost, and any number if a sum ends.
-        both = grid.block(start) + grid.block(goal)
+        # A path may hold both blocks at no cost, and any number if a sum ends; no block in between is larger.
+        both, largest = (of((grid.block(start), grid.block(goal))) for of in (sum, max))
         path = Path(0.0, 0, held, math.inf if set(start.sums) - set(goal.sums) else both, ())
         if start == goal:
             return path
@@ -106,12 +97,15 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not self.moves.complete and len(settled) > MAX_SETTLED:
                 break
-            soonest = round(path.seconds + self._least_exchange, 15)
             for move in self._moves(state, path, best, nearest):
-                is_late = move.kind == "exchange" and reached.get(move.after, _WORST)[0] < soonest
-                if is_late or move.after in settled:
+                if move.after in settled or grid.block(move.after) > largest:
                     continue
-                longer = self._extended(path, state, move, best)
+                soonest = round(path.seconds + self._least(state, move), 15)
+                if soonest > reached.get(move.after, _WORST)[0] or (
+                    best is not None and round(soonest + self._remaining(move.after), 15) > least[0]
+                ):
+                    continue
+                longer = self._extended(path, state, move)
                 if longer is None or (rank := longer.rank()) >= reached.get(move.after, _WORST):
                     continue
                 reached[move.after] = rank
@@ -126,9 +120,9 @@ class Search:
     def _expected(self, state: State) -> float:
         """Seconds that collectives take from a state, if each axis that is to be changed takes one."""
         goal = self.route.goal
-        wanted = self.grid.roles(goal)
+        wanted = self.route.grid.roles(goal)
         ending = sum(a not in goal.sums for a in state.sums)
-        moving = sum(role != wanted.get(axis) for axis, role in self.grid.roles(state).items())
+        moving = sum(role != wanted.get(axis) for axis, role in self.route.grid.roles(state).items())
         return max(self._remaining(state), (ending + moving) * self._least_step)
 
     def _moves(self, state: State, path: Path, best: Path | None, nearest: bool) -> Iterator[Move]:
@@ -141,28 +135,22 @@ class Search:
         # After any other exchange at least one more step communicates: the direct exchange includes all
         # local changes. Only a sum may begin better locally.
         begins = set(self.route.goal.sums) - set(state.sums)
-        least = path.seconds + self._least_exchange + (0.0 if begins else self._remaining(state))
-        if best is None or least < best.seconds:
+        least = path.seconds + self.route.grid.profile.launch("exchange") + self.route.grid.least_latency
+        if best is None or least + (0.0 if begins else self._remaining(state)) < best.seconds:
             yield from self.moves.exchanges(state)
 
-    @cached_property
-    def _least_exchange(self) -> float:
-        """Seconds that an exchange takes before the first byte has come."""
-        return self.grid.profile.launch("exchange") + self.grid.least_latency
+    def _least(self, state: State, move: Move) -> float:
+        """A lower bound for the seconds of a move."""
+        if move.kind == "exchange":
+            return self.route.grid.least_exchange(state, move.after)
+        return 0.0 if move.kind in LOCAL else self._least_step
 
-    def _extended(self, path: Path, state: State, move: Move, best: Path | None) -> Path | None:
-        """The path with a move added, unless it holds too much or cannot beat the best."""
-        if self.grid.block(move.after) > self._largest:
-            return None
-        if best is not None:
-            step_s = self._least_exchange if move.kind == "exchange" else self._least_step
-            least = path.seconds + (0.0 if move.kind in LOCAL else step_s)
-            if least > best.seconds or least + self._remaining(move.after) > best.seconds:
-                return None
+    def _extended(self, path: Path, state: State, move: Move) -> Path | None:
+        """The path with a move added, unless it holds too much."""
         if move.kind == "permute" and not self._permutes(state, move.after):
             return None
-        price = move_cost(self.grid, move, state)
-        if self.memory_limit is not None and price.held * self.grid.itemsize > self.memory_limit:
+        price = move_cost(self.route.grid, move, state)
+        if self.memory_limit is not None and price.held * self.route.grid.itemsize > self.memory_limit:
             return None
         # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
@@ -171,22 +159,24 @@ class Search:
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even shards, looked up for others."""
-        if self.grid.is_regular(state) and self.grid.is_regular(after):
+        if self.route.grid.is_regular(state) and self.route.grid.is_regular(after):
             return True
         try:
-            Permute(self.grid.sharding(after).layout).after(self.grid.sharding(state))
+            Permute(self.route.grid.sharding(after).layout).after(self.route.grid.sharding(state))
         except PlanError:
             return False
         return True
 
     def _remaining(self, state: State) -> float:
         """A lower bound for the seconds of any path from a state to the goal."""
-        return self.grid.least_seconds(state, self.route.goal)
+        grid, goal = self.route.grid, self.route.goal
+        closer = grid.least_reducing(state, goal) if self.moves.complete and state.sums != goal.sums else 0.0
+        return max(grid.least_seconds(state, goal), closer)
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""
         least, path = 0, self._search()
         while path is not None:
-            least = path.held * self.grid.itemsize
+            least = path.held * self.route.grid.itemsize
             path = replace(self, memory_limit=least - 1)._search()
         return least

@@ -93,12 +93,9 @@ class Grid:
         splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
         return self.profile.node_devices if splits else None
 
-    def group(self, axes: Iterable[int]) -> LinkSpans:
-        """The spans of some axes, the slowest first."""
-        return self._group(tuple(axes))
-
     @remembered
-    def _group(self, axes: tuple[int, ...]) -> LinkSpans:
+    def group(self, axes: tuple[int, ...]) -> LinkSpans:
+        """The spans of some axes, the slowest first."""
         names = set(self.names(axes))
         return tuple(span for span in self.fabric.spans if span.axis in names)
 
@@ -180,14 +177,18 @@ class Grid:
         # Uneven blocks would have to be compared one by one, too slow for a bound.
         return max(0, self.block(goal) - self.block(state)) if even is None else even.received
 
-    def _least_reduced(self, state: State, goal: State) -> int:
-        """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""
-        n, ended = self.mesh.n_devices, self.parts(a for a in state.sums if a not in goal.sums)
-        if ended == 1:
-            return 0
-        copies = n // self.parts((*goal.sums, *(a for cut in goal.cuts for a in self.axes_in(cut))))
-        stay = self.parts(a for a in goal.sums if a in state.sums)
-        return least_received(math.prod(self.shape), n, ended, copies, stay)
+    def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
+        """Elements that devices must receive on average if a sum ends, over links of any level or of one: see
+        `bounds.total_elements`. Devices that are connected by other links count as one."""
+        axes = self.ended(state, goal), self.free(goal)
+        spans = ([s.size for s in self.group(a) if level in (None, s.level)] for a in axes)
+        ended, copies = map(math.prod, spans)
+        stay, n = self.parts(a for a in goal.sums if a in state.sums), self.mesh.n_devices
+        return least_received(math.prod(self.shape), n, ended, copies, stay) if ended > 1 else 0
+
+    def ended(self, state: State, goal: State) -> tuple[int, ...]:
+        """The axes along which a sum ends."""
+        return tuple([a for a in state.sums if a not in goal.sums])
 
     def least_crossing(self, state: State, goal: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to a goal."""
@@ -211,6 +212,31 @@ class Grid:
             near = max(0.0, received / fastest - far)
         return self.least_launch + waits + (far + near) * self.itemsize
 
+    @remembered
+    def least_reducing(self, state: State, goal: State) -> float:
+        """A closer bound if sums end: a scatter takes turns with all others, an all-reduce two trees."""
+        links, spans = self.fabric.links, self.group(self.ended(state, goal))
+        launch = min(map(self.profile.launch, ("all_reduce", "reduce_scatter", "exchange")))
+        turns = [min(s.size - 1, 2 * (s.size - 1).bit_length()) * links[s.level].latency_s for s in spans]
+        crossing = 0 if self.nodes else self._least_reduced(state, goal, level=0)
+        received, far = self.least_received(state, goal), crossing / links[0].bytes_per_s
+        near = (received - crossing) / self.fastest if links[0].topology != "port" else 0.0
+        return launch + sum(turns) + (far + max(0.0, near)) * self.itemsize if received else 0.0
+
+    def least_exchange(self, state: State, after: State) -> float:
+        """A lower bound for the seconds of an exchange, without counting its traffic."""
+        begins = set(after.sums) - set(state.sums)  # of a new sum, only some devices receive
+        wanted = senders = 0 if begins else self.parts(self.ended(state, after))
+        kept, is_port = 1, self.fabric.links[0].topology == "port"
+        for d, (a, b) in enumerate(zip(state.cuts, after.cuts, strict=True)):
+            have, want = self.length(d, a)[0], self.length(d, b)[0]
+            wanted, senders, kept = wanted * want, senders * -(-want // max(1, have)), kept * min(have, want)
+        seconds = (
+            wanted / self.profile.copy_bytes_per_s + max(0, wanted - kept) * (not is_port) / self.fastest
+        )
+        waits = self.profile.launch("exchange") + max(1, senders - 1) * self.least_latency
+        return waits + seconds * self.itemsize
+
     @cached_property
     def least_launch(self) -> float:
         """Fewest seconds to start a step that communicates."""
@@ -225,6 +251,11 @@ class Grid:
     def fastest(self) -> float:
         """Bytes per second of the fastest link."""
         return max((link.bytes_per_s for link in self.fabric.links), default=1.0)
+
+    @remembered
+    def seconds(self, kind: str, traffic: Any, block: int, axes: tuple[int, ...], *in_place: bool) -> float:
+        """Seconds of a collective of blocks along some axes."""
+        return self.fabric.seconds(kind, traffic(block, self.group(axes), *in_place), self.itemsize)
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
         """Traffic of an exchange between two states."""

@@ -133,7 +133,7 @@ TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
     "all_reduce": lambda g, m, at, before, _: all_reduce_traffic(before, g.group(m.data[0])),
     "reduce_scatter": lambda g, m, at, before, _: reduce_scatter_traffic(before, *_along(g, *m.data)),
     "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(before, g.group(g.axes_in(m.data[3]))),
-    "permute": lambda g, m, at, before, _: permute_traffic(before, g.group(g.changing(at, m.after))),
+    "permute": lambda g, m, at, before, _: permute_traffic(before, g.group(tuple(g.changing(at, m.after)))),
     "exchange": lambda g, m, at, *_: g.exchange_traffic(at, m.after),
     **dict.fromkeys(("slice", "embed", "mask"), lambda g, m, at, _, after: steps.Traffic(copied=after)),
 }
@@ -163,24 +163,24 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
     if state == goal:
         return 0.0
-    ended = tuple(a for a in state.sums if a not in goal.sums)
-    near = grid.spare(state, goal, grid.changing(state, goal))
-    estimates = [_in_turn(grid, state, goal, axes) for axes in ([(), near] if near else [()])]
+    ended, near = grid.ended(state, goal), grid.spare(state, goal, grid.changing(state, goal))
+    least = min([_in_turn(grid, state, goal, axes) for axes in ([(), near] if near else [()])])
     if not set(goal.sums) - set(state.sums):
         for here, seconds in _scattered(grid, state, goal, ended):
-            estimates.append(seconds + _exchange(grid, here, goal))
+            least = min(least, seconds + _exchange(grid, here, goal, least - seconds))
             for on_way, later in _before_gathers(grid, here, goal):
-                there = min(_exchange(grid, here, on_way), _in_turn(grid, here, on_way, ()))
-                estimates.append(seconds + there + later)
+                if (below := least - seconds - later) > 0:
+                    there = min(_exchange(grid, here, on_way, below), _in_turn(grid, here, on_way, ()))
+                    least = min(least, seconds + there + later)
     pairs = enumerate(zip(state.cuts, goal.cuts, strict=True))
     if state.sums == goal.sums and all(grid.length(d, a) == grid.length(d, b) for d, (a, b) in pairs):
-        estimates.append(move_cost(grid, Move("permute", (), goal), state).seconds)
-    return min(estimates)
+        least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
+    return least
 
 
-def _exchange(grid: Grid, state: State, goal: State) -> float:
-    """Seconds of an exchange to the goal; infinite if its traffic has to be counted per device."""
-    if grid.even_received(state, goal) is None:
+def _exchange(grid: Grid, state: State, goal: State, below: float) -> float:
+    """Seconds of an exchange to the goal; infinite if not below, or to be counted per device."""
+    if grid.least_exchange(state, goal) >= below or grid.even_received(state, goal) is None:
         return math.inf
     return move_cost(grid, Move("exchange", (), goal), state).seconds
 
@@ -192,8 +192,7 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[tuple[Sta
         for d, cut in enumerate(goal.cuts):
             if axes and grid.is_even(d, cut + axes):
                 on_way = goal.with_cut(d, cut + axes)
-                traffic = gather_traffic(grid.block(on_way), grid.group(axes), d == 0)
-                yield on_way, grid.fabric.seconds("all_gather", traffic, grid.itemsize)
+                yield on_way, grid.seconds("all_gather", gather_traffic, grid.block(on_way), axes, d == 0)
                 break
 
 
@@ -213,37 +212,36 @@ def _scattered(grid: Grid, state: State, goal: State, ended: Cut) -> Iterator[tu
 def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> float:
     """Seconds of a slice, reduction, move and gather; `near` replicas take shares in between."""
     old, new = grid.roles(state), grid.roles(goal)
-    ended = [a for a in state.sums if a not in goal.sums]
+    ended = grid.ended(state, goal)
     cut = [a for a in ended if a in new]
     sliced = [a for a in new if a not in old and a not in state.sums]
     moved = [a for a in new if a in old and old[a] != new[a]]
     gathered = [a for a in old if a not in new and a not in goal.sums]
     # A shard in place comes inside of all that the dim keeps; others have to change places afterwards.
     moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
-    block, seconds, price = grid.block(state), 0.0, grid.fabric.seconds
+    block, seconds, price = grid.block(state), 0.0, grid.seconds
     if sliced or near:
         block = max(1, block // grid.parts([*sliced, *near]))
-        seconds += price("slice", Traffic(copied=block), grid.itemsize)
+        seconds += grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
     if ended and (cut or near or gathered):
-        group, first = grid.group(ended), all(new.get(a, (0,))[0] == 0 for a in ended)
-        seconds += price("reduce_scatter", reduce_scatter_traffic(block, group, first), grid.itemsize)
+        first = all(new.get(a, (0,))[0] == 0 for a in ended)
+        seconds += price("reduce_scatter", reduce_scatter_traffic, block, ended, first)
         block = max(1, block // grid.parts(ended))
         gathered += [a for a in ended if a not in new]
     elif ended:
-        seconds += price("all_reduce", all_reduce_traffic(block, grid.group(ended)), grid.itemsize)
+        seconds += price("all_reduce", all_reduce_traffic, block, ended)
     if moved:
-        group = grid.group(moved)
-        ways = [price("all_to_all", all_to_all_traffic(block, group), grid.itemsize)]
+        axes = tuple(moved)
+        ways = [price("all_to_all", all_to_all_traffic, block, axes)]
         if block * grid.parts(moved) <= max(grid.block(state), grid.block(goal)):
-            whole = price("all_gather", gather_traffic(block, group, in_place=False), grid.itemsize)
-            ways.append(whole + price("slice", Traffic(copied=block), grid.itemsize))
+            whole = price("all_gather", gather_traffic, block, axes, False)
+            ways.append(whole + grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize))
         if _permutes(grid, state, goal, grid.parts([*sliced, *near, *ended]), grid.parts([*gathered, *near])):
-            ways.append(price("permute", permute_traffic(block, group), grid.itemsize))
+            ways.append(price("permute", permute_traffic, block, axes))
         seconds += min(ways)
     if gathered or near:
-        group = grid.group([*gathered, *near])
         first = all(old.get(a, (0,))[0] == 0 for a in gathered)
-        seconds += price("all_gather", gather_traffic(block, group, first), grid.itemsize)
+        seconds += price("all_gather", gather_traffic, block, (*gathered, *near), first)
     return seconds
 
 

@@ -47,7 +47,7 @@ def best_sub_axis_path(route: SearchRoute, path: Path, memory_limit: int | None)
     needs = _needs(route)
     if needs is None or not (_cuts_further(needs) or route.spare):
         return None  # equal parts are permuted without sub-axes
-    if _least_seconds(route, needs) >= path.seconds:
+    if route.grid.least_seconds(route.start, route.goal) >= path.seconds:
         return None
     split = tuple(_all_parts(route))
     if not split:
@@ -78,16 +78,6 @@ def _needs(route: SearchRoute) -> tuple[list[int], list[int]] | None:
 
 def _cuts_further(needs: Needs) -> bool:
     return any(n > 1 for more in needs for n in more)
-
-
-def _least_seconds(route: SearchRoute, needs: Needs) -> float:
-    """A lower bound for such paths: elements that must arrive, launches and first latencies."""
-    grid, profile, both = route.grid, route.grid.profile, (route.start, route.goal)
-    far = grid.least_crossing(*both)
-    seconds = profile.launch("permute") + (grid.fabric.links[0].latency_s if far else grid.least_latency)
-    if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
-        seconds += profile.launch("all_gather") + grid.least_latency
-    return seconds + grid.least_received(*both) * grid.itemsize / grid.fastest
 
 
 def _all_parts(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:

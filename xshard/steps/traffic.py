@@ -35,8 +35,7 @@ class Hop(NamedTuple):
     slack: int = 0  # how many fewer its neighbors, within links of this level, receive on average
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The demands of a step on its busiest device, in elements.
 
     received: elements that arrive from other devices.

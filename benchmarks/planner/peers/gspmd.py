@@ -57,7 +57,7 @@ class Collective:
         if self.kind == "all_gather":
             return gather_traffic(self.elements // self.devices, group, in_place=True)
         if self.kind == "all_to_all":  # packed and unpacked by operations of their own
-            return replace(all_to_all_traffic(self.elements, group), copied=0)
+            return all_to_all_traffic(self.elements, group)._replace(copied=0)
         return permute_traffic(self.elements, group)
 
 

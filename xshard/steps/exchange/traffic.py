@@ -181,9 +181,8 @@ def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -
     cell = np.zeros_like(rows[agree])
     for axis, n in zip(mesh.axes, shape, strict=True):
         cell = cell * n + along.get(axis, none)[agree]
-    elements, senders = np.zeros((2, math.prod(shape)), np.int64)
+    elements, senders = np.zeros(math.prod(shape), np.int64), np.bincount(cell, minlength=math.prod(shape))
     np.add.at(elements, cell, rows[agree])
-    np.add.at(senders, cell, 1)
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
