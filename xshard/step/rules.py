@@ -51,11 +51,12 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
         if source.name in step.inputs:
             src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
             roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
-            known[""] = inside(ActivationRule(src, src, ""), known[""])
+            known[""] = _inside(src, src, known[""])
         around, named = _around(edge.place, known), {*src.axes, *dst.axes}
         stay = {dim.name for each in around for dim in known[each].dims if {*dim.axes} - named}
         # Dims that are sharded over axes that are not named would stay so under their names.
-        src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
+        if stay:
+            src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
         place, start, op = edge.place, src, step.by_name[nodes[edge.nodes[1]].name]
         if not edge.enters:
             if place and src != dst:
@@ -68,7 +69,7 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
                 place = ""
         if place and place not in entered:
             entered[place] = _text(start, dst)
-            there = [inside(ActivationRule(start, dst, ""), known[each]) for each in around]
+            there = [_inside(start, dst, known[each]) for each in around]
             if start != dst or any({*a.axes} != {*known[b].axes} for a, b in zip(there, around, strict=True)):
                 needed.add(place)
                 known[place] = there[0]
@@ -84,6 +85,11 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
     entering = Rules({**root, **_merged(own), **_merged(inputs)})
     return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
+
+
+@lru_cache(maxsize=4096)
+def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
+    return inside(ActivationRule(src, dst, ""), outside)
 
 
 def _around(path: str, known: Mapping[str, Layout]) -> list[str]:
