@@ -6,7 +6,7 @@ Equations are operations, inner jaxprs are inlined, and scans are repeated block
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,19 +131,27 @@ def evaluate(
     named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
     for place, eqn in places(jaxpr, prefix):
         variables, there = [v for v in eqn.invars if not is_number(v)], arrays
-        if (kind := eqn.primitive.name) in ("scan", "checkpoint", "remat2", "jit", "pjit"):
-            inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
+        inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
+        kind, run = eqn.primitive.name, partial(evaluate, change, late, f"{place}.")
+        if kind in ("jit", "pjit"):  # inlined: an older partitioner does not look into calls
+            body, values = eqn.params["jaxpr"], (_value(v, arrays) for v in eqn.invars)
+            results = run(body.jaxpr, body.consts, inputs, *values)
+        else:
             if kind == "scan":
                 n, n_carries = scan_counts(eqn.params)
                 inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
             elif kind in ("checkpoint", "remat2"):
                 there = {v: before[v] if named.get(v) in late else x for v, x in arrays.items()}
-            eqn = _changed(eqn, partial(evaluate, change, late, f"{place}."), inputs)
-        alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn])
-        results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
+            own = _changed(eqn, run, inputs) if kind in ("scan", "checkpoint", "remat2") else eqn
+            alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[own])
+            results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
         for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
             arrays[v] = change(f"{place}:{i}" if i else place, x)
-    return [jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v] for v in jaxpr.outvars]
+    return [_value(v, arrays) for v in jaxpr.outvars]
+
+
+def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:
+    return jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v]
 
 
 def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
