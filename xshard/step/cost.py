@@ -43,7 +43,10 @@ class Cost:
         return np.nan_to_num(rank, nan=np.inf)
 
     def mixture(self, vectors: Floats) -> tuple[float, Floats]:
-        """The cost of the best mixture of vectors, and the shares that prove it."""
+        """The cost of the best mixture of vectors, and the shares that prove it.
+
+        Variables of its program: a share of each vector, the maxima, and by how much a limit is exceeded.
+        """
         n, t, limits = map(len, (vectors, self.times, self.limited))
         scale = float(self.of(vectors).min()) or 1.0
         above = (self.weighed(scale) @ vectors.T).reshape(-1, n)
