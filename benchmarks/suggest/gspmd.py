@@ -197,7 +197,7 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     wrong = [f"{r['case']}, {r['way']}, {r['partitioner']}" for r in rows if not r["error"] < TOLERANCE]
     return [
         none_of(WRONG, wrong, len(rows)),
-        mean("received bytes, suggested / without constraints: geometric mean", received, 0.6),
+        mean("received bytes, suggested / without constraints: geometric mean", received, 0.5),
         worst("received bytes, suggested / without constraints: worst", received, 1.0),
         worst("priced seconds, suggested / without constraints: worst", ratios("priced_s"), 1.0),
         worst("measured seconds, suggested / without constraints: worst", ratios("measured_s"), 1.0),

@@ -55,6 +55,7 @@ FAILING = {
     "planner": ["for h100_nvlink: geometric mean", "planned for h100: geometric mean"],  # aims
     "state": ["orbax / ours"],
     "suggest": ["the gap to the bound"],  # of DeepSeek-V3
+    "suggest_gspmd": ["without constraints: geometric mean"],  # 0.51
     "torch_redistribute": ["by hand / ours: worst", "to copy as many bytes, CPU"],
 }
 
@@ -97,6 +98,7 @@ START: dict[str, dict[str, Any]] = {
         "transfers/*/across_bytes/xshard": 102,
     },
     "suggest": {"cases/*/gap": 0.005},
+    "suggest_gspmd": {"steps/20/received_bytes": 2**26},
     "torch_redistribute": {
         "ends/*/faster_than": {"DTensor": 3.0, "by hand": 1.0},
         "memory": [
