@@ -79,9 +79,9 @@ class Trace:
         pairs = ((x, n) for x, names in meaning.items() for n in names)
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
         text = Written([[*map(grouped, names)] for names in named]).text
-        made = Op(name, text, tuple(operands), op.kind, whole, **how)
+        step_op = Op(name, text, tuple(operands), op.kind, whole, **how)
         first = {names[0] for names in meaning.values()}  # an axis shards the first of several names
-        self.ops.append(replace(made, rules=_linked(made, op.links, first)) if op.links else made)
+        self.ops.append(replace(step_op, rules=_linked(step_op, op.links, first)) if op.links else step_op)
         self.dims[name], self.shapes[name] = named[-1], (*shape,)
         return name
 
@@ -92,8 +92,8 @@ class Trace:
             if op.name in needed:
                 needed.update(op.operands)
                 ops.insert(0, op)
-        made = {op.name for op in ops}
-        texts = {x: " ".join(map(grouped, dims)) for x, dims in self.dims.items() if x in needed - made}
+        stored = needed.difference(op.name for op in ops)
+        texts = {x: " ".join(map(grouped, dims)) for x, dims in self.dims.items() if x in stored}
         inputs = {name: texts.pop(name) for name in self.inputs if name in texts}
         return TrainingStep(ops, self.lengths, inputs, texts, "b", self.dtype, moves_anywhere)
 
