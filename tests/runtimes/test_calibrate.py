@@ -30,6 +30,7 @@ RATES = (("bfloat16", 4e11), ("float32", 1e11))
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
 SWAPPED = replace(ONE_LINK, default=SLOW, axes=(("cp", SLOW), ("dp", FAST)))
 IN_ROUNDS = replace(ONE_LINK, rounds=True)
+IN_RINGS = replace(ONE_LINK, ring_s=(("all_gather", 7e-6), ("all_reduce", 5e-6)))
 PORT = replace(SLOW, topology="port")
 OVER_NODES = [replace(ONE_LINK, default=FAST, across=PORT, node_devices=n) for n in (2, 4)]
 
@@ -45,8 +46,8 @@ def timed(profile, plans=None):
 
 @pytest.mark.parametrize(
     "profile",
-    [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, *OVER_NODES],
-    ids=["one link", "two links", "swapped", "rounds", "half an axis is a node", "an axis is a node"],
+    [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, IN_RINGS, *OVER_NODES],
+    ids=["one link", "two links", "swapped", "rounds", "rings", "half an axis is a node", "an axis is a node"],
 )
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
     """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""

@@ -90,6 +90,7 @@ def profile_of(name: str, text: str) -> Profile:
             rounds=data.get("rounds", False),
             flops_per_s=tuple(sorted(data.get("flops_per_s", {}).items())),
             disk=Link(**data["disk"]) if data.get("disk") else None,
+            ring_s=tuple(sorted(data.get("ring_s", {}).items())),
         )
     except ProfileError:
         raise

@@ -61,6 +61,8 @@ class Profile:
     consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
     inside: for axes named there, how many consecutive positions share a node, if not all do.
     launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
+    ring_s: seconds of each round of a collective that runs as a ring, by kind, beside its messages: n - 1
+    rounds among n devices, twice as many for an all-reduce.
     copy_bytes_per_s: local packing speed.
     flops_per_s: floating point operations per second of one device in matrix products, by dtype; other
     dtypes have the rate of float32.
@@ -81,6 +83,7 @@ class Profile:
     rounds: bool = False
     flops_per_s: tuple[tuple[str, float], ...] = ()
     disk: Link | None = None
+    ring_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for field, fits in (
@@ -89,6 +92,7 @@ class Profile:
             ("node_devices", self.node_devices is None or (whole_number(self.node_devices) or 0) > 0),
             ("inside", all((whole_number(n) or 0) > 0 for _, n in self.inside)),
             ("launch_s", all(0 <= _number(s) < math.inf for _, s in self.launch_s)),
+            ("ring_s", all(0 <= _number(s) < math.inf for _, s in self.ring_s)),
             ("copy_bytes_per_s", _number(self.copy_bytes_per_s) > 0),
             ("rounds", isinstance(self.rounds, bool)),
         ):
@@ -152,6 +156,11 @@ class Profile:
     def _launches(self) -> dict[str, float]:
         return dict(self.launch_s)
 
+    @cached_property
+    def rings(self) -> dict[str, float]:
+        """`ring_s` by kind."""
+        return dict(self.ring_s)
+
     def launches(self, kind: str, traffic: Traffic) -> int:
         """How many collectives a step of a kind starts."""
         if kind in LOCAL:
@@ -182,7 +191,7 @@ class Profile:
     def to_json(self) -> str:
         """The profile as text; in a file, `load_profile` reads it back."""
         data = asdict(self)
-        for pairs in ("launch_s", "axes", "inside", "flops_per_s"):
+        for pairs in ("launch_s", "ring_s", "axes", "inside", "flops_per_s"):
             data[pairs] = dict(data[pairs])
         if math.isinf(self.copy_bytes_per_s):
             data["copy_bytes_per_s"] = None
@@ -206,6 +215,7 @@ class Fabric:
         total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
         if kind not in LOCAL:
             total += self.profile.launch(kind) * self.profile.launches(kind, traffic)
+            total += self.profile.rings.get(kind, 0.0) * traffic.rounds
         for hop in traffic.hops:
             link, way = self.link(hop), 1.0
             if link.topology == "ring" and kind in DIRECT:

@@ -16,12 +16,13 @@ from xshard.cost.model import Link, Profile
 from xshard.errors import XshardError
 from xshard.plans.plan import Plan
 
-Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
+Column = tuple[str, str]  # launch and round of a kind; latency and seconds per byte of an axis; copy
 _SHARED, _ACROSS = "", "between nodes"  # the one link of all axes, if they share one, or of nodes
 _GAIN = 0.9  # axes get links of their own if the error is then smaller by this factor
 _TURNS = 30  # rounds of reweighting, after which the constants no longer change
 _FAR = 0.1  # logarithms of ratios up to here count squared
 _DIGITS = 4  # significant digits of a constant: it is not known better
+_NO_TIME = 1e-12  # seconds of a round that costs no measurable time
 _NO_LIMIT = 1e15  # bytes per second of a link, if its bytes cost no measurable time
 
 
@@ -107,6 +108,8 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
         row["copy", ""] += known.copied(traffic) * plan.itemsize
         if launches := known.launches(step.kind, traffic):
             row["launch", step.kind] += launches
+        if traffic.rounds:
+            row["round", step.kind] += traffic.rounds
         for hop in traffic.hops:
             leaves = known.across is not None and fabric.link(hop) == known.across
             link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
@@ -148,6 +151,7 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         links[axis] = Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT), kind)
     across = links.pop(_ACROSS, None)
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
+    rounds = [(kind, _rounded(s)) for (what, kind), s in found.items() if what == "round" and s > _NO_TIME]
     return replace(
         about,
         across=across,
@@ -157,6 +161,7 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         # So is a kind of step.
         launch_s=tuple(sorted({**launches, "other": max(launches.values())}.items())),
         copy_bytes_per_s=speed(("copy", ""), math.inf),
+        ring_s=tuple(sorted(rounds)),
     )
 
 

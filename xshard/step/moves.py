@@ -36,8 +36,10 @@ class MovePrices:
     profile: Profile
     _tables: dict[tuple[object, ...], tuple[Floats, Flags]] = field(default_factory=dict)
 
-    def price(self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int]) -> float:
-        """Seconds of a move of an array of global lengths, by the planner."""
+    def price(
+        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
+    ) -> float:
+        """Seconds of a move of an array of global lengths, by the planner. share: of what moves together."""
         pairs = [tuple(map(int, without_copies(list(ways)))) for ways in (src, dst)]
         endpoints = list(zip(*pairs, strict=True))
         if pairs[0] == pairs[1]:
@@ -47,7 +49,8 @@ class MovePrices:
             touching = [a for a, pair in enumerate(endpoints) if d in pair]
             differ = next((i for i, a in enumerate(touching) if endpoints[a] != (d, d)), len(touching))
             apart |= set(touching[:differ])
-        elements = math.prod(lengths) / math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
+        blocks = math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
+        elements = math.prod(lengths) / share / blocks
         left = {a: pair for a, pair in enumerate(endpoints) if a not in apart}
         moving = {a for a, pair in left.items() if pair != (REPLICAS, REPLICAS)}
         axes, _, _, far = self._levels
@@ -57,20 +60,23 @@ class MovePrices:
         left = {a: pair for a, pair in left.items() if a in moving}
         before = range(min((d for pair in left.values() for d in pair if d >= 0), default=0))
         octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
-        move = tuple(left.items()), all(lengths[d] == 1 for d in before), octave
+        move = tuple(left.items()), share == 1 and all(lengths[d] == 1 for d in before), octave
         n, low, m, high = _line(self.mesh, self.dtype, self.profile, *move)
-        return low + (high - low) * max(elements - n, 0) / (m - n)
+        return share * (low + (high - low) * max(elements - n, 0) / (m - n))
 
-    def table(self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool) -> tuple[Floats, Flags]:
+    def table(
+        self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool, share: float
+    ) -> tuple[Floats, Flags]:
         """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
 
         All moves between the same layouts have one table, whatever the step and the number of micro-batches.
         """
-        key, elements = (src.tobytes(), dst.tobytes(), shape, is_linear), math.prod(shape)
+        key, elements = (src.tobytes(), dst.tobytes(), shape, is_linear, share), math.prod(shape)
         if key not in self._tables:
             start, each = self.bounds(src, dst)
             back, each_back = self.bounds(dual(dst), dual(src))
-            seconds = np.stack([start + each * elements, (back + each_back * elements).T * is_linear])
+            forward, backward = share * start + each * elements, share * back + each_back * elements
+            seconds = np.stack([forward, backward.T * is_linear])
             self._tables[key] = seconds, np.zeros(start.shape, bool)
         return self._tables[key]
 
@@ -156,7 +162,7 @@ class Edge:
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. moved: the
     parts of the cost with seconds; shares: how much they get of the forward and of the backward ones, by
-    rows. more: tables of other parts. A linear move has a backward pass. place: the module or array at
+    rows. more: tables of other parts. share: of the elements that move together, in one collective. A linear move has a backward pass. place: the module or array at
     which a rule can say it, as it enters or leaves; "": only equal layouts, others are `banned`.
     """
 
@@ -168,6 +174,7 @@ class Edge:
     moved: InitVar[tuple[int, int]]
     shares: Floats
     more: InitVar[Mapping[int, Floats]]
+    share: float = 1.0
     is_linear: bool = True
     place: str = ""
     enters: bool = False
@@ -176,7 +183,7 @@ class Edge:
 
     def __post_init__(self, moved: tuple[int, int], more: Mapping[int, Floats]) -> None:
         src, dst = self.layouts
-        self._seconds, self._planned = self.moves.table(src, dst, self.shape, self.is_linear)
+        self._seconds, self._planned = self.moves.table(src, dst, self.shape, self.is_linear, self.share)
         self.parts = np.array([*more, *moved])
         self._more = np.array([*more.values()]).reshape(-1, *self._planned.shape)
         plain = dst if self.is_linear else without_copies(dst)
@@ -197,10 +204,10 @@ class Edge:
         if self._planned[i, j] or self.banned[i, j]:
             return 0.0
         src, dst = self.layouts[0][i], self.layouts[1][j]
-        forward = self.moves.price(src, dst, self.shape)
-        backward = self.moves.price(dual(dst), dual(src), self.shape) if self.is_linear else 0.0
-        late = forward + backward - self._seconds[:, i, j].sum()
-        self._seconds[:, i, j], self._planned[i, j] = (forward, backward), True
+        forward = self.moves.price(src, dst, self.shape, self.share)
+        back = self.moves.price(dual(dst), dual(src), self.shape, self.share) if self.is_linear else 0.0
+        late = forward + back - self._seconds[:, i, j].sum()
+        self._seconds[:, i, j], self._planned[i, j] = (forward, back), True
         return float(late)
 
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:

@@ -9,6 +9,7 @@ way. Parts of the whole step follow (`WEIGHTS`, ...).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,6 +80,17 @@ class StepProblem:
     def times(self) -> Ints:
         """How often each block runs."""
         return np.array([*{self._block[op.name]: op.times for op in self.step.ops}.values()])
+
+    @cached_property
+    def _together(self) -> Mapping[tuple[int, bool], int]:
+        """Elements of the parameters of each block that travel together: vectors, and all others."""
+        elements = Counter[tuple[int, bool]]()
+        for name in self.step.parameters:
+            elements[self._bucket(name)] += math.prod(self.shape(name))
+        return elements
+
+    def _bucket(self, name: str) -> tuple[int, bool]:
+        return self._block[self.step.consumers(name)[0].name], len(self.step.arrays[name].dims) > 1
 
     def part(self, op: Op, which: int) -> int:
         """The place of a part of the block of an operation."""
@@ -186,12 +198,14 @@ class StepProblem:
         elif op.kind == "loss":  # the gradient of the logits on arrival
             arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
             more = {self.part(op, AGAIN): arrives * (rows[0][:, None] != used).any(-1)}
-        is_linear = name in step.differentiable
+        is_linear, share = name in step.differentiable, 1.0
+        if src.kept is not None:
+            share = math.prod(self.shape(name)) / self._together[self._bucket(name)]
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
         moved, shares = (self.part(op, MOVED), self.part(op, MOVED_BACK)), [[once, 0 * once], [again, once]]
         indices, layouts, often_by_rows = (rows[1], columns), (rows[0], used), often * np.array(shares)
-        how = is_linear, entered or place, bool(entered)
+        how = share, is_linear, entered or place, bool(entered)
         return Edge(numbers, indices, layouts, self.shape(name), self.moves, moved, often_by_rows, more, *how)
 
     def _bytes_of_parameter(self, src: Node, op: Op, k: int, used: Ints) -> dict[int, Floats]:

@@ -13,7 +13,16 @@ from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
 from xshard.steps.base import Block, Blocks, DimCut, Step, axes_of, even_parts, put_rows, take_rows
-from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
+from xshard.steps.traffic import (
+    Hop,
+    LinkSpans,
+    PairTraffic,
+    Traffic,
+    pairs_in_groups,
+    ring_rounds,
+    rings,
+    slowest_first,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
         n = span.size
         hops.append(Hop(span.axis, (n - 1) * whole, n - 1, span.level))
         whole *= n
-    return Traffic(whole - block, 0 if in_place else whole, tuple(hops))
+    return Traffic(whole - block, 0 if in_place else whole, tuple(hops), rounds=ring_rounds(group))
 
 
 @dataclass(frozen=True)
@@ -235,13 +244,13 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
         received = -(-2 * (size - 1) * block // (size * n))
         hops.append(Hop(span.axis, received, 2 * math.ceil(math.log2(size)), span.level))
         n *= size
-    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
+    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops), rounds=2 * ring_rounds(group))
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Traffic of a reduce-scatter: a gather backwards, so that the slowest link carries small pieces."""
     back = gather_traffic(block // math.prod(span.size for span in group), group, in_place)
-    return Traffic(back.received, 0 if in_place else block, back.hops[::-1])
+    return back._replace(copied=0 if in_place else block, hops=back.hops[::-1])
 
 
 def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:

@@ -42,12 +42,14 @@ class Traffic(NamedTuple):
     copied: elements packed or unpacked locally, in addition to those that the collective moves.
     kept: elements of `copied` that a runtime saves if it puts the device's own rows into place directly.
     hops: the phases over links; none for a local step.
+    rounds: how many messages follow each other, if the devices of each level of links are one ring.
     """
 
     received: int = 0
     copied: int = 0
     hops: tuple[Hop, ...] = ()
     kept: int = 0
+    rounds: int = 0
 
 
 class PairTraffic(NamedTuple):
@@ -80,6 +82,11 @@ def rings(group: LinkSpans) -> LinkSpans:
         spans = tuple(alike)
         merged.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
     return tuple(merged)
+
+
+def ring_rounds(group: LinkSpans) -> int:
+    """The rounds of a gather: each device passes on what the others of its ring have."""
+    return sum(math.prod(s.size for s in near) - 1 for _, near in groupby(group, key=lambda s: s.level))
 
 
 @dataclass(frozen=True)
