@@ -47,7 +47,7 @@ def timed(profile, plans=None):
 @pytest.mark.parametrize(
     "profile",
     [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, IN_RINGS, *OVER_NODES],
-    ids=["one link", "two links", "swapped", "rounds", "rings", "half an axis is a node", "an axis is a node"],
+    ids=["one link", "two links", "swapped", "rounds", "rings", "half an axis a node", "an axis a node"],
 )
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
     """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""

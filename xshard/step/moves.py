@@ -162,8 +162,9 @@ class Edge:
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. moved: the
     parts of the cost with seconds; shares: how much they get of the forward and of the backward ones, by
-    rows. more: tables of other parts. share: of the elements that move together, in one collective. A linear move has a backward pass. place: the module or array at
-    which a rule can say it, as it enters or leaves; "": only equal layouts, others are `banned`.
+    rows. more: tables of other parts. share: of the elements that move together, in one collective. A
+    linear move has a backward pass. place: the module or array at which a rule can say it, as it enters or
+    leaves; "": only equal layouts, others are `banned`.
     """
 
     nodes: tuple[int, int]
