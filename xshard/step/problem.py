@@ -83,7 +83,7 @@ class StepProblem:
 
     @cached_property
     def _together(self) -> Mapping[tuple[int, bool], int]:
-        """Elements of the parameters of each block that travel together: vectors, and all others."""
+        """Elements of the parameters of each block that are gathered together: vectors, and all others."""
         elements = Counter[tuple[int, bool]]()
         for name in self.step.parameters:
             elements[self._bucket(name)] += math.prod(self.shape(name))
@@ -199,7 +199,7 @@ class StepProblem:
             arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
             more = {self.part(op, AGAIN): arrives * (rows[0][:, None] != used).any(-1)}
         is_linear, share = name in step.differentiable, 1.0
-        if src.kept is not None:
+        if src.kept is not None and not step.moves_anywhere:  # XLA sends every array on its own
             share = math.prod(self.shape(name)) / self._together[self._bucket(name)]
         if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
             used = without_copies(used)
