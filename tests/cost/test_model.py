@@ -56,6 +56,24 @@ def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_
 
 
 @pytest.mark.parametrize(
+    ("expression", "rounds"),
+    [
+        ("n/dp/tp d -> n d", 7),  # one ring of all eight
+        ("n/tp d -> n d", 3),
+        ("n d | sum(dp,tp) -> n d", 14),  # a reduce-scatter and a gather
+        ("n d | sum(dp) -> n/dp d", 0),  # a kind that runs in no ring
+    ],
+)
+def test_a_ring_pays_each_of_its_rounds(expression, rounds):
+    ring_s = (("all_gather", 1.0), ("all_reduce", 1.0))
+    launch_s = (("exchange", 1.0), ("other", 0.0))
+    plain = xs.Profile("plain", "made up", SLOW, launch_s=launch_s, copy_bytes_per_s=1e12)
+    plan = xs.plan(expression, MESH, (8, 64), profile=plain)
+    rings = replace(plan, profile=replace(plain, ring_s=ring_s))
+    assert len(plan.steps) == 1 and rings.cost - plan.cost == pytest.approx(rounds)
+
+
+@pytest.mark.parametrize(
     ("expression", "sizes", "share"),
     [
         ("n/node/x d -> n/x/node d", (2, 2), 1 / 2),  # one of two devices has what it takes

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from xshard import Mesh, Op, TrainingStep, suggest
+from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
 from xshard.step.moves import MovePrices
@@ -72,6 +72,26 @@ def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
     assert fitting and found.seconds <= min(fitting)
     assert 0 <= found.gap <= 0.01
     assert sum(found.memory.values()) <= 0.93 * 2**34
+
+
+@pytest.mark.parametrize(("anywhere", "launches"), [(False, 4), (True, 8)])
+def test_parameters_of_a_block_share_a_launch(anywhere, launches):
+    """Weights are gathered by one collective, and biases by another; without modules each by its own."""
+    biases = {f"{name}.bias": "f" for name in "ab"}
+    weights = {f"{name}.weight": "f h" for name in "ab"}
+    ops = []
+    for before, name in (("x", "a"), ("a", "b")):
+        ops.append(Op(f"{name} product", "b h, f h -> b f", (before, f"{name}.weight")))
+        ops.append(Op(name, "b f, f -> b f", (f"{name} product", f"{name}.bias"), "linear"))
+    ops.append(Op("loss", "b f ->", ("b",), "loss"))
+    lengths = {"b": 4, "f": 64, "h": 64}
+    step = TrainingStep(ops, lengths, {"x": "b f"}, weights | biases, moves_anywhere=anywhere)
+    rates = {"copy_bytes_per_s": 1e15, "flops_per_s": (("bfloat16", 1e18),)}
+    machine = Profile("slow to start", "made up", Link(0.0, 1e15), launch_s=(("other", 1.0),), **rates)
+    plan = suggest(step, Mesh(dp=2), profile=machine, micro_batches=1, overlap=0.0)
+    stored = {"*.weight": "o/dp i -> o i", "*.bias": "n/dp -> n"}
+    zero = plan.estimate(stored, {"": "b f/dp -> b/dp f"}, {}, once="*.weight|*.bias")
+    assert zero.seconds == pytest.approx(launches, rel=1e-3)  # forward and backward
 
 
 def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
@@ -188,6 +208,8 @@ def test_what_does_not_fit_or_exist_is_refused():
         suggest(a_model(), MESH, fixed={"layers.*.upp.weight": "f/tp c"})
     with pytest.raises(XshardError, match="is not searched"):
         suggest(a_model(), MESH, fixed={"layers.*.up.weight": "f/tp/dp c"})
+    with pytest.raises(XshardError, match="'bandwidth' has no rates of operations"):
+        suggest(a_model(), MESH, profile="bandwidth")
 
 
 def test_every_process_suggests_the_same(found):

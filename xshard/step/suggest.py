@@ -10,7 +10,7 @@ import numpy as np
 from xshard.arguments import limit_of, shown, whole_number
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
-from xshard.errors import NotationError, PlanError
+from xshard.errors import NotationError, PlanError, ProfileError
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
@@ -69,6 +69,9 @@ def suggest(
     limit = np.inf if memory is None else (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
+    if np.isinf([moves.profile.flops(step.dtype), moves.profile.copy_bytes_per_s]).any():
+        hint = "give flops_per_s and copy_bytes_per_s; `xshard calibrate` measures them"
+        raise ProfileError(f"profile {moves.profile.name!r} has no rates of operations", hint=hint)
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
     for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
