@@ -131,6 +131,7 @@ def _constants(profile: Profile) -> str:
     times = {axis: (format_seconds(link.latency_s), rate(link.bytes_per_s)) for axis, link in links.items()}
     speeds = [f"{axis} {latency} a message and {speed}B/s" for axis, (latency, speed) in times.items()]
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
+    launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = ", ".join(f"{dtype} {rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s)
     speeds.append(f"copies {rate(profile.copy_bytes_per_s)}B/s")
     return f"{'; '.join(speeds)}; launches: {', '.join(launches)}; products: {products}"
