@@ -184,12 +184,7 @@ class StepProblem:
         numbers, step = (self.number[name], self.number[op.name]), self.step
         src, dst = (self.nodes[i] for i in numbers)
         rows, (used, columns) = distinct(src.ways[:, -1]), distinct(dst.ways[:, k])
-        place = name if name in step.parameters or step.moves_anywhere else ""
-        if name in step.by_name and len(step.consumers(name)) == op.operands.count(name) == 1:
-            place = step.module(step.by_name[name], left=True) or place
-        entered = step.module(op, left=False) if k == 0 and name not in step.parameters else ""
-        if op.again and name != op.again:  # the first of repeated blocks
-            entered = spellings(entered)[0].replace("*", "0")
+        place, enters = self._place(name, op, k)
         once, more = np.ones(len(rows[0])), dict[int, Floats]()
         again = once * (self.recompute and op.times > 1)
         if src.kept is not None:
@@ -201,12 +196,22 @@ class StepProblem:
         is_linear, share = name in step.differentiable, 1.0
         if src.kept is not None and not step.moves_anywhere:  # XLA sends every array on its own
             share = math.prod(self.shape(name)) / self._together[self._bucket(name)]
-        if name in step.by_name and not is_linear and not entered:  # without a gradient a copy is a replica
+        if name in step.by_name and not is_linear and not enters:  # without a gradient a copy is a replica
             used = without_copies(used)
         moved, shares = (self.part(op, MOVED), self.part(op, MOVED_BACK)), [[once, 0 * once], [again, once]]
         indices, layouts, often_by_rows = (rows[1], columns), (rows[0], used), often * np.array(shares)
-        how = share, is_linear, entered or place, bool(entered)
+        how = share, is_linear, place, enters
         return Edge(numbers, indices, layouts, self.shape(name), self.moves, moved, often_by_rows, more, *how)
+
+    def _place(self, name: str, op: Op, k: int) -> tuple[str, bool]:
+        """The module or array at which a rule can move an operand, "" for none; whether it enters there."""
+        step = self.step
+        if k == 0 and name not in step.parameters and (entered := step.module(op, left=False)):
+            is_first = op.again and name != op.again  # of repeated blocks
+            return spellings(entered)[0].replace("*", "0") if is_first else entered, True
+        own = name if name in step.parameters or step.moves_anywhere else ""
+        is_alone = name in step.by_name and len(step.consumers(name)) == op.operands.count(name) == 1
+        return (is_alone and step.module(step.by_name[name], left=True)) or own, False
 
     def _bytes_of_parameter(self, src: Node, op: Op, k: int, used: Ints) -> dict[int, Floats]:
         """Parts for each option of a parameter and each layout in which an operation uses it."""
