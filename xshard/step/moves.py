@@ -39,7 +39,7 @@ class MovePrices:
     def price(
         self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
-        """Seconds of a move of an array of global lengths, by the planner. share: of what moves together."""
+        """Seconds of a move of an array of global lengths, by the planner. share: its part of the move."""
         pairs = [tuple(map(int, without_copies(list(ways)))) for ways in (src, dst)]
         endpoints = list(zip(*pairs, strict=True))
         if pairs[0] == pairs[1]:
@@ -162,7 +162,7 @@ class Edge:
 
     indices: for every option of each node its row, or its column. layouts: for rows and columns. moved: the
     parts of the cost with seconds; shares: how much they get of the forward and of the backward ones, by
-    rows. more: tables of other parts. share: of the elements that move together, in one collective. A
+    rows. more: tables of other parts. share: its part of the elements that move in one collective. A
     linear move has a backward pass. place: the module or array at which a rule can say it, as it enters or
     leaves; "": only equal layouts, others are `banned`.
     """
