@@ -55,7 +55,7 @@ class Loss:
         return self.f(*self.filled(arrays))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class JaxSuggestion(Suggestion):
     """A suggestion for a loss, with what `jit` takes. names: places of the jaxpr -> arrays of the step."""
 
@@ -89,8 +89,7 @@ class JaxSuggestion(Suggestion):
         super().__post_init__()
         if self.tracer.stacked:  # a stacked parameter has a dim before the dims of one layer
             texts = {name: text.replace(ARROW, f"{ARROW} ...") for name, text in self.parameters.items()}
-            rules = Rules({name: f"... {text}" for name, text in texts.items()})
-            object.__setattr__(self, "parameters", rules)
+            self.parameters = Rules({name: f"... {text}" for name, text in texts.items()})
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""
