@@ -32,14 +32,14 @@ def fused(step: TrainingStep) -> TrainingStep:
         changed = False
         for name in list(ops):
             k = 0
-            while name in ops and k < len(ops[name].operands):
-                first, second = ops.get(ops[name].operands[k]), ops[name]
-                if first is None or not _may_join(ops, first, second, k, step):
+            while k < len(ops[name].operands):
+                first = ops.get(ops[name].operands[k])
+                if first and _may_join(ops, first, ops[name], k, step):
+                    ops[name], changed = _joined(first, ops[name], k, step), True
+                    if not _uses(ops, first):
+                        del ops[first.name]
+                else:
                     k += 1
-                    continue
-                ops[name], changed = _joined(first, second, k, step), True
-                if not _uses(ops, first):
-                    del ops[first.name]
     parameters = {**step.parameters}
     for op in reversed(ops.values()):  # a parameter has the dims of the first operation that uses it
         used = zip(op.operands, op.arrays, strict=False)
