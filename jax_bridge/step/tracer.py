@@ -111,11 +111,10 @@ class Tracer:
             if again := results[i]:
                 place = [op.name for op in trace.ops].index(carry or "")
                 trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
-        stacks = list[Name]()
-        for i, result in enumerate(results[m - n :]):
+        for i, result in enumerate(results[n_carries:]):
             shape = (length, *trace.shapes.get(result or "", ()))
-            stacks.append(self._add(f"{name}.ys.{i}", STACK, [result], shape, times))
-        return [*results[: m - n], *stacks]
+            results[n_carries + i] = self._add(f"{name}.ys.{i}", STACK, [result], shape, times)
+        return results
 
 
 def evaluate(
@@ -141,7 +140,7 @@ def evaluate(
                 n, n_carries = scan_counts(eqn.params)
                 inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
             elif kind in ("checkpoint", "remat2"):
-                there = {v: before[v] if named.get(v) in late else x for v, x in arrays.items()}
+                there = arrays | {v: before[v] for v, name in named.items() if name in late}
             own = _changed(eqn, run, inputs) if kind in ("scan", "checkpoint", "remat2") else eqn
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[own])
             results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
