@@ -51,8 +51,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
             order[i], order[j] = order[j], order[i]
         return Call([first], Written([dims, [dims[d] for d in order]], "linear", work=FREE))
     if name == "embedding":
-        arrays = [dims[:-1], ["v", dims[-1]], dims]
-        return Call([args["indices"], args["weight"]], Written(arrays, "lookup"))
+        return Call([args["indices"], args["weight"]], Written([dims[:-1], ["v", dims[-1]], dims], "lookup"))
     if name == "index":
         return _indexed(args, out)
     if name == "convolution":
