@@ -52,7 +52,7 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
 
 def _of_activations(problem: StepProblem, assignment: Sequence[int]) -> tuple[Rules, Texts, Known]:
     """The rules for modules' inputs, texts for their outputs, and what is known inside them."""
-    step, nodes, entered, needed, outputs = problem.step, problem.nodes, Texts(), set[str](), Texts()
+    step, nodes, entered, outputs = problem.step, problem.nodes, Texts(), Texts()
     arriving, known = Known(), Known({"": Layout(())})
     moves = (edge for edge in problem.edges if nodes[edge.nodes[0]].kept is None)
     for edge in sorted(moves, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
@@ -79,13 +79,12 @@ def _of_activations(problem: StepProblem, assignment: Sequence[int]) -> tuple[Ru
             entered[place] = _text(start, dst)
             there = [_inside(start, dst, layout) for layout in around]
             if start != dst or any({*a.axes} != {*b.axes} for a, b in zip(there, around, strict=True)):
-                needed.add(place)
                 known[place] = there[0]
         maker = step.by_name.get(source)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))
     first = {spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)}
-    inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
+    inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & known.keys()}
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
     rest = {name: text for name, text in inputs.items() if first.get(name) not in inputs}
