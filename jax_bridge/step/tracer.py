@@ -127,9 +127,10 @@ def evaluate(
     """
     changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
     arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
-    named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
+    named = dict(zip(jaxpr.invars, names, strict=True))
+    kept = {v: x for v, name, x in zip(jaxpr.invars, names, args, strict=True) if name in late}
     for place, eqn in places(jaxpr, prefix):
-        variables, there = [v for v in eqn.invars if not is_number(v)], arrays
+        variables = [v for v in eqn.invars if not is_number(v)]
         inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
         kind, run = eqn.primitive.name, partial(evaluate, change, late, f"{place}.")
         if kind in ("jit", "pjit"):  # inlined: an older partitioner does not look into calls
@@ -139,8 +140,7 @@ def evaluate(
             if kind == "scan":
                 n, n_carries = scan_counts(eqn.params)
                 inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
-            elif kind in ("checkpoint", "remat2"):
-                there = arrays | {v: before[v] for v, name in named.items() if name in late}
+            there = arrays | kept if kind in ("checkpoint", "remat2") else arrays
             own = _changed(eqn, run, inputs) if kind in ("scan", "checkpoint", "remat2") else eqn
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[own])
             results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
@@ -157,7 +157,5 @@ def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
     """An equation with another jaxpr inside it: the same one, as it runs with the changes."""
     body = eqn.params["jaxpr"]
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    types = (v.aval for v in jaxpr.invars)
-    structs = (jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type) for each in types)
-    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*structs)
+    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*(v.aval for v in jaxpr.invars))
     return eqn.replace(params={**eqn.params, "jaxpr": new.jaxpr if jaxpr is body else new})
