@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, product
 from typing import Any
@@ -114,22 +114,20 @@ class Trace:
         return name
 
 
-def _linked(op: Op, links: int, first: Collection[str]) -> tuple[tuple[int, ...], ...]:
+def _linked(op: Op, links: int, first: set[str]) -> tuple[tuple[int, ...], ...]:
     """The rules of an operation beside its last operands, which it only reads lengths from.
 
     An axis shards the same in both; beside that, it does anything in them.
     """
     *operands, result = op.dims
     own = {name for dims in (*operands[:-links], result) for name in dims}
-    rules = list[tuple[int, ...]]()
+    rules, beside, others = list[tuple[int, ...]](), operands[-links:], first - own
+    free = [[REPLICAS, SUM, COPY, *(d for d, name in enumerate(dims) if name in others)] for dims in beside]
     for rule in op.axis_rules:
         named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
-        ways = []
-        for dims in operands[-links:]:
-            same = [d for d, name in enumerate(dims) if name in named]
-            free = [d for d, name in enumerate(dims) if name in first and name not in own]
-            ways.append(same or [REPLICAS, SUM, COPY, *free])
-        if named <= own.intersection(first):
+        if named <= own & first:
+            same = ([d for d, name in enumerate(dims) if name in named] for dims in beside)
+            ways = (some or anything for some, anything in zip(same, free, strict=True))
             rules += [(*rule[: -links - 1], *each, rule[-1]) for each in product(*ways)]
     return tuple(rule for rule in rules if {*rule} != {REPLICAS})
 
