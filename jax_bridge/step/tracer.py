@@ -92,7 +92,7 @@ class Tracer:
         trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
         n, n_carries = scan_counts(eqn.params)
         m, inner, args = n + n_carries, times * length, list(operands)
-        carries = dict[int, Name]()
+        carries = dict[int, int]()  # numbers of results -> places of operations
         for i, operand in enumerate(operands):
             if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
                 continue
@@ -100,16 +100,16 @@ class Tracer:
             if i < n:  # a parameter of all rounds is one parameter, not one of each
                 args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
             elif i < m:
-                args[i] = carries[i - n] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
+                carries[i - n] = len(trace.ops)
+                args[i] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
             elif operand in trace.dims or operand in self.shared:
                 args[i] = self._add(f"{name}.xs.{i - m}", SLICE, [operand], shape[1:], inner)
             else:  # a parameter, stacked over the layers
                 self.stacked[operand] = length
                 trace.parameter(operand, shape[1:])
         results = self.walk(body, args, f"{name}.", inner)
-        for i, carry in carries.items():
+        for i, place in carries.items():
             if again := results[i]:
-                place = [op.name for op in trace.ops].index(carry or "")
                 trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
         for i, result in enumerate(results[n_carries:]):
             shape = (length, *trace.shapes.get(result or "", ()))
