@@ -99,7 +99,7 @@ def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
 
 
 def _around(path: str, known: Known) -> list[Layout]:
-    """Activations in the nearest modules with a rule around a path, and around that of the first block."""
+    """Activations in the nearest modules with a rule around a path, and around it in the first block."""
     paths = dict.fromkeys((path, spellings(path)[0].replace("*", "0")))
     return [[known[n] for n in known if f"{each}.".startswith(n and f"{n}.")][-1] for each in paths]
 
