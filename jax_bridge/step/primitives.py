@@ -9,25 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import FREE, Shape, Written, aligned, along, convolution, placed, view
+from xshard.step.classes import FREE, Shape, Written, aligned, along, convolution, placed, view, words
 
 Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written | None]  # None: no rule is known
 
-
-_INLINED = "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil
+INLINED = words("jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call")
+ELEMENTWISE = words("""
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil
     clamp conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
     floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
     not optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor"""
-_SOURCES = """create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
-    random_wrap rng_bit_generator threefry2x32"""
-INLINED, ELEMENTWISE, SOURCES = (frozenset(names.split()) for names in (_INLINED, _ELEMENTWISE, _SOURCES))
-RESULTS = {"cbrt", "exp", "exp2", "expm1", "logistic", "rsqrt", "sqrt", "tanh"}  # their gradients need them
+    stop_gradient sub tan tanh xor""")
+SOURCES = words("""
+    create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
+    random_wrap rng_bit_generator threefry2x32""")
+RESULTS = words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")  # their gradients need them
+COPIES = words("convert_element_type copy copy_p name optimization_barrier sharding_constraint")
 SLICE, STACK = "slice of a scan", "stack of a scan"
-_COPIES = "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
-COPIES = frozenset(_COPIES.split())
 
 
 def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:

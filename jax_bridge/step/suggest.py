@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,27 +34,25 @@ class Loss:
     """
 
     def __init__(self, f: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.f, self.bound = f, inspect.signature(f).bind(*args)
-        first, *others = self.bound.arguments
-        trees = self.bound.arguments[first], *({name: self.bound.arguments[name]} for name in others)
-        parameters, *inputs = ([leaf for leaf in leaves_of(None, tree) if is_array(leaf.x)] for tree in trees)
-        self.arrays = [leaf.x for leaves in (parameters, *inputs) for leaf in leaves]
-        self.names = [leaf.name or first for leaf in parameters]
-        self.n_parameters, taken = len(parameters), {*self.names}
-        fresh = (leaf.name for leaves in inputs for leaf in leaves)
-        self.names += [f"{name} (input)" if name in taken else name for name in fresh]
+        self.f, self.args = f, tuple(args)
+        (first, tree), *others = inspect.signature(f).bind(*args).arguments.items()
+        parameters = [leaf for leaf in leaves_of(None, tree) if is_array(leaf.x)]
+        each = (leaf for name, tree in others for leaf in leaves_of(None, {name: tree}))
+        inputs = [leaf for leaf in each if is_array(leaf.x)]
+        self.arrays = [leaf.x for leaf in (*parameters, *inputs)]
+        self.names, self.n_parameters = [leaf.name or first for leaf in parameters], len(parameters)
+        self.names += [leaf.name + " (input)" * (leaf.name in self.names) for leaf in inputs]
 
     def filled(self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
         """The arguments with other values in place of arrays."""
-        new, trees = iter(values), self.bound.arguments.items()
-        one = partial(jax.tree.map, lambda x: next(new) if is_array(x) else other(x))
-        return inspect.BoundArguments(self.bound.signature, {name: one(tree) for name, tree in trees}).args
+        new = iter(values)
+        return jax.tree.map(lambda x: next(new) if is_array(x) else other(x), self.args)
 
     def run(self, *arrays: Any) -> Any:
         return self.f(*self.filled(arrays))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class JaxSuggestion(Suggestion):
     """A suggestion for a loss, with what `jit` takes. names: places of the jaxpr -> arrays of the step."""
 
@@ -88,9 +85,10 @@ class JaxSuggestion(Suggestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tracer.stacked:  # a stacked parameter has a dim before the dims of one layer
-            texts = {name: text.replace(ARROW, f"{ARROW} ...") for name, text in self.parameters.items()}
-            rules = Rules({name: f"... {text}" for name, text in texts.items()})
-            object.__setattr__(self, "parameters", rules)
+            rules = self.parameters.items()
+            self.parameters = Rules(
+                {name: f"... {text}".replace(ARROW, f"{ARROW} ...") for name, text in rules}
+            )
 
     def _spec(self, name: str) -> PartitionSpec:
         """How an argument is stored."""

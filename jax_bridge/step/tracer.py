@@ -92,7 +92,7 @@ class Tracer:
         trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
         n, n_carries = scan_counts(eqn.params)
         m, inner, args = n + n_carries, times * length, list(operands)
-        carries = dict[int, Name]()
+        carries = dict[int, int]()  # numbers of results -> places of operations
         for i, operand in enumerate(operands):
             if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
                 continue
@@ -100,22 +100,21 @@ class Tracer:
             if i < n:  # a parameter of all rounds is one parameter, not one of each
                 args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
             elif i < m:
-                args[i] = carries[i - n] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
+                carries[i - n] = len(trace.ops)
+                args[i] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
             elif operand in trace.dims or operand in self.shared:
                 args[i] = self._add(f"{name}.xs.{i - m}", SLICE, [operand], shape[1:], inner)
             else:  # a parameter, stacked over the layers
                 self.stacked[operand] = length
                 trace.parameter(operand, shape[1:])
         results = self.walk(body, args, f"{name}.", inner)
-        for i, carry in carries.items():
+        for i, place in carries.items():
             if again := results[i]:
-                place = [op.name for op in trace.ops].index(carry or "")
                 trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
-        stacks = list[Name]()
-        for i, result in enumerate(results[m - n :]):
+        for i, result in enumerate(results[n_carries:]):
             shape = (length, *trace.shapes.get(result or "", ()))
-            stacks.append(self._add(f"{name}.ys.{i}", STACK, [result], shape, times))
-        return [*results[: m - n], *stacks]
+            results[n_carries + i] = self._add(f"{name}.ys.{i}", STACK, [result], shape, times)
+        return results
 
 
 def evaluate(
@@ -128,9 +127,10 @@ def evaluate(
     """
     changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
     arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
-    named, before = (dict(zip(jaxpr.invars, each, strict=True)) for each in (names, args))
+    named = dict(zip(jaxpr.invars, names, strict=True))
+    kept = {v: x for v, name, x in zip(jaxpr.invars, names, args, strict=True) if name in late}
     for place, eqn in places(jaxpr, prefix):
-        variables, there = [v for v in eqn.invars if not is_number(v)], arrays
+        variables = [v for v in eqn.invars if not is_number(v)]
         inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
         kind, run = eqn.primitive.name, partial(evaluate, change, late, f"{place}.")
         if kind in ("jit", "pjit"):  # inlined: an older partitioner does not look into calls
@@ -140,8 +140,7 @@ def evaluate(
             if kind == "scan":
                 n, n_carries = scan_counts(eqn.params)
                 inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
-            elif kind in ("checkpoint", "remat2"):
-                there = {v: before[v] if named.get(v) in late else x for v, x in arrays.items()}
+            there = arrays | kept if kind in ("checkpoint", "remat2") else arrays
             own = _changed(eqn, run, inputs) if kind in ("scan", "checkpoint", "remat2") else eqn
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[own])
             results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
@@ -158,7 +157,5 @@ def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
     """An equation with another jaxpr inside it: the same one, as it runs with the changes."""
     body = eqn.params["jaxpr"]
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    types = (v.aval for v in jaxpr.invars)
-    structs = (jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type) for each in types)
-    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*structs)
+    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*(v.aval for v in jaxpr.invars))
     return eqn.replace(params={**eqn.params, "jaxpr": new.jaxpr if jaxpr is body else new})

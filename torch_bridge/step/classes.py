@@ -12,20 +12,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, view
+from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, view, words
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-VIEWS = _names("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh")
-PARTS = _names("slice select split split_with_sizes unbind expand")
-LINEAR = PARTS | _names("add sub neg sum mean cat constant_pad_nd flip roll")
-RANDOM = _names("native_dropout bernoulli uniform normal")
-ALIGNED = RANDOM | _names("expand repeat constant_pad_nd copy tril triu fill zero")
-RESULTS = _names("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")  # their gradients need them
-UNIFORM = _names("full zeros ones empty scalar_tensor")
+VIEWS = words("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh")
+PARTS = words("slice select split split_with_sizes unbind expand")
+LINEAR = PARTS | words("add sub neg sum mean cat constant_pad_nd flip roll")
+RANDOM = words("native_dropout bernoulli uniform normal")
+ALIGNED = RANDOM | words("native_layer_norm expand repeat constant_pad_nd copy tril triu fill zero")
+RESULTS = words("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")  # their gradients need them
+UNIFORM = words("full zeros ones empty scalar_tensor")
 _MM, _BMM = ("ab", "bc", "ac"), ("eab", "ebc", "eac")
 MATRICES = {"mm": _MM, "addmm": _MM, "bmm": _BMM, "baddbmm": _BMM}
 MATRICES |= {"mv": ("ab", "b", "a"), "dot": ("a", "a", "")}
@@ -56,8 +51,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
             order[i], order[j] = order[j], order[i]
         return Call([first], Written([dims, [dims[d] for d in order]], "linear", work=FREE))
     if name == "embedding":
-        arrays = [dims[:-1], ["v", dims[-1]], dims]
-        return Call([args["indices"], args["weight"]], Written(arrays, "lookup"))
+        return Call([args["indices"], args["weight"]], Written([dims[:-1], ["v", dims[-1]], dims], "lookup"))
     if name == "index":
         return _indexed(args, out)
     if name == "convolution":
@@ -65,9 +59,6 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     if name == "nll_loss_forward":
         rows = letters(args["target"].ndim)
         return Call(tensors[:2], Written([[rows[0], "v", *rows[1:]][: first.ndim], rows, []], "loss"))
-    if name == "native_layer_norm":
-        last = dims[-len(args["normalized_shape"]) :]
-        return Call(tensors, Written([dims, *[last] * (len(tensors) - 1), dims], whole=last))
     if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
         return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, keeps=()))
     if not tensors or name.startswith("new_"):
@@ -83,8 +74,8 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         named = range(first.ndim) if args["dim"] is None or args["dim"] == [] else args["dim"]
         return Call(tensors, along(shapes, out.shape, named, kind, sums=name == "sum", **work))
     if is_pointwise or name in ALIGNED:
-        whole = dims[-2:] if name in ("tril", "triu") else ()
-        return Call(tensors, aligned(shapes, out.shape, kind, whole, **work))
+        n_whole = 2 if name in ("tril", "triu") else len(args.get("normalized_shape", ()))
+        return Call(tensors, aligned(shapes, out.shape, kind, dims[out.ndim - n_whole :], **work))
     return Call(tensors, placed(shapes, out.shape, [[None] * x.ndim for x in tensors], "opaque"))
 
 
@@ -99,7 +90,7 @@ def attention_call(
 ) -> tuple[Call, Tensor]:
     """Scaled dot product attention, and its result; few heads of keys and values serve several of queries."""
     out, depths = query.new_empty(*query.shape[:-1], value.shape[-1]), (query.shape[-1], value.shape[-1])
-    batch, depth = [f"b{i}" for i in range(query.ndim - 2)], "d" if depths[0] == depths[1] else "e"
+    batch, depth = letters(query.ndim - 2, "b"), "d" if depths[0] == depths[1] else "e"
     lengths, few, many = dict[str, int](), batch, batch
     if query.shape[:-2] != key.shape[:-2]:
         few, many = [*batch[:-1], "g"], [*batch[:-1], "(g r)"]

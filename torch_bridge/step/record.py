@@ -26,7 +26,7 @@ from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.classes import Written, letters
-from xshard.step.op import Op
+from xshard.step.op import Op, renamed
 from xshard.step.step import TrainingStep
 from xshard.step.trace import Trace
 
@@ -57,8 +57,8 @@ class StepRecorder(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self.known = dict[int, tuple[Tensor, str]]()  # with the tensors, so that no other has their id
-        self.values, self.constants = dict[int, Tensor](), set[str]()
+        self.known = dict[Tensor | None, str]()  # the names of arrays
+        self.values, self.constants = dict[Tensor, Tensor](), set[str]()
         self.counts, self.sizes = Counter[str](), tuple[Any, ...]()
         self.around = list[Any]([("", None, None, 0)])  # path, first tensor, its name outside, operations
         self.entered, self.left = dict[str, str](), dict[str, str]()
@@ -67,20 +67,20 @@ class StepRecorder(TorchDispatchMode):
         schema = func._schema.arguments
         arguments = {each.name: each.default_value for each in schema if each.has_default_value()}
         kwargs = kwargs or {}
-        arguments |= {**dict(zip((each.name for each in schema), args, strict=False)), **kwargs}
+        arguments |= dict(zip((each.name for each in schema), args, strict=False)) | kwargs
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
-            if id(args[0]) not in self.values:
+            if args[0] not in self.values:
                 hint = "its operations have to be the same for all data"
                 raise PlanError(f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint)
-            return self.values[id(args[0])].item()
+            return self.values[args[0]].item()
         on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
         out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
-            computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **on["cpu"])
-            self.values |= {id(x): y for x, y in zip(results, tree_leaves(computed), strict=True)}
+        if all(x in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
+            computed = func(*tree_map_only(Tensor, self.values.__getitem__, args), **on["cpu"])
+            self.values |= zip(results, tree_leaves(computed), strict=True)
         for x in results:
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
@@ -116,28 +116,28 @@ class StepRecorder(TorchDispatchMode):
             beside = [dims.get(d, f"w{k}_{d}") for d in range(len(self.trace.shapes[array]))]
             op = op._replace(arrays=[*op.arrays[:-1], beside, op.arrays[-1]], links=k + 1)
         self.trace.add(name, op, [*operands, *links], out.shape)
-        self.known[id(out)] = out, name
+        self.known[out] = name
 
     def name_of(self, x: Tensor) -> str:
         """The name of an array; one that nothing has made is constant."""
-        if id(x) not in self.known:
+        if x not in self.known:
             self.add("constant", call_of("arange", {}, x, False), x)
-        return self.known[id(x)][1]
+        return self.known[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a module: inside, its first tensor is the result of an operation of its own."""
         x = first_tensor([*args, *kwargs.values()])
-        self.around.append((path, x, self.known.get(id(x)), len(self.trace.ops)))
-        if path and x is not None and id(x) in self.known:
+        self.around.append((path, x, self.known.get(x), len(self.trace.ops)))
+        if path and x is not None and x in self.known:
             self.add("input", call_of("alias", {"self": x}, x, False), x)
-            self.entered[self.known[id(x)][1]] = path
+            self.entered[self.known[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
         """After a module: its result has its name."""
         _, x, before, n = self.around.pop()
-        if before is not None and self.known[id(x)][1] in self.entered:
-            self.known[id(x)] = before
-        name = self.known.get(id(first_tensor(result)), (None, ""))[1]
+        if before is not None and self.known[x] in self.entered:
+            self.known[x] = before
+        name = self.known.get(first_tensor(result), "")
         if path and name in {op.name for op in self.trace.ops[n:]} - self.entered.keys():
             self.left.setdefault(name, path)
 
@@ -160,9 +160,9 @@ class Functions(TorchFunctionMode):
         is_sized = name.removeprefix("new_") in SIZED
         self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
         result = func(*args, **(kwargs or {}))
-        if not is_shape or id(args[0]) not in self.recorder.known:
+        if not is_shape or args[0] not in self.recorder.known:
             return result
-        array = self.recorder.known[id(args[0])][1]
+        array = self.recorder.known[args[0]]
         if isinstance(result, int):
             return Length(result, (array, args[1] % args[0].ndim))
         return torch.Size([Length(n, (array, d)) for d, n in enumerate(result)])
@@ -196,11 +196,11 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     trace = Trace(next(iter(tensors.values())).shape[0], name_of(dtype))
     recorder = StepRecorder(trace)
     for name, x in tensors.items():
-        recorder.known[id(x)] = x, trace.input(name, x.shape)
+        recorder.known[x] = trace.input(name, x.shape)
     own = {name: torch.empty_like(x, device="meta") for name, x in model.named_buffers()}
     for parameter, names in tied.items():
         own[names[0]] = x = parameter.detach().to("meta")
-        recorder.known[id(x)] = x, trace.parameter("|".join(names), x.shape)
+        recorder.known[x] = trace.parameter("|".join(names), x.shape)
         if len(names) > 1:  # stored once, and used in one way
             same = call_of("alias", {"self": x}, x, False)
             recorder.add("tied", same._replace(op=same.op._replace(kind="share", work={})), x)
@@ -212,7 +212,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
         stack.enter_context(Functions(recorder))
         stack.enter_context(recorder)
         result = torch.func.functional_call(model, own, (), inputs, tie_weights=True)
-    _, name = recorder.known.get(id(first_tensor(result)), (None, ""))
+    name = recorder.known.get(first_tensor(result), "")
     if name not in trace.shapes:
         raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
     if shape := trace.shapes[name]:
@@ -224,26 +224,22 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     """Operations by the names of modules that they leave, and the modules that they enter."""
-    ops, enters, origins = {op.name: op for op in step.ops}, dict[str, str](), dict[str, str]()
+    ops = {op.name: replace(op, leaves=recorder.left.get(op.name, "")) for op in step.ops}
 
     def users(name: str) -> list[Op]:
-        return [op for op in ops.values() if name in (origins.get(each, each) for each in op.operands)]
+        return [op for op in ops.values() if name in op.operands]
 
     for name, path in [pair for pair in recorder.entered.items() if pair[0] in ops]:  # outer modules first
-        (origin,), after = (origins.get(each, each) for each in ops[name].operands), users(name)
-        if len(after) == 1 and after[0].operands[0] == name:
-            enters[after[0].name] = path  # until a module inside says its own
-        elif len(users(origin)) > 1 or any(map(NUMBERED.search, (path, recorder.left.get(origin, "0")))):
-            enters[name] = path
+        (origin,), after = ops[name].operands, users(name)
+        is_begun = len(after) == 1 and after[0].operands[0] == name  # until a module inside says its own
+        is_numbered = any(map(NUMBERED.search, (path, recorder.left.get(origin, "0"))))
+        if not is_begun and (is_numbered or len(users(origin)) > 1):
+            ops[name] = replace(ops[name], enters=path)
             continue
-        origins[name] = origin
         del ops[name]
+        for op in after:
+            new = renamed(op, {name: origin})
+            ops[op.name] = replace(new, enters=path) if is_begun else new
     last = {path: name for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in last.items()}
-    named = list[Op]()
-    for name, op in ops.items():
-        operands = (origins.get(each, each) for each in op.operands)
-        how: Any = {"operands": tuple(names.get(each, each) for each in operands)}
-        how |= {"enters": enters.get(name, ""), "leaves": recorder.left.get(name, "")}
-        named.append(replace(op, name=names.get(name, name), **how))
-    return replace(step, ops=named)
+    return replace(step, ops=[renamed(op, names) for op in ops.values()])

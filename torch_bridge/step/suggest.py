@@ -15,7 +15,7 @@ from xshard.step.fuse import fused
 from xshard.step.repeat import repeated
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TorchSuggestion(Suggestion):
     """A suggestion for a module. unused: parameters that its forward pass does not use."""
 
@@ -24,7 +24,7 @@ class TorchSuggestion(Suggestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unused:
-            object.__setattr__(self, "parameters", Rules({**self.parameters, "|".join(self.unused): "..."}))
+            self.parameters = Rules({**self.parameters, "|".join(self.unused): "..."})
 
     @property
     def result(self) -> str:

@@ -38,7 +38,7 @@ def suggest_command(
     """
     if bare := [text for text in fixed or () if "=" not in text]:
         raise PlanError(f"--fixed {bare[0]!r} lacks a layout", hint="as in --fixed 'input_ids=b/dp s'")
-    kept = {name: layout for name, _, layout in (text.partition("=") for text in fixed or ())}
+    kept = dict(text.split("=", 1) for text in fixed or ())
     on, (model, arrays) = Mesh.parse(mesh), _model_of(config, batch, sequence, name_of(dtype))
     with counting("searches") as count:
         options: dict[str, Any] = {"memory": memory, "profile": profile, "fixed": kept}

@@ -54,6 +54,11 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[Factors], list[Fac
     return sides
 
 
+def words(text: str) -> frozenset[str]:
+    """The names of some operations."""
+    return frozenset(text.split())
+
+
 def grouped(names: Sequence[str]) -> str:
     """Dims as one dim of an array: in parentheses if they are several."""
     return names[0] if len(names) == 1 else f"({' '.join(names)})"

@@ -32,14 +32,14 @@ def fused(step: TrainingStep) -> TrainingStep:
         changed = False
         for name in list(ops):
             k = 0
-            while name in ops and k < len(ops[name].operands):
-                first, second = ops.get(ops[name].operands[k]), ops[name]
-                if first is None or not _may_join(ops, first, second, k, step):
+            while k < len(ops[name].operands):
+                first = ops.get(ops[name].operands[k])
+                if first and _may_join(ops, first, ops[name], k, step):
+                    ops[name], changed = _joined(first, ops[name], k, step), True
+                    if not _uses(ops, first):
+                        del ops[first.name]
+                else:
                     k += 1
-                    continue
-                ops[name], changed = _joined(first, second, k, step), True
-                if not _uses(ops, first):
-                    del ops[first.name]
     parameters = {**step.parameters}
     for op in reversed(ops.values()):  # a parameter has the dims of the first operation that uses it
         used = zip(op.operands, op.arrays, strict=False)
@@ -81,26 +81,26 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
 def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     """Two operations as one, with the pairs of rules that agree between them."""
     arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
-    pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
-    spans = [_spans(array, step.lengths) for array in arrays]
-    rows = _same([(*a, *b) for a, b in pairs], spans, m, start + k)
+    spans, result = [_spans(array, step.lengths) for array in arrays], start + len(second.operands)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
     rest = [start + i for i in range(len(second.operands)) if i != k]
     before = 0 if entered[0] and not entered[1] else k
     order = [*rest[:before], *range(m), *rest[before:]]
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
-    equal, keeps = [(m, start + k)], {*first.kept, *(start + i for i in second.kept)}
-    for i, j in [pair for pair in combinations(order, 2) if name[pair[0]] == name[pair[1]]]:
-        rows, order = _same(rows, spans, i, j), [x for x in order if x != j]
-        equal.append((i, j))
+    equal = [(m, start + k), *((i, j) for i, j in combinations(order, 2) if name[i] == name[j])]
+    order = [i for i in order if i not in {j for _, j in equal}]
+    pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
+    rows, keeps = [(*a, *b) for a, b in pairs], {*first.kept, *(start + i for i in second.kept)}
+    for i, j in equal:
+        rows = _same(rows, spans, i, j)
         keeps |= {i} if j in keeps else set()
-    shown, inner = [*order, start + len(second.operands)], 0
-    if keeps & {m, start + k}:  # the array between them; a view of an array is that array
-        keeps |= {*range(m)} if _is_free(first) else {shown[-1]} if _is_free(second) else set()
-        inner = 0 if _is_free(first) or _is_free(second) else _elements([arrays[m]], step.lengths)
+    shown, views, inner = [*order, result], [op for op in (first, second) if _is_free(op)], 0
+    if m in keeps:  # the array between them; a view of an array is that array
+        keeps |= {*range(m)} if first in views else {result} if views else set()
+        inner = 0 if views else _elements([arrays[m]], step.lengths)
     # If one dim is several dims in the other operation, axes shard the first of them first.
-    places = [(i, 0) for i in (*range(m + 1, start), *range(shown[-1] + 1, len(arrays)))]
+    places = [(i, 0) for i in (*range(m + 1, start), *range(result + 1, len(arrays)))]
     for i, j in (*equal, *(pair[::-1] for pair in equal)):
         for d in range(len(arrays[i].dims)):
             here, there = ([span for span in spans[x] if span[0] == d] for x in (i, j))
@@ -114,7 +114,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     rules = ((*(row[i] for i in shown), *more) for row, *more in zip(rows, *columns, strict=True))
     base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
     kind, accesses = base.kind, base.accesses
-    if kind in LIGHT and not _is_free(first) and not _is_free(second):
+    if kind in LIGHT and not views:
         accesses = None
     elif kind in LIGHT and not order:
         kind, accesses = "source", 0.0
@@ -122,7 +122,7 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     spaces = [(op, _elements(op.arrays, step.lengths)) for op in (first, second)]
     return Op(
         name=second.name,
-        text=f"{', '.join(str(arrays[i]) or '()' for i in order)} {ARROW} {arrays[shown[-1]]}",
+        text=f"{', '.join(str(arrays[i]) or '()' for i in order)} {ARROW} {arrays[result]}",
         operands=tuple(name[i] for i in order),
         kind=kind,
         rules=tuple(rule for rule in dict.fromkeys(rules) if {*rule} != {REPLICAS}),

@@ -172,6 +172,12 @@ class Op:
         return f"{', '.join(sides)} {ARROW} {result}".strip()
 
 
+def renamed(op: Op, names: Mapping[str, str]) -> Op:
+    """The operation with new names for itself and for its operands."""
+    operands = tuple(names.get(name, name) for name in op.operands)
+    return replace(op, name=names.get(op.name, op.name), operands=operands)
+
+
 @lru_cache(2**12)
 def parse_arrays(text: str) -> tuple[Layout, ...]:
     """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""

@@ -9,7 +9,7 @@ from itertools import accumulate, count
 from typing import Any
 
 from xshard.notation.parser import ARROW
-from xshard.step.op import Op
+from xshard.step.op import Op, renamed
 from xshard.step.step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
@@ -37,8 +37,8 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
         for size, times in sorted(runs, key=lambda run: (-run[0] * run[1], run[0])):
             if times > 1 and (one := _block(ops, step, start, size, times, names)):
                 end = start + size * times
-                rest = (replace(op, operands=tuple(names.get(o, o) for o in op.operands)) for op in ops[end:])
-                ops[start:], kinds[start:end] = [*one, *rest], [("",)] * len(one)
+                ops[start:] = [*one, *(renamed(op, names) for op in ops[end:])]
+                kinds[start:end] = [("",)] * len(one)
                 start += len(one) - 1
                 break
         start += 1

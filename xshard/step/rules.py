@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,7 @@ from xshard.step.problem import EACH, KEPT, StepProblem
 from xshard.step.search import StepSearch
 
 Texts = dict[str, str]
+Known = dict[str, Layout]  # activations by module, all dims that have names there
 LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
 
 
@@ -37,54 +38,59 @@ class StepRules(NamedTuple):
 
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
     """The rules of an assignment, names with the same layouts under one pattern."""
-    step, nodes = problem.step, problem.nodes
-    arriving, known = dict[str, Layout](), {"": Layout(())}  # known: activations by module, all named dims
-    entered, needed, outputs, once, roots = Texts(), set[str](), Texts(), Texts(), Texts()
-    parameters = dict[str, tuple[Layout, Layout]]()
-    for edge in sorted(problem.edges, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
-        source, (src, dst) = nodes[edge.nodes[0]], ends_of(problem, edge, assignment)
+    inputs, outputs, known = _of_activations(problem, assignment)
+    parameters, once = Texts(), Texts()
+    for edge in problem.edges:
+        source = problem.nodes[edge.nodes[0]]
         if source.kept is not None:
-            parameters.setdefault(source.name, (src, dst))
-            if dst.dims != src.dims and source.kept[assignment[edge.nodes[0]]] == KEPT:
+            stored, used = ends_of(problem, edge, assignment)
+            parameters.setdefault(source.name, _used(source.name, stored, used, known))
+            if stored.dims != used.dims and source.kept[assignment[edge.nodes[0]]] == KEPT:
                 once[source.name] = ""
-            continue
-        if source.name in step.inputs:
-            src = arriving.setdefault(source.name, dst if dst.dims == src.dims else src)
-            roots[source.name] = _text(Layout.parse(" ".join(src.names)), src)
+    return StepRules(Rules(_merged(parameters)), inputs, Rules(_merged(outputs)), "|".join(_merged(once)))
+
+
+def _of_activations(problem: StepProblem, assignment: Sequence[int]) -> tuple[Rules, Texts, Known]:
+    """The rules for modules' inputs, texts for their outputs, and what is known inside them."""
+    step, nodes, entered, outputs = problem.step, problem.nodes, Texts(), Texts()
+    arriving, known = Known(), Known({"": Layout(())})
+    moves = (edge for edge in problem.edges if nodes[edge.nodes[0]].kept is None)
+    for edge in sorted(moves, key=lambda edge: edge.nodes[0] >= len(step.inputs)):  # inputs are first
+        source, op = nodes[edge.nodes[0]].name, step.by_name[nodes[edge.nodes[1]].name]
+        src, dst = ends_of(problem, edge, assignment)
+        if source in step.inputs:
+            src = arriving.setdefault(source, dst if dst.dims == src.dims else src)
             known[""] = _inside(src, src, known[""])
-        around, named = _around(edge.place, known), {*src.axes, *dst.axes}
-        stay = {dim.name for each in around for dim in known[each].dims if {*dim.axes} - named}
+        place, around, named = edge.place, _around(edge.place, known), {*src.axes, *dst.axes}
         # Dims that are sharded over axes that are not named would stay so under their names.
-        if stay:
+        if stay := {dim.name for layout in around for dim in layout.dims if {*dim.axes} - named}:
             src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
-        place, start, op = edge.place, src, step.by_name[nodes[edge.nodes[1]].name]
+        start = src
         if not edge.enters:
             if place and src != dst:
                 outputs[place] = _text(src, dst)
             # A module with parameters has a rule if activations differ along more axes than around it.
-            weights = [n for n in op.operands if n in step.parameters and op.operands[0] == source.name]
-            place, start, named = "".join(weights[:1]).rpartition(".")[0], dst, {*dst.axes}
+            weights = [n for n in op.operands if n in step.parameters and op.operands[0] == source]
+            place, start = "".join(weights[:1]).rpartition(".")[0], dst
             around = _around(place, known)
-            if step.moves_anywhere or not any(named.difference(known[each].axes) for each in around):
+            if step.moves_anywhere or all({*dst.axes} <= {*layout.axes} for layout in around):
                 place = ""
         if place and place not in entered:
             entered[place] = _text(start, dst)
-            there = [_inside(start, dst, known[each]) for each in around]
-            if start != dst or any({*a.axes} != {*known[b].axes} for a, b in zip(there, around, strict=True)):
-                needed.add(place)
+            there = [_inside(start, dst, layout) for layout in around]
+            if start != dst or any({*a.axes} != {*b.axes} for a, b in zip(there, around, strict=True)):
                 known[place] = there[0]
-        maker = step.by_name.get(source.name)
+        maker = step.by_name.get(source)
         if maker and maker.kind == "lookup" and src.tagged("sum"):  # its module asks where they are added up
             outputs.setdefault(step.module(maker, left=True), _text(src, src))
     first = {spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)}
-    inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & needed}
+    inputs = {name: text for name, text in entered.items() if {name, first.get(name, name)} & known.keys()}
     # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
     own = {name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text}
-    inputs = {n: text for n, text in inputs.items() if n not in own and first.get(n) not in inputs}
-    used = {name: _used(name, *texts, known) for name, texts in parameters.items()}
-    root: dict[Any, Any] = {"": roots if len(roots) > 1 else next(iter(roots.values()), "...")}
-    entering = Rules({**root, **_merged(own), **_merged(inputs)})
-    return StepRules(Rules(_merged(used)), entering, Rules(_merged(outputs)), "|".join(_merged(once)))
+    rest = {name: text for name, text in inputs.items() if first.get(name) not in inputs}
+    roots = {name: _text(Layout.parse(" ".join(x.names)), x) for name, x in arriving.items()}
+    root = roots if len(roots) > 1 else next(iter(roots.values()), "...")
+    return Rules({"": root, **_merged(own), **_merged(rest)}), outputs, known
 
 
 @lru_cache(maxsize=4096)
@@ -92,16 +98,16 @@ def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
     return inside(ActivationRule(src, dst, ""), outside)
 
 
-def _around(path: str, known: Mapping[str, Layout]) -> list[str]:
-    """The nearest module with a rule around a module or a parameter, or itself; and the first block's."""
+def _around(path: str, known: Known) -> list[Layout]:
+    """Activations in the nearest modules with a rule around a path, and around it in the first block."""
     paths = dict.fromkeys((path, spellings(path)[0].replace("*", "0")))
-    return [[name for name in known if f"{each}.".startswith(name and f"{name}.")][-1] for each in paths]
+    return [[known[n] for n in known if f"{each}.".startswith(n and f"{n}.")][-1] for each in paths]
 
 
-def _used(name: str, src: Layout, dst: Layout, known: Mapping[str, Layout]) -> str:
+def _used(name: str, src: Layout, dst: Layout, known: Known) -> str:
     """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
-    around = {module for each in name.split("|") for module in _around(each, known)}
-    varying = {axis for module in around for axis in known[module].axes}
+    around = (layout for each in name.split("|") for layout in _around(each, known))
+    varying = {axis for layout in around for axis in layout.axes}
     tags = ("sum", dst.tagged("sum")), ("mean", tuple(sorted(varying - {*dst.axes})))
     return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
 
@@ -124,19 +130,19 @@ def simplified(search: StepSearch, most: float) -> list[int]:
     for their seconds are first.
     """
     problem, best = search.problem, list(search.best or ())
-    here, before, least = best, list[int](), _variety(_patterns(problem, best))
+    here, before, least = best, list[int](), _variety(problem, best)
     while here != before:
         before, changes = here, list[tuple[float, list[int]]]()
         seconds = float(search.cost.rank(problem.vectors(here)[0]))
         ranks = ((n, i, search.cost.rank(problem.vectors(here, n))) for n, i in enumerate(search.left))
         of_one = ((each[i], [*here[:n], int(i), *here[n + 1 :]]) for n, left, each in ranks for i in left)
         for rank, there in (*of_one, *_like_another(search, here)):
-            if rank <= most and (fewer := least - _variety(_patterns(problem, there))) > LEAST:
+            if rank <= most and (fewer := least - _variety(problem, there)) > LEAST:
                 changes.append((fewer / max(rank - seconds, LEAST * seconds), there))
         for _, there in sorted(changes, key=lambda change: -change[0]):
             there = [new if new != old else now for old, new, now in zip(before, there, here, strict=True)]
             problem.plan(there)
-            variety = _variety(_patterns(problem, there))
+            variety = _variety(problem, there)
             if variety < least - LEAST and search.cost.rank(problem.vectors(there)[0]) <= most:
                 here, least = there, variety
     return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
@@ -165,9 +171,9 @@ def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
     return [text_of(pattern) for rules in written(problem, assignment)[:3] for pattern in rules]
 
 
-def _variety(patterns: Sequence[str]) -> float:
+def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
     """Less for fewer rules, and for rules of many names beside rules of few."""
-    return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)
+    return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in _patterns(problem, assignment))
 
 
 def limited(problem: StepProblem, rules: StepRules) -> list[Ints]:

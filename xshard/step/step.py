@@ -14,7 +14,7 @@ from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import listed
-from xshard.step.op import KINDS, Op, parse_arrays
+from xshard.step.op import KINDS, Op, dims_of, parse_arrays
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TrainingStep:
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
     """The lengths of the dims of an array. Raises ShapeError for a dim without a length."""
-    for name in (name for dim in array.dims for name in parts_of(dim)):
+    for name in dims_of(array):
         if name not in lengths:
             raise ShapeError(f"dim {name!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}")
     return tuple(math.prod(lengths[name] for name in parts_of(dim)) for dim in array.dims)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class StepPlan(NamedTuple):
         return float(self.search.problem.cost(1.0, overlap).of(self.vector))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Suggestion(Pictured):
     """The layouts of everything in a training step, as rules, with its cost and a bound of all costs.
 
@@ -55,24 +55,14 @@ class Suggestion(Pictured):
     assignment: Sequence[int]
     bound: float
     by_hand: Mapping[str, StepPlan]
-    parameters: Rules = field(init=False)
-    inputs: Rules = field(init=False)
-    outputs: Rules = field(init=False)
-    once: str = field(init=False)
-    micro_batches: int = field(init=False)
-    recompute: bool = field(init=False)
-    seconds: float = field(init=False)
-    gap: float = field(init=False)
-    memory: Mapping[str, int] = field(init=False)
-    parts: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
         problem = self.search.problem
         vector = problem.vectors(self.assignment)[0]
-        seconds, (parts, memory) = float(self.search.cost.of(vector)), problem.summary(vector)
-        vars(self).update(written(problem, self.assignment)._asdict())
-        vars(self).update(micro_batches=problem.micro_batches, recompute=problem.recompute)
-        vars(self).update(seconds=seconds, gap=1 - self.bound / seconds, memory=memory, parts=parts)
+        self.parameters, self.inputs, self.outputs, self.once = written(problem, self.assignment)
+        self.micro_batches, self.recompute = problem.micro_batches, problem.recompute
+        self.seconds, (self.parts, self.memory) = float(self.search.cost.of(vector)), problem.summary(vector)
+        self.gap = 1 - self.bound / self.seconds
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:

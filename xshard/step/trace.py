@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, count, product
 from typing import Any
 
 from xshard.step.classes import Written, common_factors, grouped
@@ -44,7 +44,7 @@ class Trace:
         """An array of the batch; returns its name."""
         names = list[str]()
         for n in shape:
-            names.append(self._fresh("b" if n == self.batch and not names else f"s{n}", n, names))
+            self._fresh("b" if n == self.batch and not names else f"s{n}", n, names)
         self.inputs.append(name)
         self.dims[name], self.shapes[name] = [[each] for each in names], (*shape,)
         return name
@@ -64,15 +64,11 @@ class Trace:
             sizes |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
         factors = {x: [("", n)] for x, n in sizes.items()}
         for operand, dims in zip(operands, arrays, strict=False):
-            for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, split in self._factors(letters, names, sizes).items():
+            for dim, names in zip(dims, self.dims.get(operand, ()), strict=False):
+                for letter, split in self._factors(dim, names, sizes).items():
                     factors[letter] = max(factors[letter], split, key=_rank)
-        meaning, taken = dict[str, list[str]](), list[str]()
-        for letter in dict.fromkeys(x for dims in arrays for dim in dims for x in dim):
-            meaning[letter] = []
-            for known, n in factors[letter]:
-                taken.append(self._fresh(known or f"n{n}", n, taken))
-                meaning[letter].append(taken[-1])
+        taken, letters = list[str](), dict.fromkeys(x for dims in arrays for dim in dims for x in dim)
+        meaning = {x: [self._fresh(known or f"n{n}", n, taken) for known, n in factors[x]] for x in letters}
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
         for operand, own in zip(operands, named, strict=False):
             self.dims.setdefault(operand, own)
@@ -109,32 +105,29 @@ class Trace:
         parts = zip(letters, after, strict=True)
         return {letter: [(entire.get(each, ""), each[1]) for each in dim] for letter, dim in parts}
 
-    def _fresh(self, wanted: str, n: int, taken: Sequence[str]) -> str:
-        """A name for a dim of length n that nothing in `taken` has."""
-        name, i = wanted, 1
-        while name in taken:
-            i += 1
-            name = f"{wanted.partition('_')[0]}_{i}"
+    def _fresh(self, wanted: str, n: int, taken: list[str]) -> str:
+        """A name for a dim of length n that is not in `taken`, and then is."""
+        others = (f"{wanted.partition('_')[0]}_{i}" for i in count(2))
+        name = next(each for each in chain([wanted], others) if each not in taken)
+        taken.append(name)
         self.lengths[name] = n
         return name
 
 
-def _linked(op: Op, links: int, first: Collection[str]) -> tuple[tuple[int, ...], ...]:
+def _linked(op: Op, links: int, first: set[str]) -> tuple[tuple[int, ...], ...]:
     """The rules of an operation beside its last operands, which it only reads lengths from.
 
     An axis shards the same in both; beside that, it does anything in them.
     """
     *operands, result = op.dims
     own = {name for dims in (*operands[:-links], result) for name in dims}
-    rules = list[tuple[int, ...]]()
+    rules, beside, others = list[tuple[int, ...]](), operands[-links:], first - own
+    free = [[REPLICAS, SUM, COPY, *(d for d, name in enumerate(dims) if name in others)] for dims in beside]
     for rule in op.axis_rules:
         named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
-        ways = []
-        for dims in operands[-links:]:
-            same = [d for d, name in enumerate(dims) if name in named]
-            free = [d for d, name in enumerate(dims) if name in first and name not in own]
-            ways.append(same or [REPLICAS, SUM, COPY, *free])
-        if named <= own.intersection(first):
+        if named <= own & first:
+            same = ([d for d, name in enumerate(dims) if name in named] for dims in beside)
+            ways = (some or anything for some, anything in zip(same, free, strict=True))
             rules += [(*rule[: -links - 1], *each, rule[-1]) for each in product(*ways)]
     return tuple(rule for rule in rules if {*rule} != {REPLICAS})
 
