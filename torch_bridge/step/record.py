@@ -81,7 +81,7 @@ class StepRecorder(TorchDispatchMode):
         if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
             computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **on["cpu"])
             self.values |= {id(x): y for x, y in zip(results, tree_leaves(computed), strict=True)}
-        for x in results:
+        for x in filter(Tensor.numel, results):
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
                 self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
