@@ -151,12 +151,28 @@ class Others(torch.nn.Module):
         return y
 
 
+class Twice(torch.nn.Module):
+    """A rule for the first argument moves one of two that are the same here."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Bilinear(4, 4, 4)
+
+    def forward(self, x):
+        return self.inner(x.sin(), x) + self.inner(x, x)
+
+
 def test_operations_that_are_less_common_have_rules():
     step, _ = recorded(Others(), torch.empty(4, 4, 4, 4))
     assert not [op.name for op in step.ops if op.kind == "opaque"]
     written = next(op for op in step.ops if op.name == ":written")  # a slice of the last dim
     assert written.text == "b n4 n8_3 n10, b n4 n8_3 n2 -> b n4 n8_3 n10"
     assert [rule[0] for rule in written.axis_rules if rule[0] >= 0] == [0, 1, 2]
+
+
+def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():
+    step, _ = recorded(Twice(), torch.empty(4, 4))
+    assert [op.enters for op in step.ops if op.enters] == ["inner"]
 
 
 class Calls(TorchDispatchMode):
