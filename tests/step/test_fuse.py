@@ -128,6 +128,18 @@ def _flops(step):
     return 1 + sum(op.work.flops * space(op) for op in step.ops)
 
 
+def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
+    """Positions, as many as an input has, are broadcast to its rows: they have no gradient to be added up."""
+    ops = [
+        Op("mask", "b c -> d", ("x",), "source", rules=((0, -1),), enters="", leaves=""),
+        Op("rows", "d, b c -> b d", ("mask", "x"), "source", rules=((COPY, 0, 0),), enters="", leaves=""),
+        Op("masked", "b d, b d -> b d", ("y", "rows"), "pointwise", enters="", leaves=""),
+    ]
+    step = TrainingStep(ops, LENGTHS, {"x": "b c", "y": "b d"}, {})
+    (op,) = fused(step).ops
+    assert "b/x d, b/x c -> b/x d" in map(op.text_of, op.axis_rules)
+
+
 def layers(names):
     ops, parameters, here = [], {}, "x"
     for name in names:

@@ -81,7 +81,9 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
 def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     """Two operations as one, with the pairs of rules that agree between them."""
     arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
-    pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
+    same = [row for row in first.axis_rules if row[m] == REPLICAS and first.kind == "source"]  # no gradient
+    copies = ((COPY,) * start, *((*row[:m], COPY, *row[m + 1 :]) for row in same))
+    pairs = product((*first.axis_rules, *copies), second.axis_rules)
     spans = [_spans(array, step.lengths) for array in arrays]
     rows = _same([(*a, *b) for a, b in pairs], spans, m, start + k)
     # The operands of the first stand where its result was, or lead where they enter a module.
