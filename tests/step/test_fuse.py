@@ -140,6 +140,22 @@ def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
     assert "b/x d, b/x c -> b/x d" in map(op.text_of, op.axis_rules)
 
 
+@pytest.mark.parametrize(
+    ("first", "kept"),
+    [(("b c, c -> b c", ("x", "first.weight")), ("x", "first")), (("c -> c", ("first.weight",)), ("x",))],
+)
+def test_modules_with_parameters_of_their_own_stay_apart(first, kept):
+    """Each has a rule where activations differ more than around it; one without an input has none."""
+    ops = [
+        Op("first", *first, "pointwise"),
+        Op("second", "b c, c -> b c", (kept[-1], "second.weight" if kept[1:] else "first"), "pointwise"),
+    ]
+    parameters = {name: "c" for op in ops for name in op.operands if "weight" in name}
+    loss = Op("loss", "b c ->", ("second",), "loss")
+    step = fused(TrainingStep([*ops, loss], LENGTHS, {"x": "b c"}, parameters))
+    assert [op.name for op in step.ops] == ["first", "second", "loss"]
+
+
 def layers(names):
     ops, parameters, here = [], {}, "x"
     for name in names:
