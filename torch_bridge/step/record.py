@@ -72,7 +72,7 @@ class StepRecorder(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             if id(args[0]) not in self.values:
-                hint = "its operations have to be the same for all data"
+                hint = "operations have to be the same for all data: leave out a mask that they depend on"
                 raise PlanError(f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint)
             return self.values[id(args[0])].item()
         on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
