@@ -168,6 +168,23 @@ def test_operations_that_are_less_common_have_rules():
     written = next(op for op in step.ops if op.name == ":written")  # a slice of the last dim
     assert written.text == "b n4 n8_3 n10, b n4 n8_3 n2 -> b n4 n8_3 n10"
     assert [rule[0] for rule in written.axis_rules if rule[0] >= 0] == [0, 1, 2]
+    # A batch norm is computed whole; its reserve has no elements.
+    normed = torch.nn.Sequential(*(torch.nn.BatchNorm2d(4) for _ in range(8)), torch.nn.AdaptiveAvgPool2d(1))
+    step, _ = recorded(normed, torch.empty(4, 4, 4, 4))
+    assert [op.name for op in step.ops if op.kind == "opaque"] == [*map(str, range(8))]
+
+
+def test_lengths_that_are_said_are_those_of_the_result():
+    """A transposed array is copied first, and then has the lengths that were read."""
+
+    class Turned(torch.nn.Linear):
+        def forward(self, x):
+            b, s, c = x.shape
+            return super().forward(x).reshape(b * s, 4, c // 4).transpose(1, 2).reshape(b, s, c) + x
+
+    step, _ = recorded(Turned(16, 16), torch.empty(4, 8, 16))
+    by_name = {op.name: op.operands[1:] for op in step.ops}
+    assert by_name[":clone"] == () and by_name[":_unsafe_view"] == ("x",)
 
 
 def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():

@@ -79,9 +79,9 @@ class StepRecorder(TorchDispatchMode):
         out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if all(id(x) in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
-            computed = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **on["cpu"])
-            self.values |= {id(x): y for x, y in zip(results, tree_leaves(computed), strict=True)}
-        for x in filter(Tensor.numel, results):
+            made = func(*tree_map_only(Tensor, lambda x: self.values[id(x)], args), **on["cpu"])
+            self.values |= {id(x): y for x, y in zip(results, tree_leaves(made), strict=True) if x.numel()}
+        for x in filter(Tensor.numel, results):  # others are in no operation, and their ids are given anew
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
                 self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
@@ -89,8 +89,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
-        dims = call.op.arrays[-1]
-        for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
+        dims, sizes = call.op.arrays[-1], self.sizes if len(self.sizes) == out.ndim else ()
+        fits = all(n in (-1, m) for n, m in zip(sizes, out.shape, strict=False))  # or on the way to them
+        for dim, n in zip(dims, sizes if fits else (), strict=False):
             letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
