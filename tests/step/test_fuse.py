@@ -128,6 +128,34 @@ def _flops(step):
     return 1 + sum(op.work.flops * space(op) for op in step.ops)
 
 
+def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
+    """Positions, as many as an input has, are broadcast to its rows: they have no gradient to be added up."""
+    ops = [
+        Op("mask", "b c -> d", ("x",), "source", rules=((0, -1),), enters="", leaves=""),
+        Op("rows", "d, b c -> b d", ("mask", "x"), "source", rules=((COPY, 0, 0),), enters="", leaves=""),
+        Op("masked", "b d, b d -> b d", ("y", "rows"), "pointwise", enters="", leaves=""),
+    ]
+    step = TrainingStep(ops, LENGTHS, {"x": "b c", "y": "b d"}, {})
+    (op,) = fused(step).ops
+    assert "b/x d, b/x c -> b/x d" in map(op.text_of, op.axis_rules)
+
+
+@pytest.mark.parametrize(
+    ("first", "kept"),
+    [(("b c, c -> b c", ("x", "first.weight")), ("x", "first")), (("c -> c", ("first.weight",)), ("x",))],
+)
+def test_modules_with_parameters_of_their_own_stay_apart(first, kept):
+    """Each has a rule where activations differ more than around it; one without an input has none."""
+    ops = [
+        Op("first", *first, "pointwise"),
+        Op("second", "b c, c -> b c", (kept[-1], "second.weight" if kept[1:] else "first"), "pointwise"),
+    ]
+    parameters = {name: "c" for op in ops for name in op.operands if "weight" in name}
+    loss = Op("loss", "b c ->", ("second",), "loss")
+    step = fused(TrainingStep([*ops, loss], LENGTHS, {"x": "b c"}, parameters))
+    assert [op.name for op in step.ops] == ["first", "second", "loss"]
+
+
 def layers(names):
     ops, parameters, here = [], {}, "x"
     for name in names:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
+from xshard.step import eliminate
 from xshard.step.eliminate import excess, minimum
 from xshard.step.moves import MovePrices
 from xshard.step.op import COPY, REPLICAS, SUM, layout_of
@@ -53,6 +54,16 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
     assert alone.best and alone.seconds == pytest.approx(
         search.cost.of(vectors)[n_bytes == n_bytes.min()].min()
     )
+
+
+def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
+    """Where tables are too large, a bound's assignment need not run: there is a plan with whole arrays."""
+    monkeypatch.setattr(eliminate, "MOST", 1)
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
+    for seed in range(5):
+        search = StepSearch(StepProblem(random_step(seed).with_shares, moves), np.inf)
+        search.start()
+        assert search.best, seed
 
 
 def test_less_memory_than_any_plan_needs():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -14,6 +15,7 @@ import xshard as xs
 from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.step.classes import call_of
+from torch_bridge.step.record import recorded
 from xshard.step.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -131,8 +133,72 @@ def test_every_operation_of_six_models_has_a_rule_and_the_rules_train_as_on_one_
     on_ranks(4, _search_and_train)
 
 
+class Others(torch.nn.Module):
+    """Operations that the models above lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = torch.nn.ConvTranspose2d(4, 6, 2, 2), torch.nn.GroupNorm(3, 6)
+        normed = torch.nn.Conv2d(6, 4, 3, padding=1)
+        self.normed, self.prelu = torch.nn.utils.parametrizations.weight_norm(normed, dim=1), torch.nn.PReLU()
+
+    def forward(self, x):
+        x = F.interpolate(F.max_pool2d(self.norm(self.up(x)), 2), scale_factor=2.0, mode="bilinear")
+        x = torch.cat([self.prelu(self.normed(x)), x[:, :0]], 1).flip(2).roll(2, 3)
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.ones(4, dtype=torch.complex128)
+        y = x.new_zeros(*x.shape[:-1], 10)
+        y[..., :2] = torch.view_as_real(turned).flatten(-2)[..., 2:4]
+        return y
+
+
+class Twice(torch.nn.Module):
+    """A rule for the first argument moves one of two that are the same here."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Bilinear(4, 4, 4)
+
+    def forward(self, x):
+        return self.inner(x.sin(), x) + self.inner(x, x)
+
+
+def test_operations_that_are_less_common_have_rules():
+    step, _ = recorded(Others(), torch.empty(4, 4, 4, 4))
+    assert not [op.name for op in step.ops if op.kind == "opaque"]
+    written = next(op for op in step.ops if op.name == ":written")  # a slice of the last dim
+    assert written.text == "b n4 n8_3 n10, b n4 n8_3 n2 -> b n4 n8_3 n10"
+    assert [rule[0] for rule in written.axis_rules if rule[0] >= 0] == [0, 1, 2]
+
+
+def test_arrays_without_elements_are_in_no_operation():
+    """A batch norm makes one and lets go of it: its identity is given to another array."""
+
+    blocks = [layer for _ in range(4) for layer in (torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3, 1, 1))]
+    model = torch.nn.Sequential(*blocks, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1))
+    step, _ = recorded(model, torch.empty(4, 4, 4, 4))
+    assert [op.name for op in step.ops if op.kind == "opaque"] == ["0", "2", "4", "6"]
+
+
+def test_lengths_that_are_said_are_those_of_the_result():
+    """A transposed array is copied first, and then has the lengths that were read."""
+
+    class Turned(torch.nn.Linear):
+        def forward(self, x):
+            b, s, c = x.shape
+            return super().forward(x).reshape(b * s, 4, c // 4).transpose(1, 2).reshape(b, s, c) + x
+
+    step, _ = recorded(Turned(16, 16), torch.empty(4, 8, 16))
+    by_name = {op.name: op.operands[1:] for op in step.ops}
+    assert by_name[":clone"] == () and by_name[":_unsafe_view"] == ("x",)
+
+
+def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():
+    step, _ = recorded(Twice(), torch.empty(4, 4))
+    assert [op.enters for op in step.ops if op.enters] == ["inner"]
+
+
 class Calls(TorchDispatchMode):
-    """The operations of a forward pass, with their arguments: one of each kind."""
+    """The operations of a forward pass, with their arguments: one of each kind. All arrays have elements."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +212,8 @@ class Calls(TorchDispatchMode):
         schema = func._schema.arguments
         named = {each.name: each.default_value for each in schema if each.has_default_value()}
         named |= {**dict(zip((each.name for each in schema), kept, strict=False)), **kwargs}
-        for i, x in enumerate(x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+        results, given = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (out, args))
+        for i, x in enumerate(results if all(x.numel() for x in (*results, *given)) else ()):
             call = call_of(name, named, x, torch.Tag.pointwise in func.tags)
             trace = Trace(1)
             names = [trace.parameter(f"x{k}", each.shape) for k, each in enumerate(call.operands)]
@@ -167,13 +234,16 @@ def _judged(op, trace, call, func, args, kwargs, shape, which):
             if name == "size" and end is not None and x[end - len(shape)] == shape[end]:
                 x[end - len(shape)] //= N
         if func is torch.ops.aten.convolution.default:
-            sizes[2] = None
+            sizes[2] = None  # no bias
             sizes[-1] //= N if sizes[-1] > 1 and start == 1 else 1  # groups
+        if func is torch.ops.aten.native_group_norm.default:
+            sizes[3] = len(sizes[0])
         try:
             results = [x for x in tree_leaves(func(*sizes, **kwargs)) if isinstance(x, torch.Tensor)]
         except (IndexError, RuntimeError):  # these blocks do not fit, or rows are missing
             return np.full(shape, np.nan)
-        return results[which].numpy()
+        x = results[which]
+        return (x.real + x.imag if x.is_complex() else x).numpy()
 
     values = [numbers(x.numpy()) for x in call.operands]
     return judged(op, trace.lengths, values, lambda runs: [run(*each) for each in runs])
@@ -181,8 +251,9 @@ def _judged(op, trace, call, func, args, kwargs, shape, which):
 
 def test_rules_are_right_on_blocks():
     seen, wrong = {}, {}
-    for name in MODELS:
-        model, batch = build(name)
+    for name in (*MODELS, "others"):
+        others = Others().double(), {"x": torch.rand(4, 4, 4, 4, dtype=torch.float64)}
+        model, batch = build(name) if name in MODELS else others
         with Calls() as recorded, torch.no_grad():
             model(**batch)
         seen |= recorded.calls

@@ -6,6 +6,7 @@ An operation is described by its name and by shapes alone: `mm` is "a b, b c -> 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 from xshard.step.classes import FREE, Written, aligned, along, convolution, letters, placed, view, words
 
 VIEWS = words("view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh")
-PARTS = words("slice select split split_with_sizes unbind expand")
+PARTS = words("slice select split split_with_sizes unbind expand view_as_real view_as_complex")
 LINEAR = PARTS | words("add sub neg sum mean cat constant_pad_nd flip roll")
 RANDOM = words("native_dropout bernoulli uniform normal")
-ALIGNED = RANDOM | words("native_layer_norm expand repeat constant_pad_nd copy tril triu fill zero")
+ALIGNED = words("native_layer_norm expand repeat constant_pad_nd copy tril triu fill zero floor_divide")
+ALIGNED |= RANDOM | {"_prelu_kernel"}
 RESULTS = words("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")  # their gradients need them
 UNIFORM = words("full zeros ones empty scalar_tensor")
+WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")  # over so many last dims, each channel alone
 _MM, _BMM = ("ab", "bc", "ac"), ("eab", "ebc", "eac")
 MATRICES = {"mm": _MM, "addmm": _MM, "bmm": _BMM, "baddbmm": _BMM}
 MATRICES |= {"mv": ("ab", "b", "a"), "dot": ("a", "a", "")}
@@ -36,8 +39,8 @@ class Call(NamedTuple):
 
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
     """The call that gives one result of an operation; `opaque` if no class fits. args: by name."""
-    tensors, dims = [x for x in tree_leaves(args) if isinstance(x, Tensor)], letters(out.ndim)
-    shapes = [x.shape for x in tensors]
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
+    shapes, dims = [x.shape for x in tensors], letters(out.ndim)
     first = tensors[0] if tensors else out
     if name in MATRICES:
         bias = tensors.pop(0) if "add" in name else None
@@ -54,15 +57,22 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         return Call([args["indices"], args["weight"]], Written([dims[:-1], ["v", dims[-1]], dims], "lookup"))
     if name == "index":
         return _indexed(args, out)
-    if name == "convolution":
-        return Call(tensors[:2], convolution(shapes, out.shape, args["groups"]), args.get("bias"))
+    if name == "convolution" and (args["groups"] == 1 or not args["transposed"]):
+        order = [*range(out.ndim)]
+        orders = [order, [1, 0, *order[2:]] if args["transposed"] else order, order]
+        return Call(tensors[:2], convolution(shapes, out.shape, args["groups"], orders), args.get("bias"))
     if name == "nll_loss_forward":
         rows = letters(args["target"].ndim)
         return Call(tensors[:2], Written([[rows[0], "v", *rows[1:]][: first.ndim], rows, []], "loss"))
+    if name == "native_group_norm" and out.shape == first.shape:  # groups of channels are whole
+        return Call(tensors, placed(shapes, out.shape, [range(out.ndim), [1], [1]], "pointwise", dims[1:]))
+    if name == "written" and first.stride() == tensors[1].stride():  # a slice of an array
+        cut = {d for d, n, m in zip(dims, *shapes, strict=True) if n != m}
+        return Call(tensors, aligned(shapes, out.shape, whole=cut))
     if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
         return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, keeps=()))
     if not tensors or name.startswith("new_"):
-        return Call((), Written([dims], "source", () if name in UNIFORM else dims))
+        return Call((), Written([dims], "source", () if name.removeprefix("new_") in UNIFORM else dims))
     if name == "stack":
         d = args["dim"] % out.ndim
         places = [*range(d), *range(d + 1, out.ndim)]
@@ -70,13 +80,20 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     is_number = name in ("add", "sub", "mul", "div") and len(tensors) == 1
     kind, work = "linear" if name in LINEAR and not is_number else "pointwise", FREE if name in PARTS else {}
     work = {"keeps": ()} if is_number else {"keeps": (len(tensors),)} if name in RESULTS else work
-    if "dim" in args:
-        named = range(first.ndim) if args["dim"] is None or args["dim"] == [] else args["dim"]
+    if "dim" in args or "dims" in args:
+        every, named = [*range(first.ndim)], args.get("dim", args.get("dims"))
+        if name == "_weight_norm_interface":  # a norm over all dims but this one
+            named = [d for d in every if d != named % first.ndim]
+        named = every if named is None or named == [] else named
         return Call(tensors, along(shapes, out.shape, named, kind, sums=name == "sum", **work))
-    if is_pointwise or name in ALIGNED:
+    windows = WINDOWS.search(name)
+    if is_pointwise or name in ALIGNED or windows:
         n_whole = 2 if name in ("tril", "triu") else len(args.get("normalized_shape", ()))
+        n_whole = int(windows[1]) if windows else n_whole
         return Call(tensors, aligned(shapes, out.shape, kind, dims[out.ndim - n_whole :], **work))
-    return Call(tensors, placed(shapes, out.shape, [[None] * x.ndim for x in tensors], "opaque"))
+    kind, pairs = kind if name in PARTS else "opaque", [*dims[first.ndim :], f"u0_{out.ndim}"]
+    places = [[d if d < out.ndim else None for d in range(x.ndim)] for x in tensors]
+    return Call(tensors, placed(shapes, out.shape, places, kind, pairs, **work))
 
 
 def attention_call(

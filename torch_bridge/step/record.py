@@ -72,7 +72,7 @@ class StepRecorder(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             if args[0] not in self.values:
-                hint = "its operations have to be the same for all data"
+                hint = "operations have to be the same for all data: leave out a mask that they depend on"
                 raise PlanError(f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint)
             return self.values[args[0]].item()
         on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
@@ -81,7 +81,7 @@ class StepRecorder(TorchDispatchMode):
         if all(x in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
             computed = func(*tree_map_only(Tensor, self.values.__getitem__, args), **on["cpu"])
             self.values |= zip(results, tree_leaves(computed), strict=True)
-        for x in results:
+        for x in filter(Tensor.numel, results):  # an empty one is in no operation
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
                 self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
@@ -89,8 +89,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
-        dims = call.op.arrays[-1]
-        for dim, n in zip(dims, self.sizes if len(self.sizes) == len(dims) else (), strict=False):
+        dims, sizes = call.op.arrays[-1], self.sizes if len(self.sizes) == out.ndim else ()
+        fits = all(n in (-1, m) for n, m in zip(sizes, out.shape, strict=False))  # or on the way to them
+        for dim, n in zip(dims, sizes if fits else (), strict=False):
             letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
@@ -128,7 +129,8 @@ class StepRecorder(TorchDispatchMode):
         """Before a module: inside, its first tensor is the result of an operation of its own."""
         x = first_tensor([*args, *kwargs.values()])
         self.around.append((path, x, self.known.get(x), len(self.trace.ops)))
-        if path and x is not None and x in self.known:
+        same = sum(y is x for y in (*args, *kwargs.values()))  # a rule moves one argument
+        if path and x is not None and x in self.known and same == 1:
             self.add("input", call_of("alias", {"self": x}, x, False), x)
             self.entered[self.known[x]] = path
 

@@ -75,7 +75,10 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
         before, after = (_elements(op.arrays[-1:], step.lengths) for op in (first, second))
         return only and not is_place and after <= before
     light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
-    return only and first.kind in LIGHT and light
+    # Modules with parameters stay apart, as each has its own rule; so do those without inputs, for no rule.
+    own = [{x.rpartition(".")[0] for x in op.operands if x in step.parameters} for op in (first, second)]
+    is_apart = own[0] != own[1] if all(own) else is_place and {*first.operands[:1]} & {*step.parameters}
+    return only and first.kind in LIGHT and light and (anywhere or not is_apart)
 
 
 def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
@@ -90,7 +93,9 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
     equal = [(m, start + k), *((i, j) for i, j in combinations(order, 2) if name[i] == name[j])]
     order = [i for i in order if i not in {j for _, j in equal}]
-    pairs = product((*first.axis_rules, (COPY,) * start), second.axis_rules)
+    same = [row for row in first.axis_rules if row[m] == REPLICAS and first.kind == "source"]  # no gradient
+    copies = ((COPY,) * start, *((*row[:m], COPY, *row[m + 1 :]) for row in same))
+    pairs = product((*first.axis_rules, *copies), second.axis_rules)
     rows, keeps = [(*a, *b) for a, b in pairs], {*first.kept, *(start + i for i in second.kept)}
     for i, j in equal:
         rows = _same(rows, spans, i, j)

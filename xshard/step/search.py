@@ -14,7 +14,7 @@ import numpy as np
 
 from xshard.step.cost import Pairs, solve_program
 from xshard.step.eliminate import Bucket, excess, minimum
-from xshard.step.op import Flags, Floats, Ints
+from xshard.step.op import REPLICAS, Flags, Floats, Ints
 from xshard.step.problem import StepProblem
 
 ROUNDS = 100  # of weights
@@ -69,6 +69,9 @@ class StepSearch:
         """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
         n = len(self.cost.limited)
         self.offer(self.least(np.append(self.proof[:-n], np.full(n, 1 / n)))[1])
+        if not self.vectors:  # the bound of large tables may be of moves that do not exist; whole arrays stay
+            nodes = zip(self.left, self.problem.nodes, strict=True)
+            self.offer([int(o[(n.ways[o] != REPLICAS).sum((1, 2)).argmin()]) for o, n in nodes])
 
     def within(self, flags: Sequence[Flags]) -> StepSearch:
         """A search among some of the options, with the assignment to start with if there is one."""
