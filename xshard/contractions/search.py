@@ -141,8 +141,8 @@ class CandidateSearch:
         # Only a move that may scale depends on more than both ends, and is made to be priced.
         move = partial(shardings.move, i, local, sums) if shardings.has_means else None
         array = shardings.arrays[i].shape, (i, sums) if move else None
-        moves = (self.prices.move(before[:2], after[:2], *array, move),)
+        moves = [self.prices.move(before[:2], after[:2], *array, move)]
         if self.objective == BOTH:  # copies are the sums of gradients
             back = move and (lambda: move().dual)
-            moves += (self.prices.move(after[::2], before[::2], *array, back),)
-        return shardings.accesses[i] * math.prod([dim.rows for dim in dims]), moves
+            moves.append(self.prices.move(after[::2], before[::2], *array, back))
+        return shardings.accesses[i] * math.prod([dim.rows for dim in dims]), tuple(moves)

@@ -225,17 +225,42 @@ class Grid:
 
     def least_exchange(self, state: State, after: State) -> float:
         """A lower bound for the seconds of an exchange, without counting its traffic."""
-        begins = set(after.sums) - set(state.sums)  # of a new sum, only some devices receive
-        wanted = senders = 0 if begins else self.parts(self.ended(state, after))
-        kept, is_port = 1, self.fabric.links[0].topology == "port"
-        for d, (a, b) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            have, want = self.length(d, a)[0], self.length(d, b)[0]
-            wanted, senders, kept = wanted * want, senders * -(-want // max(1, have)), kept * min(have, want)
-        seconds = (
-            wanted / self.profile.copy_bytes_per_s + max(0, wanted - kept) * (not is_port) / self.fastest
-        )
-        waits = self.profile.launch("exchange") + max(1, senders - 1) * self.least_latency
-        return waits + seconds * self.itemsize
+        ended, begins = self.ended(state, after), set(after.sums) - set(state.sums)
+        wanted = senders = 0 if begins else self.parts(ended)  # of a new sum, only some devices receive
+        near, kept, links = self._parts_near(ended), 1, self.fabric.links
+        level, own = len(links) - 1, 1
+        for d, cuts in enumerate(zip(state.cuts, after.cuts, strict=True)):
+            rows, blocks, at_hand, nearby, apart = self._dim_exchange(d, *cuts)
+            wanted, senders, kept, near = wanted * rows, senders * blocks, kept * at_hand, near * nearby
+            if apart <= level and self.is_regular(after):
+                level, own = int(apart), 0  # a device has nothing that it wants, nor is it on faster links
+        if begins or (self.nodes and not ended):
+            near, level, own = wanted, len(links) - 1, 1
+        far = wanted - near if level or own else wanted
+        seconds = wanted * (2 - self.profile.rounds) / self.profile.copy_bytes_per_s
+        if links[0].topology != "port":
+            rest = max(0, wanted - far - kept * own)
+            seconds += far / links[0].bytes_per_s + rest / links[level].bytes_per_s
+        first = -(-far // max(1, kept))  # messages over the slowest links
+        waits = first * links[0].latency_s + max(not first, senders - own - first) * self.least_latency
+        return self.profile.launch("exchange") + waits + seconds * self.itemsize
+
+    @remembered
+    def _dim_exchange(self, d: int, a: Cut, b: Cut) -> tuple[int, int, int, int, float]:
+        """Of an exchange along one dim: rows of the longest block; how many blocks they come from, at least;
+        at most how many are at hand, or come without the slowest links; the level of links over which, or
+        slower ones, some device gets all."""
+        have, want = self.length(d, a)[0], self.length(d, b)[0]
+        # Where contiguous shards part, the last of the old ones does not meet the first of the new ones.
+        x = next((x for x, y in zip(a, b, strict=False) if x != y), None)
+        apart = math.inf if x is None or not self.is_plain(a + b) else self._spans[x][0].level
+        near = min(want, have * self._parts_near(self.axes_in(a)))
+        return want, -(-want // max(1, have)), min(have, want), near, apart
+
+    @remembered
+    def _parts_near(self, axes: tuple[int, ...]) -> int:
+        """The devices along some axes that all but the slowest links connect."""
+        return math.prod(span.size for span in self.group(axes) if span.level)
 
     @cached_property
     def least_launch(self) -> float:
