@@ -223,6 +223,7 @@ class Grid:
         near = (received - crossing) / self.fastest if links[0].topology != "port" else 0.0
         return launch + sum(turns) + (far + max(0.0, near)) * self.itemsize if received else 0.0
 
+    @remembered
     def least_exchange(self, state: State, after: State) -> float:
         """A lower bound for the seconds of an exchange, without counting its traffic."""
         ended, begins = self.ended(state, after), set(after.sums) - set(state.sums)
