@@ -110,7 +110,7 @@ class Grid:
         return tuple(self.shards[s] for s in cut)
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
-        return tuple(a for s in cut for a in self.shard_axes[s])
+        return tuple([a for s in cut for a in self.shard_axes[s]])
 
     def parts(self, cut: Iterable[int]) -> int:
         """Into how many parts shards, or axes, cut together."""
@@ -124,7 +124,7 @@ class Grid:
 
     def is_plain(self, cut: Iterable[int]) -> bool:
         """Whether every shard is contiguous, over one axis."""
-        return all(s < len(self.axes) for s in cut)
+        return max(cut, default=0) < len(self.axes)
 
     @remembered
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
