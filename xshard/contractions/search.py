@@ -21,8 +21,6 @@ FINALISTS = 8  # candidates that are priced, the best by estimates first
 SLACK = 1.04  # how much too high an estimate may be
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
-_SECONDS = attrgetter("seconds")
-
 
 class Candidate(NamedTuple):
     """A placement with its cost: elements touched, seconds of work, the moves, with gradients' if counted."""
@@ -37,10 +35,9 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        return self.total(_SECONDS)
+        return self.total()
 
-    def total(self, seconds: Callable[[MoveEstimate], float]) -> float:
-        """The same with other seconds of the moves."""
+    def total(self, seconds: Callable[[MoveEstimate], float] = attrgetter("seconds")) -> float:
         times = list(filter(None, map(seconds, self.estimates)))
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 

@@ -226,37 +226,32 @@ class Grid:
     @remembered
     def least_exchange(self, state: State, after: State) -> float:
         """A lower bound for the seconds of an exchange, without counting its traffic."""
-        ended, begins = self.ended(state, after), set(after.sums) - set(state.sums)
-        wanted = senders = 0 if begins else self.parts(ended)  # of a new sum, only some devices receive
-        near, kept, links = self._parts_near(ended), 1, self.fabric.links
-        level, own = len(links) - 1, 1
+        ended, links, is_regular = self.ended(state, after), self.fabric.links, self.is_regular(after)
+        # Of a new sum, only some devices receive.
+        wanted = senders = 0 if set(after.sums) - set(state.sums) else self.parts(ended)
+        near, kept, most = self._parts_near(ended), 1, 1
         for d, cuts in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            rows, blocks, at_hand, nearby, apart = self._dim_exchange(d, *cuts)
-            wanted, senders, kept, near = wanted * rows, senders * blocks, kept * at_hand, near * nearby
-            if apart <= level and self.is_regular(after):
-                level, own = int(apart), 0  # a device has nothing that it wants, nor is it on faster links
-        if begins or (self.nodes and not ended):
-            near, level, own = wanted, len(links) - 1, 1
-        far = wanted - near if level or own else wanted
+            rows, blocks, met, at_hand, nearby = self._dim_exchange(d, *cuts, is_regular)
+            wanted, senders, most = wanted * rows, senders * blocks, most * met
+            near, kept = near * nearby, kept * at_hand
+        far = 0 if self.nodes and not ended else max(0, wanted - near)  # over the slowest links
+        first = -(-far // max(1, most))  # messages
         seconds = wanted * (2 - self.profile.rounds) / self.profile.copy_bytes_per_s
         if links[0].topology != "port":
-            rest = max(0, wanted - far - kept * own)
-            seconds += far / links[0].bytes_per_s + rest / links[level].bytes_per_s
-        first = -(-far // max(1, kept))  # messages over the slowest links
-        waits = first * links[0].latency_s + max(not first, senders - own - first) * self.least_latency
+            seconds += far / links[0].bytes_per_s + max(0, wanted - far - kept) / self.fastest
+        waits = first * links[0].latency_s + max(not first, senders - bool(kept) - first) * self.least_latency
         return self.profile.launch("exchange") + waits + seconds * self.itemsize
 
     @remembered
-    def _dim_exchange(self, d: int, a: Cut, b: Cut) -> tuple[int, int, int, int, float]:
-        """Of an exchange along one dim: rows of the longest block; how many blocks they come from, at least;
-        at most how many are at hand, or come without the slowest links; the level of links over which, or
-        slower ones, some device gets all."""
+    def _dim_exchange(self, d: int, a: Cut, b: Cut, is_regular: bool) -> tuple[int, int, int, int, int]:
+        """Rows of the longest block of a dim after an exchange; in at least how many blocks they are before;
+        at most how many in one, in its own, and in all that the slowest links do not lead to."""
         have, want = self.length(d, a)[0], self.length(d, b)[0]
+        met, nearby = min(have, want), min(want, have * self._parts_near(self.axes_in(a)))
         # Where contiguous shards part, the last of the old ones does not meet the first of the new ones.
-        x = next((x for x, y in zip(a, b, strict=False) if x != y), None)
-        apart = math.inf if x is None or not self.is_plain(a + b) else self._spans[x][0].level
-        near = min(want, have * self._parts_near(self.axes_in(a)))
-        return want, -(-want // max(1, have)), min(have, want), near, apart
+        parting = [x for x, y in zip(a, b, strict=False) if x != y] if self.is_plain(a) and is_regular else []
+        is_far = parting and not self._spans[parting[0]][0].level
+        return want, -(-want // max(1, have)), met, 0 if parting else met, 0 if is_far else nearby
 
     @remembered
     def _parts_near(self, axes: tuple[int, ...]) -> int:
