@@ -154,10 +154,11 @@ class EinsumShardings:
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
                     yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
-        for i, operand in enumerate(self.operands):
-            if axis in operand.layout.tagged("sum", "mean"):
+        *operands, result = self.endpoints
+        for i, operand in enumerate(operands):
+            if axis in operand.sums:
                 yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
-        if axis in self.result.layout.tagged("copy"):
+        if axis in result.copies:
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
     @remembered

@@ -29,15 +29,14 @@ Make = Callable[[], ArrayMove]
 
 @dataclass(eq=False, slots=True)
 class MoveEstimate:
-    """The seconds of a move as far as they are known, at least `least`. make: makes the move when needed."""
+    """The seconds of a move as far as they are known, at least `least`. make: makes it if it may scale."""
 
     least: float
     seconds: float
     before: End
     after: End
     shape: Shape
-    make: Make
-    scales: bool  # whether it may multiply by a constant
+    make: Make | None
     level: int = BOUND
 
 
@@ -58,16 +57,14 @@ class Prices:
         """The cheapest plan of a move."""
         return self.find(Request.on(self.mesh, *move, self.dtype, self.profile))
 
-    def move(self, before: End, after: End, shape: Shape, means: object, make: Make) -> MoveEstimate:
+    def move(self, before: End, after: End, shape: Shape, means: object, make: Make | None) -> MoveEstimate:
         """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
         leg = before, after, shape, means
         if (known := self._moves.get(leg)) is None:
             grid, received = self._grid(shape), self._received(before, after, math.prod(shape))
             start = grid.least_launch + grid.least_latency
             seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
-            known = self._moves[leg] = MoveEstimate(
-                seconds, seconds, before, after, shape, make, means is not None
-            )
+            known = self._moves[leg] = MoveEstimate(seconds, seconds, before, after, shape, make)
         return known
 
     def refine(self, move: MoveEstimate) -> None:
@@ -76,7 +73,7 @@ class Prices:
         if move.level == BOUND:
             move.level, move.seconds = ESTIMATE, max(move.seconds, estimate(self._grid(move.shape), *both))
         else:
-            price = self.plan(move.make()).cost if move.scales else self._price(move.shape, *both)
+            price = self.plan(move.make()).cost if move.make else self._price(move.shape, *both)
             move.level, move.seconds = PRICE, price
 
     def _price(self, shape: Shape, *states: State) -> float:

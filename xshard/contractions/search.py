@@ -7,14 +7,14 @@ import heapq
 import itertools
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from xshard.contractions.placements import MAX_PLACEMENTS, ArrayMove, EinsumShardings, Placement
 from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
-from xshard.search.grid import remembered
 from xshard.search.request import BOTH
 
 FINALISTS = 8  # candidates that are priced, the best by estimates first
@@ -35,10 +35,10 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        return self.total([estimate.seconds for estimate in self.estimates])
+        return self.total()
 
-    def total(self, seconds: list[float]) -> float:
-        times = [s for s in seconds if s]
+    def total(self, seconds: Callable[[MoveEstimate], float] = attrgetter("seconds")) -> float:
+        times = list(filter(None, map(seconds, self.estimates)))
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property
@@ -130,15 +130,16 @@ class CandidateSearch:
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, estimates)
 
-    @remembered
     def _array(self, i: int, *place: Any) -> tuple[int, tuple[MoveEstimate, ...]]:
         """Elements touched, and the moves, of operand `i` and its gradient, or of the result, -1."""
         shardings, (dims, sums, *_) = self.shardings, place
         local, endpoint = shardings.local(i, *place), shardings.endpoints[i]
         before, after = (local, local if shardings.stays else endpoint) if i < 0 else (endpoint, local)
-        move = partial(shardings.move, i, local, sums)  # without `self`, which keeps it
-        array = shardings.arrays[i].shape, (i, sums) if shardings.has_means else None
+        # Only a move that may scale depends on more than both ends, and is made to be priced.
+        move = partial(shardings.move, i, local, sums) if shardings.has_means else None
+        array = shardings.arrays[i].shape, (i, sums) if move else None
         moves = [self.prices.move(before[:2], after[:2], *array, move)]
         if self.objective == BOTH:  # copies are the sums of gradients
-            moves.append(self.prices.move(after[::2], before[::2], *array, lambda: move().dual))
+            back = move and (lambda: move().dual)
+            moves.append(self.prices.move(after[::2], before[::2], *array, back))
         return shardings.accesses[i] * math.prod([dim.rows for dim in dims]), tuple(moves)

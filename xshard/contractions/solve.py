@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,7 +161,7 @@ class _Solver:
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(placement)
             # Prices decide about it, not estimates.
-            seconds = in_one_placement.seconds + candidate.total([move.least for move in candidate.estimates])
+            seconds = in_one_placement.seconds + candidate.total(attrgetter("least"))
             in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 

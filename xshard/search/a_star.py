@@ -97,6 +97,8 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not self.moves.complete and len(settled) > MAX_SETTLED:
                 break
+            if nearest and round(path.seconds + self._remaining(state), 15) > least[0]:
+                continue
             for move in self._moves(state, path, best, nearest):
                 if move.after in settled or grid.block(move.after) > largest:
                     continue

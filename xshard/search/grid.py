@@ -110,7 +110,7 @@ class Grid:
         return tuple(self.shards[s] for s in cut)
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
-        return tuple(a for s in cut for a in self.shard_axes[s])
+        return tuple([a for s in cut for a in self.shard_axes[s]])
 
     def parts(self, cut: Iterable[int]) -> int:
         """Into how many parts shards, or axes, cut together."""
@@ -124,7 +124,7 @@ class Grid:
 
     def is_plain(self, cut: Iterable[int]) -> bool:
         """Whether every shard is contiguous, over one axis."""
-        return all(s < len(self.axes) for s in cut)
+        return max(cut, default=0) < len(self.axes)
 
     @remembered
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
@@ -223,19 +223,40 @@ class Grid:
         near = (received - crossing) / self.fastest if links[0].topology != "port" else 0.0
         return launch + sum(turns) + (far + max(0.0, near)) * self.itemsize if received else 0.0
 
+    @remembered
     def least_exchange(self, state: State, after: State) -> float:
         """A lower bound for the seconds of an exchange, without counting its traffic."""
-        begins = set(after.sums) - set(state.sums)  # of a new sum, only some devices receive
-        wanted = senders = 0 if begins else self.parts(self.ended(state, after))
-        kept, is_port = 1, self.fabric.links[0].topology == "port"
-        for d, (a, b) in enumerate(zip(state.cuts, after.cuts, strict=True)):
-            have, want = self.length(d, a)[0], self.length(d, b)[0]
-            wanted, senders, kept = wanted * want, senders * -(-want // max(1, have)), kept * min(have, want)
-        seconds = (
-            wanted / self.profile.copy_bytes_per_s + max(0, wanted - kept) * (not is_port) / self.fastest
-        )
-        waits = self.profile.launch("exchange") + max(1, senders - 1) * self.least_latency
-        return waits + seconds * self.itemsize
+        ended, links, is_regular = self.ended(state, after), self.fabric.links, self.is_regular(after)
+        # Of a new sum, only some devices receive.
+        wanted = senders = 0 if set(after.sums) - set(state.sums) else self.parts(ended)
+        near, kept, most = self._parts_near(ended), 1, 1
+        for d, cuts in enumerate(zip(state.cuts, after.cuts, strict=True)):
+            rows, blocks, met, at_hand, nearby = self._dim_exchange(d, *cuts, is_regular)
+            wanted, senders, most = wanted * rows, senders * blocks, most * met
+            near, kept = near * nearby, kept * at_hand
+        far = 0 if self.nodes and not ended else max(0, wanted - near)  # over the slowest links
+        first = -(-far // max(1, most))  # messages
+        seconds = wanted * (2 - self.profile.rounds) / self.profile.copy_bytes_per_s
+        if links[0].topology != "port":
+            seconds += far / links[0].bytes_per_s + max(0, wanted - far - kept) / self.fastest
+        waits = first * links[0].latency_s + max(not first, senders - bool(kept) - first) * self.least_latency
+        return self.profile.launch("exchange") + waits + seconds * self.itemsize
+
+    @remembered
+    def _dim_exchange(self, d: int, a: Cut, b: Cut, is_regular: bool) -> tuple[int, int, int, int, int]:
+        """Rows of the longest block of a dim after an exchange; in at least how many blocks they are before;
+        at most how many in one, in its own, and in all that the slowest links do not lead to."""
+        have, want = self.length(d, a)[0], self.length(d, b)[0]
+        met, nearby = min(have, want), min(want, have * self._parts_near(self.axes_in(a)))
+        # Where contiguous shards part, the last of the old ones does not meet the first of the new ones.
+        parting = [x for x, y in zip(a, b, strict=False) if x != y] if self.is_plain(a) and is_regular else []
+        is_far = parting and not self._spans[parting[0]][0].level
+        return want, -(-want // max(1, have)), met, 0 if parting else met, 0 if is_far else nearby
+
+    @remembered
+    def _parts_near(self, axes: tuple[int, ...]) -> int:
+        """The devices along some axes that all but the slowest links connect."""
+        return math.prod(span.size for span in self.group(axes) if span.level)
 
     @cached_property
     def least_launch(self) -> float:

@@ -83,7 +83,7 @@ class Moves:
         for s in self.goal.cuts[d]:  # out of order: a permutation puts it right later
             yield (s,)
         for a in free:  # a replica's share, so that a slow link carries it once
-            if a not in self.grid.axes_in(s for cut in self.goal.cuts for s in cut):
+            if a not in self.grid.roles(self.goal):
                 yield (a,)
 
     def _all_to_alls(self, state: State) -> Iterator[Move]:

@@ -176,11 +176,12 @@ def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -
     theirs = {axis: cell for axis, cell in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
     agree = np.all([cell == mine.get(axis, cell) for axis, cell in theirs.items()] or [rows > 0], axis=0)
-    along, none = theirs | mine, np.zeros_like(rows)
+    along = theirs | mine
     shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
     cell = np.zeros_like(rows[agree])
     for axis, n in zip(mesh.axes, shape, strict=True):
-        cell = cell * n + along.get(axis, none)[agree]
+        if axis in along:
+            cell = cell * n + along[axis][agree]
     elements, senders = np.zeros(math.prod(shape), np.int64), np.bincount(cell, minlength=math.prod(shape))
     np.add.at(elements, cell, rows[agree])
     return Received(elements.reshape(shape), senders.reshape(shape))
