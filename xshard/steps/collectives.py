@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
@@ -13,16 +14,7 @@ from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
 from xshard.steps.base import Block, Blocks, DimCut, Step, axes_of, even_parts, put_rows, take_rows
-from xshard.steps.traffic import (
-    Hop,
-    LinkSpans,
-    PairTraffic,
-    Traffic,
-    pairs_in_groups,
-    ring_rounds,
-    rings,
-    slowest_first,
-)
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,12 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
         n = span.size
         hops.append(Hop(span.axis, (n - 1) * whole, n - 1, span.level))
         whole *= n
-    return Traffic(whole - block, 0 if in_place else whole, tuple(hops), rounds=ring_rounds(group))
+    return Traffic(whole - block, 0 if in_place else whole, tuple(hops), rounds=_rounds(group))
+
+
+def _rounds(group: LinkSpans) -> int:
+    """The rounds of a gather in which the devices of each level pass on what they have, in one ring."""
+    return sum(math.prod(s.size for s in near) - 1 for _, near in groupby(group, key=lambda s: s.level))
 
 
 @dataclass(frozen=True)
@@ -244,7 +241,7 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
         received = -(-2 * (size - 1) * block // (size * n))
         hops.append(Hop(span.axis, received, 2 * math.ceil(math.log2(size)), span.level))
         n *= size
-    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops), rounds=2 * ring_rounds(group))
+    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops), rounds=2 * _rounds(group))
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:

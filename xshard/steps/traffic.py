@@ -84,11 +84,6 @@ def rings(group: LinkSpans) -> LinkSpans:
     return tuple(merged)
 
 
-def ring_rounds(group: LinkSpans) -> int:
-    """The rounds of a gather: each device passes on what the others of its ring have."""
-    return sum(math.prod(s.size for s in near) - 1 for _, near in groupby(group, key=lambda s: s.level))
-
-
 @dataclass(frozen=True)
 class Phases:
     """The groups of a collective along axes; levels: the spans of each kind of link, the fastest first."""
