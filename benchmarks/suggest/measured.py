@@ -165,7 +165,7 @@ def rows_of(
     plans = {SUGGESTED: plan}
     for by_hand, (search, vector) in plan.by_hand.items():
         chosen = next(each for each, own in search.vectors.items() if (own == vector).all())
-        plans[by_hand] = TorchSuggestion(search, chosen, 0.0, {}, plan.unused)
+        plans[by_hand] = TorchSuggestion(search, chosen, 0.0, {}, unused=plan.unused)
     runs = {
         each: Run(*(dict(getattr(p, side)) for side in Run._fields[:3]), p.once, p.result)
         for each, p in plans.items()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -267,3 +268,23 @@ def test_rules_are_right_on_blocks():
     trace, *call = next(each for (name, _), each in seen.items() if name == "_softmax")
     stated, right = _judged(replace(trace.ops[0], whole=()), trace, *call)
     assert len(stated - right) == 1
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the head too, and a parameter without a use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False)
+        self.head.weight, self.idle = self.embed.weight, torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.embed(x).sin())
+
+
+def test_rules_of_tied_and_of_unused_parameters_are_priced():
+    plan = xt.suggest(Tied(), torch.zeros(8, 4, dtype=torch.int64), xs.Mesh(dp=2), micro_batches=1)
+    assert plan.parameters["idle"] == "..." and "embed.weight|head.weight" in plan.parameters
+    assert plan.estimate(dict(plan.parameters)).seconds == pytest.approx(plan.seconds)
+    sharded = {**plan.parameters, "embed.weight|head.weight": "o/dp i -> o i"}
+    assert plan.estimate(sharded).seconds > plan.estimate(sharded, once="embed.*|head.*").seconds

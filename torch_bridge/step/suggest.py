@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,11 +14,8 @@ from xshard.step.fuse import fused
 from xshard.step.repeat import repeated
 
 
-@dataclass(eq=False)
 class TorchSuggestion(Suggestion):
-    """A suggestion for a module. unused: parameters that its forward pass does not use."""
-
-    unused: tuple[str, ...]
+    """A suggestion for a module, whose unused parameters have a rule, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,4 +50,4 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
     """
     step, unused = recorded(model, batch)
     plan = suggest_step(fused(repeated(step)[0]), mesh_of(mesh), **options)
-    return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused)
+    return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)

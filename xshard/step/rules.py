@@ -176,20 +176,24 @@ def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in _patterns(problem, assignment))
 
 
-def limited(problem: StepProblem, rules: StepRules) -> list[Ints]:
-    """The options of every node that rules leave; moves are limited, in place, to those that rules name."""
+def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> list[Ints]:
+    """The options of every node that rules leave; moves are limited, in place, to those that rules name.
+
+    unused: parameters that no operation takes, which may have rules, too.
+    """
     allowed = [np.ones(len(node.ways), bool) for node in problem.nodes]
     step, once = problem.step, Rules({rules.once: True} if rules.once else {})
-    parameters = rules.parameters.match(list(step.parameters), what="parameter")
+    parameters = rules.parameters.match("|".join((*step.parameters, *unused)).split("|"), what="parameter")
     root = rules.inputs.find("")
     for edge in problem.edges:
         (a, b), (src, dst), source = edge.nodes, edge.layouts, problem.nodes[edge.nodes[0]]
         if source.kept is not None:
-            with located(f"rule of {source.name}"):
+            name = source.name.partition("|")[0]  # of tied parameters, which are used in one way
+            with located(f"rule of {name}"):
                 ndim, axes = len(problem.names(source.name)), problem.mesh.axes
-                use = use_of(parameters[source.name], ndim, problem.mesh, frozenset(axes))
+                use = use_of(parameters[name], ndim, problem.mesh, frozenset(axes))
                 stored, used = ways_of(use.stored, axes), ways_of(use.used, axes)
-            mode = EACH if stored != used and once.find(source.name) is None else KEPT
+            mode = EACH if stored != used and once.find(name) is None else KEPT
             allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
             allowed[b] &= (without_copies(edge.used) == used).all(-1)
             continue

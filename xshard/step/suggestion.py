@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,13 +48,15 @@ class Suggestion(Pictured):
     micro_batches: parts of the batch that run one after another. recompute: activations of repeated blocks
     are computed again in the backward pass. seconds: predicted for a step. bound: no plan takes fewer; gap:
     the share of the seconds above it. memory: bytes of a device when it holds most, by kind. parts: seconds
-    by kind; moves run beside computing as far as they overlap. by_hand: plans as people write them.
+    by kind; moves run beside computing as far as they overlap. by_hand: plans as people write them. unused:
+    parameters that no operation takes.
     """
 
     search: StepSearch
     assignment: Sequence[int]
     bound: float
     by_hand: Mapping[str, StepPlan]
+    unused: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         problem = self.search.problem
@@ -118,7 +120,7 @@ class Suggestion(Pictured):
         stated = {"parameters": parameters, "inputs": inputs, "outputs": outputs}
         rules = {name: getattr(self, name) if own is None else Rules(own) for name, own in stated.items()}
         problem = replace(self.search.problem)
-        left = limited(problem, StepRules(**rules, once=self.once if once is None else once))
+        left = limited(problem, StepRules(**rules, once=self.once if once is None else once), self.unused)
         search = StepSearch(problem, np.inf, left)
         list(search.rounds())
         search.improve()
