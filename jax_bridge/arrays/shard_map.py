@@ -168,8 +168,8 @@ class _MappedFunction:
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
         """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
-        layouts = self.in_layouts
-        layouts = layouts if isinstance(layouts, list | tuple) else [layouts] * len(names)
+        given = self.in_layouts
+        layouts = given if isinstance(given, list | tuple) else [given] * len(names)
         if len(layouts) != len(names):
             hint = "one for each: a layout, Rules, a tree of these, or None"
             raise XshardError(f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint)
@@ -211,11 +211,10 @@ class _MappedFunction:
     ) -> _Program:
         axes = tuple(free_axes(mesh.here))
         taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]
-        constants = [leaf.x if leaf.given is None else None for leaf in leaves]
 
         def inside(blocks: Sequence[jax.Array]) -> tuple[list[Any], Any]:
             """The leaves and the structure of the function's result for a device's blocks."""
-            values = list(constants)
+            values = [leaf.x if leaf.given is None else None for leaf in leaves]
             for i, x, argument in zip(taken, blocks, arguments, strict=True):
                 values[i] = argument.move(x, axes)
             called = jax.tree.unflatten(tree, values)

@@ -47,9 +47,7 @@ def stored_as(
     """
     if isinstance(array, Tracer):
         return array
-    if mesh is None and isinstance(array.sharding, NamedSharding):
-        mesh = array.sharding.mesh
-    if mesh is None:
+    if (mesh := _own_mesh(array) if mesh is None else mesh) is None:
         raise MeshError("the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)")
     return remember(array, Sharding(Layout.parse(layout, maps), xshard_mesh(mesh), array.shape))
 

@@ -182,8 +182,7 @@ def convert_to_domain_parallel(
     >>> xt.testing.run_ranks(2, turn)
     [[4.0, 6.0], [6.0, 6.0]]
     """
-    manager = manager or _manager
-    if manager is None:
+    if (manager := manager or _manager) is None:
         raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
     options: Any = {"shape": shape, "sum_gradients": False, "converters": custom_converters}
     parallel = domain_parallel(model, _layout_text(shard_dim), _domain_of(manager), **options)
@@ -260,8 +259,7 @@ class DomainParallelConv2d(nn.Module):
         return (p if k > s else 0) if self.conv.transposed else max(0, (k - s) // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        placement = _placement(x, self.shard_dim)
-        if placement is None:
+        if (placement := _placement(x, self.shard_dim)) is None:
             return self.conv(x)
         return layer_of(self.conv, placement.layout, placement.processes)(record(x.view_as(x), placement))
 
@@ -321,8 +319,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
         self.__dict__.update(same_state(norm, type(self)).__dict__)
 
     def forward(self, x: Tensor) -> Tensor:
-        placement = _placement(x, getattr(_sharding_manager(None), "shard_dim", -2))
-        if placement is None:
+        if (placement := _placement(x, getattr(_sharding_manager(None), "shard_dim", -2))) is None:
             return super().forward(x)
         layer = layer_of(self, placement.layout, placement.processes)
         return layer.forward(record(x.view_as(x), placement))  # a call would run this module's hooks twice
@@ -337,8 +334,7 @@ class DomainParallelInterpolate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = [self.size] * (x.ndim - 2) if isinstance(self.size, int) else list(self.size)
-        placement = _placement(x, self.shard_dim)
-        if placement is None:
+        if (placement := _placement(x, self.shard_dim)) is None:
             return F.interpolate(x, size=size, mode=self.mode, align_corners=False)
         size[self.shard_dim % x.ndim - 2] *= placement.processes.mesh.n_devices
         return record(*interpolate(x, placement, size, None, self.mode, align_corners=False))

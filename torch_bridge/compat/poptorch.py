@@ -60,7 +60,6 @@ def all_to_all_single_cross_replica(x: Tensor, replication_factor: int, *, group
 
 def _replicas(n: int, group: Group) -> MeshLike:
     mesh = group_mesh(group, AXIS)
-    processes = mesh_of(mesh).n_devices
-    if n != processes:
+    if n != (processes := mesh_of(mesh).n_devices):
         raise MeshError(f"replication_factor {n}, the group has {processes} processes", hint="as many")
     return mesh

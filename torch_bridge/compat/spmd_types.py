@@ -62,12 +62,11 @@ def redistribute(
     >>> xt.testing.run_ranks(2, turn)[0]
     ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
-    group = axis
     if not isinstance(axis, dist.ProcessGroup | None):
         from spmd_types._mesh import _pg_for_axis
 
-        group = _pg_for_axis(axis)
-    mesh, before, after = group_mesh(group, AXIS), _name(src), _name(dst)
+        axis = _pg_for_axis(axis)
+    mesh, before, after = group_mesh(axis, AXIS), _name(src), _name(dst)
     text = compat.spmd_transition(before, after, tuple(x.shape), mesh_of(mesh).n_devices, AXIS)
     if text is not None:
         back = (backward_options or {}).get("op_dtype")
@@ -170,8 +169,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
     cuts += [[] for _ in range(ndim - len(spec))]
     cutting = {name for names in cuts for name in names}
     for name, kind in kinds.items():
-        d = None if name in cutting else compat.spmd_cut(kind)
-        if d is None:
+        if (d := None if name in cutting else compat.spmd_cut(kind)) is None:
             continue
         if kind == "V" or not -ndim <= d < ndim:
             raise PlanError(f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec")

@@ -20,8 +20,7 @@ class ShardedEmbedding(nn.Embedding):
     padding_row: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        n = len(self.weight)
-        if n == len(self.rows):  # on one device
+        if (n := len(self.weight)) == len(self.rows):  # on one device
             return super().forward(input)
         if self.rows.device != input.device:
             self.rows = self.rows.to(input.device)

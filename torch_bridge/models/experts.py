@@ -72,8 +72,7 @@ def route_experts(
     """Give modules with the rule their experts -> `num_experts` of each, the whole and this process's."""
     counts = []
     for name, each in hooks.items():
-        axes = next((rule.rule.routed for rule in each.inputs if rule.rule.routed), None)
-        if axes is not None:
+        if axes := next((rule.rule.routed for rule in each.inputs if rule.rule.routed), None):
             with located(name or "the model"):
                 owner, rows = _experts_of_each(name, axes, context, parameters, uses)
                 parts = {expert: part for part, experts in enumerate(rows) for expert in experts}

@@ -169,8 +169,7 @@ class Gradients:
     @torch.no_grad()
     def _end(self) -> None:
         """At the end of the backward pass: send the other buckets, wait, and put the sums into `.grad`."""
-        now = self._pass
-        if now is None:
+        if (now := self._pass) is None:
             return
         if now.coming:
             self._undo()

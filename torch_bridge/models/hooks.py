@@ -78,11 +78,10 @@ class ModuleHooks:
         known = self.parent.known if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
-            key = self.argument(rule.key, values)
-            if key is not None:
+            if (key := self.argument(rule.key, values)) is not None:
                 values[key], known = self._moved(rule, values[key], known, "input")
-            if key is not None and rule.rule.routed:
-                self.experts.enter(key, values)
+                if rule.rule.routed:
+                    self.experts.enter(key, values)
         self.known = known
         self._depth += 1
         if self.gathered and self._depth == 1:

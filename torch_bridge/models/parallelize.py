@@ -222,8 +222,7 @@ def _parameters(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
     kept = Rules({} if keep is False or keep == "" else {"**" if keep is True else keep: "..."})
-    if kept:
-        kept.match(list(parameters), partial=True, what="parameter")
+    kept.match(list(parameters), partial=True, what="parameter")
     ruled = [*parameters, *(name for name in buffers if rules.pattern_for(name) is not None)]
     texts = rules.match(ruled, what="parameter")
     sharded: dict[int, ShardedParameter] = {}
@@ -273,9 +272,8 @@ def _prepare_uses(each: ShardedParameter, uses: Uses, hooks: Hooks, kept: Rules)
         gatherer = _around(_path(name), hooks, "gathers")
         assert gatherer is not None  # the nearest one with a rule, or the model
         text = f"{move[0]} -> {move[1]}"
-        same = [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]
-        if same:  # a tied parameter, which is gathered once
-            same[0].owners.append(owner)
+        if same := [g for g in gatherer.gathered if g.move == text and g.tensor is each.tensor]:
+            same[0].owners.append(owner)  # a tied parameter, which is gathered once
         else:
             is_named = kept.pattern_for(name) is not None
             flags = gatherer.parent is None or is_named, is_named and len(each.names) == 1

@@ -76,9 +76,8 @@ def verify(
     parallel = parallel_of(model)
     if parallel.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
-    call = dict(batch) if isinstance(batch, Mapping) else {0: batch}
-    if isinstance(batch, tuple | list):
-        call = dict(enumerate(batch))
+    arguments = batch if isinstance(batch, Mapping | tuple | list) else (batch,)
+    call = dict(arguments if isinstance(arguments, Mapping) else enumerate(arguments))
     whole, sources = _whole(call, parallel), (original, parallel.original, getattr(model, "_orig_mod", model))
     source = next(module for module in sources if module is not None)
 

@@ -60,8 +60,7 @@ class TileMask(NamedTuple):
 
     def for_gpu(self, q: Tensor) -> Tensor | None:
         """A bias for all heads; rows begin at multiples of 16 bytes or more, as the kernel reads them."""
-        bias = self.as_bias(q.dtype)
-        if bias is None:
+        if (bias := self.as_bias(q.dtype)) is None:
             return None
         keys = bias.shape[-1]
         return F.pad(bias, (0, -keys % 8))[..., :keys].expand(*q.shape[:2], -1, -1)
@@ -192,7 +191,7 @@ class ProcessAttention(AttentionCall):
 
     def pull(
         self, dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: TileMask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The tile's addends to the gradients of q, k and v; dy, result, log_sum are over all tiles."""
         widths = q.shape[-1], k.shape[-1], v.shape[-1]
         if self.kernel == "cpu":
@@ -219,8 +218,7 @@ class ProcessAttention(AttentionCall):
             change = wide @ v.mT.to(wide.dtype) * kept - (wide * result).sum(-1, keepdim=True)
             change, weights = weights * change * slope, weights * kept
             gradients = change.to(k.dtype) @ k, change.mT.to(q.dtype) @ q, weights.mT.to(v.dtype) @ dy
-        of_q, of_k, of_v = (x[..., :width] for x, width in zip(gradients, widths, strict=True))
-        return of_q, of_k, of_v
+        return tuple(x[..., :width] for x, width in zip(gradients, widths, strict=True))
 
     def send(self, block: Tensor, by: int = 1) -> Callable[[], Tensor]:
         """Begin to send a block to the device `by` further on -> waits for the block that arrives."""

@@ -175,8 +175,7 @@ class _Entrance:
         axes = placement.axes
         own = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         if own and axes != placement.shares:
-            copies = placement.copies_of(own, axes)
-            ready = {(id(p), axes): copy for p, copy in zip(own, copies, strict=True)}
+            ready = {(id(p), axes): copy for p, copy in zip(own, placement.copies_of(own, axes), strict=True)}
             self.running[-1].callback(COPIES.reset, COPIES.set(ready))
 
     def _is_sharded(self, x: Tensor) -> bool:

@@ -79,8 +79,7 @@ def _elsewhere(placement: Placement, dims: Sequence[int]) -> Layout:
     every, axes = list(placement.layout.dims), [a for d in dims for a in placement.layout.dims[d].axes]
     for d in dims:
         every[d] = Dim(every[d].name)
-    others = [d for d in range(len(every)) if d not in dims]
-    if others:
+    if others := [d for d in range(len(every)) if d not in dims]:
         host = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
         every[host] = replace(every[host], shards=(*every[host].shards, Shard(tuple(axes), "balanced")))
     return Layout(tuple(every))

@@ -65,9 +65,8 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     if placement.shape[first:] != normalized:
         raise ShapeError(f"last dims of {placement.shape}, not {normalized}", text=str(placement.layout))
     last, over = placement.layout.dims[first:], range(first, len(placement.shape))
-    used = {axis for dim in last for axis in dim.axes}
     copies = placement.copied(layer.weight, layer.bias if centred else None)
-    if used:
+    if used := {axis for dim in last for axis in dim.axes}:
         others = tuple(axis for axis in placement.axes if axis not in used)
         names = " ".join(dim.name for dim in last) + (tag("copy", placement.axes))
         part = " ".join(map(str, last)) + (tag("copy", others) if others else "")
@@ -86,8 +85,7 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     if not layer.training and layer.running_mean is not None:
         statistics = layer.running_mean, layer.running_var
         return nn.functional.batch_norm(x, *statistics, weight, bias, False, 0.0, layer.eps), placement
-    n = math.prod(placement.shape) // max(1, placement.shape[1])
-    if n <= 1:
+    if (n := math.prod(placement.shape) // max(1, placement.shape[1])) <= 1:
         what = f"one value per channel of a {placement.shape} array"
         raise ShapeError(what, hint="normalise over more, or call eval()")
     over = [d for d in range(x.ndim) if d != 1]
@@ -104,6 +102,5 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _scaled(x: Tensor, parameters: Sequence[Tensor | None], dims_after: int) -> Tensor:
     """A block times the weight plus the bias, which have `dims_after` dims less than it at its end."""
     weight, bias = (p if p is None else p.view(*p.shape, *(1,) * dims_after) for p in parameters)
-    if weight is not None:
-        x = x * weight
+    x = x if weight is None else x * weight
     return x if bias is None else x + bias

@@ -125,8 +125,7 @@ def sharding_of(x: Tensor) -> Sharding:
 
 def placement_of(x: Tensor) -> Placement:
     """The placement of a block. Raises ShapeError if nothing is recorded."""
-    placement = recorded(x)
-    if placement is None:
+    if (placement := recorded(x)) is None:
         hint = "the outputs of domain-parallel layers and models have a sharding"
         raise ShapeError(f"nothing is known of a tensor of shape {tuple(x.shape)}", hint=hint)
     return placement

@@ -58,8 +58,7 @@ _DIMS = ("dim", "dims", "axis")
 _READING = frozenset((
     "__bool__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
     "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
-    "is_floating_point", "ndimension", "numel", "register_hook", "retain_grad", "size", "stride",
-    "type",
+    "is_floating_point", "ndimension", "numel", "register_hook", "retain_grad", "size", "stride", "type",
 ))  # fmt: skip
 
 # Functions of a block and of parameters -> the number of the block's last dims that they need whole.
@@ -88,8 +87,7 @@ def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         raise _not_of_blocks(name)
     if name == "embedding" and any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse"))):
         raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
-    last = _WHOLE_LAST.get(name)
-    if last is None:  # a norm
+    if (last := _WHOLE_LAST.get(name)) is None:  # a norm
         last = len(_named(args, kwargs, ("input", "normalized_shape"))[1])
     first = len(placement.shape) - last
     check_whole(placement, range(first, len(placement.shape)), f"{name}()")
@@ -194,8 +192,7 @@ def _of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name
 
 def _used_beside(placement: Placement, x: Tensor) -> Tensor:
     """A tensor for use with a block: its gradient is summed over the axes that shard only the block."""
-    own = recorded(x)
-    if own is None:  # a parameter, or a constant
+    if (own := recorded(x)) is None:  # a parameter, or a constant
         return placement.copied(x)[0]  # type: ignore[return-value]
     missing = tuple(axis for axis in placement.axes if axis not in own.axes)
     if missing and x.requires_grad and torch.is_grad_enabled():
@@ -224,13 +221,11 @@ def _fitted(x: Any, result: Placement) -> Any:
         return type(x)(_fitted(v, result) for v in x)
     if not isinstance(x, Tensor):
         return x
-    placement = recorded(x)
-    offset = len(result.shape) - x.ndim
-    if offset < 0:
+    if (offset := len(result.shape) - x.ndim) < 0:
         what = f"{x.ndim} dims meet {len(result.shape)}"
         raise ShapeError(what, text=str(result.layout), hint="as many dims")
     aims = result.layout.dims[offset:]
-    if placement is None:
+    if (placement := recorded(x)) is None:
         for d, n in enumerate(x.shape):
             if n > 1 and aims[d].axes:
                 what = f"{n} rows without a recorded sharding meet dim '{aims[d]}'"
@@ -309,8 +304,7 @@ class Propagation(TorchFunctionMode):
         try:
             if not any(placement.axes for placement in placements):
                 return _of_whole(func, args, kwargs, placements[0], name)
-            rule = _rule_of(name)
-            if rule is None:
+            if (rule := _rule_of(name)) is None:
                 raise _not_of_blocks(name)
             if not args:
                 args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}

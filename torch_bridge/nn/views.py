@@ -57,11 +57,8 @@ def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) ->
     """A tensor in which strides tell the dims apart, also dims of length 1, unless it is contiguous."""
     if contiguous:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n + 2
-    return torch.empty_strided(tuple(shape), strides[::-1], dtype=dtype, device="meta")
+    strides = torch.empty([n + 2 for n in shape], device="meta").stride()
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
 
 
 def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool) -> Placement:
@@ -104,8 +101,7 @@ def _grouped(placement: Placement, x: Tensor, d: int, y: Tensor) -> dict[int, tu
     return {}
 
 
-def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:
+def _ones_beside(x: Tensor, d: int) -> tuple[int, ...]:
     """The number of dims of length 1 right before a dim, and right after it."""
     sides = (reversed(x.shape[:d]), x.shape[d + 1 :])
-    before, after = (len(list(itertools.takewhile((1).__eq__, side))) for side in sides)
-    return before, after
+    return tuple(len(list(itertools.takewhile((1).__eq__, side))) for side in sides)
