@@ -168,8 +168,8 @@ class _MappedFunction:
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
         """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
-        given = self.in_layouts
-        layouts = given if isinstance(given, list | tuple) else [given] * len(names)
+        stated = self.in_layouts
+        layouts = stated if isinstance(stated, list | tuple) else [stated] * len(names)
         if len(layouts) != len(names):
             hint = "one for each: a layout, Rules, a tree of these, or None"
             raise XshardError(f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint)
