@@ -161,8 +161,7 @@ def received_bytes(text: str, n_devices: int) -> int:
 def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
     """Every collective that brings something to a device. Raises as `received_bytes` does."""
     for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match is None:
+        if (match := _COLLECTIVE.search(line)) is None:
             continue
         if match["half"]:  # its result is not what it receives; XLA:CPU has none
             raise ValueError(f"cannot count half a collective: {line.strip()}")

@@ -42,17 +42,16 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "profiler":  # messages from rank to rank, which together are one collective
             begins = func.overloadpacket.__name__ == "_record_function_enter_new"
-            if begins and args[0] == MESSAGES:
-                self.received.append(0)
             self.in_messages = begins and args[0] == MESSAGES
+            if self.in_messages:
+                self.received.append(0)
         elif self.in_messages and func.overloadpacket.__name__ == "recv_":
             self.received[-1] += sum(t.nbytes for t in args[0])
         elif func.namespace in _COUNTS:
             counts, name = _COUNTS[func.namespace], func.overloadpacket.__name__
             if name not in counts:
                 raise XshardError(f"a Meter does not know how many bytes {func} receives")
-            count = counts[name]
-            if count is not None:
+            if (count := counts[name]) is not None:
                 self.received.append(count(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 

@@ -149,8 +149,7 @@ def _answer_plan(question: Question) -> RankAnswer:
     _forward(question.plan, blocks)[1](cotangent)
     seconds = time.perf_counter() - start
     pulled = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
-    answer = Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds)
-    return answer, forward.received, backward.received
+    return Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds), forward.received, backward.received
 
 
 def _forward(plan: AnyPlan, blocks: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
@@ -234,8 +233,7 @@ def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Ten
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    errors = [each for each in everyone if isinstance(each, StructureError)]
-    return named, errors[0] if errors else any(everyone)
+    return named, next((each for each in everyone if isinstance(each, StructureError)), any(everyone))
 
 
 def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
@@ -254,8 +252,7 @@ def _updated(update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tens
     values = [inputs[i].detach().clone().requires_grad_() for i in update.arrays]
     for i, value in zip(update.arrays, values, strict=True):
         value.grad = gradients[i]
-    make: Callable[[list[Tensor]], torch.optim.Optimizer] = pickle.loads(update.function)[0]
-    make(values).step()
+    pickle.loads(update.function)[0](values).step()
     return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}
 
 

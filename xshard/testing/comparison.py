@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
@@ -13,7 +13,7 @@ from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.diagnosis.evidence import in_double, whole
+from xshard.testing.diagnosis.evidence import in_double, largest_value, whole
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.moves import find_wrong, in_turn
 from xshard.testing.question import Devices
@@ -51,7 +51,7 @@ def mismatches(
     device first; an array that differs there is then compared with the function's own result on one."""
     arguments = dict(zip(problem.names, problem.values, strict=True))
     arrays = truth.outputs.values(), truth.gradients.values(), truth.updated.values()
-    largest = dict(zip(KINDS, map(_largest, arrays), strict=True))
+    largest = dict(zip(KINDS, map(largest_value, arrays), strict=True))
     wrong, compared = list(_wrong_derivatives(problem, truth, runs[0].runtime)), len(truth.derivatives)
     draws = truth.draws or any(run.answer.draws for run in runs)
 
@@ -90,8 +90,7 @@ def _wrong_derivatives(problem: Problem, truth: Truth, runtime: str) -> Iterator
         subject = Subject("gradient", problem.names[i], runtime, truth.mesh, DIFFERENCES)
         sharding = Sharding(Layout.parse("direction"), truth.mesh, got[0].shape)
         tolerance = max(DERIVATIVE, rounding([problem.values[i].dtype.name]))
-        wrong = find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {})
-        if wrong is not None:
+        if wrong := find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {}):
             yield _explained(wrong, (), truth.draws)
 
 
@@ -123,11 +122,6 @@ def whole_of(problem: Problem, truth: Truth, run: RunAnswer, kind: str, name: st
     return in_double(whole(array.got, array.blocks)), in_double(array.whole)
 
 
-def _largest(arrays: Iterable[Block]) -> float:
-    sizes = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
-    return float(max(sizes, default=0.0))
-
-
 _OWN = "own factors", "own statistics"
 _RANDOM = Cause(
     "random",
@@ -146,8 +140,7 @@ def explained(found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | 
     tried: dict[Side, Cause | None] = {}
     for runtime, mesh in dict.fromkeys(map(_run, found)):
         own = [m for m in found if _run(m) == (runtime, mesh)]
-        wrong = [m for m in own if m.subject.kind == "output"]
-        if wrong:
+        if wrong := [m for m in own if m.subject.kind == "output"]:
             if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
                 tried[runtime] = _transposition(runs, truth, tol, runtime, mesh)
             causes[runtime, mesh] = tried.get(runtime) or _OUTPUT

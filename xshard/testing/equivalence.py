@@ -60,9 +60,8 @@ def assert_equivalent(
     >>> assert_equivalent(double, double, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
     """
     checked = problem(torch_fn, args, layouts, mesh)
-    functions = {"torch": torch_fn, "jax": jax_fn}
     update = updates_of(checked, args, parameters, optimisers)
-    sent = {runtime: packed(function) for runtime, function in functions.items()}
+    sent = {"torch": packed(torch_fn), "jax": packed(jax_fn)}
     comparison = Runs(checked, sent, update, check_vma, timeout_s, tuple(preload))
     alone = mesh_of_ones(checked.meshes)
     if reference is None:

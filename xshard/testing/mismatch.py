@@ -155,9 +155,8 @@ class EquivalenceError(AssertionError):
         return Group(table, *(f"{', '.join(rows)}: {cause}" for cause, rows in causes.items()))
 
 
-def mismatch_text(mismatch: Mismatch) -> str:
+def mismatch_text(m: Mismatch) -> str:
     """A mismatch in a few lines."""
-    m = mismatch
     lines = [str(m.subject)]
     if m.index is None:
         lines.append(f"device {m.place}: {m.problem}")

@@ -137,9 +137,8 @@ def random_blocks(
     rng: np.random.Generator, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str, unit: int = 1
 ) -> list[Block]:
     """Blocks of small multiples of `unit`: contributions are arbitrary, all copies of a row are equal."""
-    copies = [dim.overlap is not None and not isinstance(dim.overlap, Fold) for dim in layout.dims]
-    if any(copies):  # rows that several blocks hold are equal: drawn once, then sent to all
-        dims = tuple(replace(d, overlap=None) if c else d for d, c in zip(layout.dims, copies, strict=True))
+    dims = tuple(d if isinstance(d.overlap, Fold) else replace(d, overlap=None) for d in layout.dims)
+    if dims != layout.dims:  # rows that several blocks hold are equal: drawn once, then sent to all
         plain = replace(layout, dims=dims)
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))

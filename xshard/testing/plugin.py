@@ -27,8 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     meaning = "the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first"
     config.addinivalue_line("markers", f"xshard_meshes(*meshes): {meaning}")
-    text = config.getoption("--xshard-meshes")
-    if text is not None:
+    if (text := config.getoption("--xshard-meshes")) is not None:
         try:
             meshes = parse_meshes(text)
         except XshardError as error:

@@ -223,8 +223,7 @@ class Runs:
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Results of a function on one device, for unsharded arrays or for blocks on a mesh of ones."""
-        problem = self.problem
-        is_whole = not mesh.axes
+        problem, is_whole = self.problem, not mesh.axes
         if is_whole:
             problem = replace(problem, layouts=tuple(whole_layout(x.ndim) for x in problem.values))
         try:
@@ -263,9 +262,8 @@ class Runs:
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
             sharding = Sharding(truth.layouts[name], mesh, output.shape)
-            cotangent = truth.cotangents.get(name)
-            blocks = None if cotangent is None else cotangents_of(cotangent, sharding, i)
-            results[name] = Result(sharding, blocks)
+            c = truth.cotangents.get(name)
+            results[name] = Result(sharding, None if c is None else cotangents_of(c, sharding, i))
         return self._question(runtime, self.functions[runtime], mesh, self.problem.shardings(mesh), results)
 
     def _question(

@@ -36,7 +36,4 @@ def likely_cause(case: Case) -> Cause | None:
     >>> likely_cause(case).name
     'summed'
     """
-    for name, find in CAUSES.items():
-        if text := find(case):
-            return Cause(name, text)
-    return None
+    return next((Cause(name, text) for name, find in CAUSES.items() if (text := find(case))), None)

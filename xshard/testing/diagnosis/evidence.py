@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -73,8 +73,7 @@ class Case:
     @cached_property
     def scale(self) -> float:
         """The largest absolute value wanted."""
-        sizes = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, self.want)]
-        return float(max(sizes, default=0.0))
+        return largest_value(self.want)
 
     @property
     def slack(self) -> float:
@@ -144,6 +143,12 @@ def in_double(x: Any) -> Block:
     x = np.asarray(x)
     wide: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
     return wide
+
+
+def largest_value(arrays: Iterable[Block]) -> float:
+    """Largest finite absolute value of all arrays."""
+    sizes = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
+    return float(max(sizes, default=0.0))
 
 
 def wrong_rows(mask: Mask, dim: int) -> Mask:

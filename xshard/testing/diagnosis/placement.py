@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from xshard.layout.block_rows import all_row_spans
 from xshard.layout.partition import owner_of_rows
 from xshard.steps.exchange.sources import dim_end
-from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets, wrong_rows
+from xshard.testing.diagnosis.evidence import Case, Mask, in_double, names_of, subsets, wrong_rows
 
 
 def stale(case: Case) -> str | None:
@@ -30,13 +30,10 @@ def stale(case: Case) -> str | None:
 
 def exchanged(case: Case) -> str | None:
     """Whole blocks on the wrong devices."""
-    devices = range(len(case.got))
-    owners = [[w for w in devices if case.near(got, case.want[w])] for got in case.got]
-    if not all(owners):
-        return None
     mesh = case.sharding.mesh
-    moved = [(d, own[0]) for d, own in zip(devices, owners, strict=True) if d not in own]
-    if not moved:
+    owners = [[d for d, want in enumerate(case.want) if case.near(got, want)] for got in case.got]
+    moved = [(d, own[0]) for d, own in enumerate(owners) if own and d not in own]
+    if not moved or not all(owners):
         return None
     places = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
     return f"blocks are on other devices: {places}: axes in another order, or another rank's index"
@@ -46,8 +43,7 @@ def transposed(case: Case) -> str | None:
     """Two dims of equal length are swapped."""
     names = case.sharding.layout.names
     for a, b in itertools.combinations(range(len(names)), 2):
-        pairs = zip(case.got, case.want, strict=True)
-        if all(case.near(np.swapaxes(in_double(x), a, b), y) for x, y in pairs):
+        if all(case.near(np.swapaxes(x, a, b), y) for x, y in zip(case.got, case.want, strict=True)):
             return f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
     return None
 
@@ -55,17 +51,14 @@ def transposed(case: Case) -> str | None:
 def first_only_right(case: Case) -> str | None:
     """Right on the first devices along an axis, wrong on all others."""
     mesh = case.sharding.mesh
-    devices = range(mesh.n_devices)
     for axis in case.cut_axes:
-        if case.wrong_devices == tuple(d for d in devices if mesh.index(d, (axis,))):
+        if case.wrong_devices == tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,))):
             return (
                 f"right where {axis}=0, wrong on all other devices along {axis}: the index in the block is "
                 "used where the one in the array was meant (positions, masks, offsets)"
             )
     return None
 
-
-Rows = NDArray[np.int64]
 
 _SEAMS, _ENDS = ("seams",), ("ends",)
 _MOST, _LEAST = 0.75, 0.25  # the largest part of the array near a seam; the least part of that to be wrong
@@ -91,8 +84,7 @@ def seam(case: Case) -> str | None:
     cut = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
     for place in (_SEAMS, _ENDS, _SEAMS + _ENDS):
         for dims in [[d] for d in cut] + ([cut] if len(cut) > 1 else []):
-            reach = _reach(case, dims, place)
-            if reach is None:
+            if (reach := _reach(case, dims, place)) is None:
                 continue
             names = " or ".join(f"{case.sharding.layout.names[d]!r}" for d in dims)
             within = f"wrong only within {reach} row{'s' * (reach > 1)} of"
@@ -120,7 +112,7 @@ def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
     return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
 
 
-def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
+def _distances(case: Case, dim: int, place: tuple[str, ...]) -> NDArray[np.int64]:
     """Rows between each row of a dim and the next seam or end: 0 beside it."""
     n = case.sharding.shape[dim]
     starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
@@ -147,15 +139,14 @@ def _side(case: Case, dim: int) -> str:
     return ""
 
 
-def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
+def _borrowed(case: Case, dim: int, device: int) -> Mask:
     """The rows of a block that another device owns, or that lie beyond the ends of the array."""
-    blocks = all_row_spans(*dim_end(case.sharding, dim)[:3])
-    spans = blocks[case.sharding.dim_device(dim, device)]
+    spans = all_row_spans(*dim_end(case.sharding, dim)[:3])[case.sharding.dim_device(dim, device)]
     borrowed = [np.full(span.run.length * span.run.repeats, span.origin != "own") for span in spans]
     return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
 
 
-def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:
+def _borrowed_instead(case: Case, dim: int, device: int, bad: Mask) -> str:
     """The values that the wrong rows of a block hold instead."""
     got, want = (np.moveaxis(in_double(x[device]), dim, 0) for x in (case.got, case.want))
     if not got[bad].any():

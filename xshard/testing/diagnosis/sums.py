@@ -20,9 +20,7 @@ def zero(case: Case) -> str | None:
     """All zeros in place of values, or the reverse."""
     if not case.scale:
         return f"it is compared with zeros alone: there {_CUT_OFF}"
-    if any(in_double(block).any() for block in case.got):
-        return None
-    return f"all zeros: {_CUT_OFF}"
+    return None if any(in_double(block).any() for block in case.got) else f"all zeros: {_CUT_OFF}"
 
 
 def only_first(case: Case) -> str | None:
@@ -93,11 +91,9 @@ def not_averaged(case: Case) -> str | None:
 
 def summed(case: Case) -> str | None:
     """Too large by the size of axes: equal values were added up."""
-    factor = _factor(case)
-    if factor is None or factor < 2 or factor != round(factor):
+    if (factor := _factor(case)) is None or factor < 2 or factor != round(factor):
         return None
-    sizes = _axes_of_size(case, factor)
-    if not sizes:
+    if not (sizes := _axes_of_size(case, factor)):
         return f"{factor:g} times too large, which is the size of no mesh axis: counted {factor:g} times"
     return (
         f"{factor:g} times too large, and {factor:g} is the size of {sizes}: equal values were summed over "
@@ -108,9 +104,7 @@ def summed(case: Case) -> str | None:
 
 def averaged(case: Case) -> str | None:
     """Too small by the size of axes: a mean in place of a sum."""
-    factor = _factor(case)
-    sizes = _axes_of_size(case, 1 / factor) if factor else ""
-    if not factor or not sizes:
+    if not (factor := _factor(case)) or not (sizes := _axes_of_size(case, 1 / factor)):
         return None
     return (
         f"{1 / factor:g} times too small, and {1 / factor:g} is the size of {sizes}: divided by it where a "

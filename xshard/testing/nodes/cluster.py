@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,9 @@ class Namespace:
     closes it when this process ends, even by SIGKILL: then `cat`, its first process, ends, and the others."""
 
     def __init__(self, new: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
-        self._own = ("--uts", "--pid") if host else ()
-        own = (*self._own, "--fork") if host else ()
+        self._own = ("--uts", "--pid", "--fork") if host else ()
         script = f"{f'hostname {host} && ' if host else ''}ip link set lo up && echo && exec cat"
-        command = [*inside, "unshare", *new, "--net", *own, "sh", "-c", script]
+        command = [*inside, "unshare", *new, "--net", *self._own, "sh", "-c", script]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # Ctrl-C is for the parent, which ends it in order.
         self._holder = subprocess.Popen(command, **pipes, start_new_session=True)
@@ -178,8 +177,7 @@ class Cluster:
             arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
             function = BACKENDS["torch"].function("launch.run_node")
             self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
-            files = [Path(folder, f"{rank}.result") for rank in sorted(answered())]
-            return [pickle.loads(file.read_bytes()) for file in files]
+            return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in sorted(answered())]
 
     def run_jax(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """`function(*args)` in one JAX process per node, with a device per rank -> the results, by node.
@@ -279,8 +277,5 @@ def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
     rate: bits per second of each node's link, as `tc` writes them; None for no limit.
     Raises NoNodesError, which says why, if the system makes no namespaces.
     """
-    cluster = Cluster(Network(n, rate), ranks)
-    try:
+    with closing(Cluster(Network(n, rate), ranks)) as cluster:
         yield cluster
-    finally:
-        cluster.close()
