@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-_NEEDED = ("typer", "rich")
-
 
 def main() -> None:
     """Run the command line; exit with 2 if the `cli` extra is not installed."""
@@ -13,7 +11,7 @@ def main() -> None:
         from xshard.cli.app import app  # inside: needs the optional packages
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in _NEEDED:
+        if package not in ("typer", "rich"):
             raise
         print(f"xshard: the command line needs {package}: pip install 'xshard[cli]'", file=sys.stderr)
         sys.exit(2)

@@ -64,10 +64,9 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     """The outputs of a window op over `length` rows that the device computes."""
     n = window.output_length(length)
     rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
-    if rule == "balanced":
-        return cut_nested(n, (Shard(dim.axes, "balanced"),), sizes, coords)
-    if not rule:
-        return cut_nested(n, dim.shards, sizes, coords)
+    if rule != "aligned":
+        shards = (Shard(dim.axes, "balanced"),) if rule == "balanced" else dim.shards
+        return cut_nested(n, shards, sizes, coords)
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
@@ -166,12 +165,10 @@ def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[
     n = stop - start
     if n <= 0 or boundary.kind == "none":
         return ()
-    if boundary.kind == "periodic":
-        return _walked(start, stop, length, length)
-    if boundary.kind == "reflect":  # without repeating the edge row
-        return _walked(start, stop, length, max(2 * (length - 1), 1))
-    if boundary.kind == "pole":  # across a pole lie the nearest rows again, in reverse order
-        return _walked(start, stop, length, 2 * length)
+    # `reflect` does not repeat the edge row; across a pole lie the nearest rows again, in reverse order.
+    periods = {"periodic": length, "reflect": max(2 * (length - 1), 1), "pole": 2 * length}
+    if boundary.kind in periods:
+        return _walked(start, stop, length, periods[boundary.kind])
     if boundary.kind == "edge":
         return (Run(0 if start < 0 else length - 1, 1, n),)
     return (Run(FILL, n),)

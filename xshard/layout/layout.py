@@ -153,11 +153,10 @@ class Layout(Pictured):
                 hint = "write one name per dim, or '...' for any number of unsharded dims"
                 raise ShapeError(f"'{self}' has {len(self.dims)} dims, the array has {ndim}", hint=hint)
             return self
-        missing += 1
-        if missing < 0:
+        if missing < -1:
             raise ShapeError(f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}")
         position = self.names.index(ELLIPSIS)
-        anonymous = tuple(Dim(f"_{i}") for i in range(missing))
+        anonymous = tuple(Dim(f"_{i}") for i in range(missing + 1))
         return replace(self, dims=self.dims[:position] + anonymous + self.dims[position + 1 :])
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import Ints, rows_in_numbers
 from xshard.layout.sharding import Sharding
-from xshard.notation.overlap import Halo, Reads, unfolded
+from xshard.notation.overlap import Halo, unfolded
 from xshard.notation.parser import Dim, mark_errors
 
 HINT = "pass shape= (the global shape)"
@@ -23,9 +23,8 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
     with mark_errors(text):
-        dims = layout.resolved(len(block)).dims
         known = known or {}
-        pairs = zip(dims, block, strict=True)
+        pairs = zip(layout.resolved(len(block)).dims, block, strict=True)
         return tuple(_length(dim, rows, mesh, known.get(dim.name), hint) for dim, rows in pairs)
 
 
@@ -60,11 +59,8 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     if dim.overlap is None:
         return rows * outer
     overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
-        return None
-    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
-    uniform = [w for w in widths if isinstance(w, int)]
     contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
-    if len(uniform) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
+    if not isinstance(overlap, Halo) or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
         return None
-    return (rows - sum(uniform)) * outer if rows >= sum(uniform) else None
+    uniform = [w for w in (overlap.lo, overlap.hi) if isinstance(w, int)]
+    return (rows - sum(uniform)) * outer if len(uniform) == 2 and rows >= sum(uniform) else None

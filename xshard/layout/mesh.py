@@ -137,8 +137,7 @@ class Mesh(Pictured):
 
     def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The devices that differ from `device` only along `axes`, itself included, ordered by `index`."""
-        others = [axis for axis in self.axes if axis not in axes]
-        return self.groups(axes)[self.index(device, others)]
+        return self.groups(axes)[self.index(device, [a for a in self.axes if a not in axes])]
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Every group along `axes`, ordered by its first device."""

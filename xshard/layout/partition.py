@@ -38,10 +38,9 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
         return interval(start, start + each + (index < longer))
     if order in ("zigzag", SEGMENTS):
         pieces = [d for d in numbers if isinstance(d, int)] or [length]
-        starts = itertools.accumulate(pieces, initial=0)
         return tuple(
             run._replace(start=start + run.start)
-            for start, piece in zip(starts, pieces, strict=False)
+            for start, piece in zip(itertools.accumulate(pieces, initial=0), pieces, strict=False)
             for run in (_zigzag if order == "zigzag" else _chunk)(piece, n, index)
         )
     if order == "cyclic":
@@ -107,8 +106,7 @@ def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
                 pairs = [p for part in shard.numbers for p in interval_pairs(part)]
                 covered = sorted(pairs)
                 bounds = [0, *(b for _, b in covered)]
-                gaps = [a for a, _ in covered] != bounds[:-1] or bounds[-1] != rows
-                if gaps or any(a > b for a, b in covered):
+                if [*(a for a, _ in covered), rows] != bounds or any(a > b for a, b in covered):
                     return shard, f"'{shard}' does not hold each of the {rows} rows once"
                 if n == 1 and pairs != covered:
                     return shard, f"'{shard}' has one part, which must hold its rows in order"

@@ -51,10 +51,9 @@ def without(table: Pieces, others: Pieces) -> Pieces:
 def layers(table: Pieces) -> list[Pieces]:
     """The pieces of one block as lists of distinct rows: in the n-th, every row that comes n times."""
     parts, interval, _ = at_edges(table)
-    order = np.argsort(interval, kind="stable")
     _, many = np.unique(interval, return_counts=True)
     nth = np.empty_like(interval)
-    nth[order] = counted(many)
+    nth[np.argsort(interval, kind="stable")] = counted(many)
     return [parts.take(nth == n) for n in range(int(many.max(initial=0)))]
 
 

@@ -327,9 +327,6 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
         offset += run.length * run.repeats
         if lo >= hi:
             continue
-        if run.repeats == 1:
-            taken.append(Run(run.start + lo, hi - lo))
-            continue
         first, head = divmod(lo, run.length)
         last, tail = divmod(hi, run.length)
         if head:  # a part of the first block

@@ -83,8 +83,7 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         return most
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
-        needed: int = max(overlap.rows.map.sizes)
-        return most + needed
+        return most + int(max(overlap.rows.map.sizes))
     first = (0,) * len(sizes)
     pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
     if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own

@@ -41,12 +41,10 @@ class Scanner:
         self.end = self.span[1]
         match = _TOKEN.match(self.text, self.at)
         if match is None:
-            rest = self.text[self.at :]
-            start = self.at + len(rest) - len(rest.lstrip())
-            if rest.strip():
-                char = self.text[start]
-                hint = next((hint for marks, hint in _MEANT.items() if char in marks), None)
-                raise self.error(f"unexpected character {char!r}", (start, start + 1), hint)
+            if rest := self.text[self.at :].lstrip():
+                start = len(self.text) - len(rest)
+                hint = next((hint for marks, hint in _MEANT.items() if rest[0] in marks), None)
+                raise self.error(f"unexpected character {rest[0]!r}", (start, start + 1), hint)
             self.kind, self.value, self.span = "end", "", (len(self.text), len(self.text) + 1)
             return
         group = str(match.lastgroup)
@@ -214,9 +212,8 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
         meant = did_you_mean(kind, BOUNDARIES, _BOUNDARIES_ELSEWHERE)
         hint = f"{meant}boundaries are: {', '.join(BOUNDARIES)}"
         raise scanner.error(f"unknown boundary {kind!r}", span, hint)
-    if scanner.kind != "(":
+    if not scanner.take("("):
         return Boundary(kind)
-    scanner.advance()
     if kind == "constant":
         if scanner.kind not in ("int", "number"):
             raise scanner.error(f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)")
@@ -231,11 +228,9 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
 
 
 def _pole(scanner: Scanner) -> Boundary:
-    dim = ""
-    if scanner.kind == "name":
-        dim = scanner.expect("name")
-        if not scanner.take(","):
-            return Boundary("pole", dim=dim)
+    dim = scanner.expect("name") if scanner.kind == "name" else ""
+    if dim and not scanner.take(","):
+        return Boundary("pole", dim=dim)
     span = scanner.span
     sign = scanner.integer(hint="as in pole(w) or pole(w,-1)")
     if sign not in (1, -1):

@@ -210,8 +210,7 @@ class _Parser(Scanner):
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS) or self.is_composed:
             dims.append(self.dim())
-        is_scalar = not dims and self.take("(")
-        if is_scalar:
+        if is_scalar := not dims and self.take("("):
             self.expect(")", hint="a scalar is written ()")
         tags: list[tuple[str, tuple[str, ...]]] = []
         if self.take("|"):

@@ -121,8 +121,7 @@ def steps(rows: Sequence[Row], total: str) -> str:
 
 def _cells(tag: str, texts: Iterable[str], sides: Iterable[str]) -> str:
     """A cell for each text, which begins or ends at a side."""
-    styles = (_CELL.format(side=side) for side in sides)
-    every = zip(texts, styles, strict=True)
+    every = zip(texts, (_CELL.format(side=side) for side in sides), strict=True)
     return "".join(f'<{tag} style="{style}">{escape(text)}</{tag[:2]}>' for text, style in every)
 
 

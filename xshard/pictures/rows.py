@@ -70,16 +70,15 @@ def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator
     dim, length = sharding.layout.dims[d], sharding.shape[d]
     if dim.overlap is None:
         return
-    index = np.array([sharding.dim_device(d, i) for i in range(len(numbers))])
+    index = sharding.mesh.indices(dim.axes)
     every, owners = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes)), rows_in_order(sharding, d)
     for number, spans in enumerate(every[:MAX_LANES]):
         owned_runs = list(itertools.islice(_pieces_of(spans, owners), MAX_BLOCKS))
         groups = []
         for (origin, owner), same in itertools.groupby(owned_runs, key=lambda piece: piece[:2]):
             runs = tuple(run for _, _, run in same)
-            devices = tuple(numbers[index == owner].tolist())
             text = _beyond_text(dim.overlap, origin, runs) if origin in ("before", "after") else ""
-            groups.append(RowGroup(n_rows(runs), origin, devices, text))
+            groups.append(RowGroup(n_rows(runs), origin, tuple(numbers[index == owner].tolist()), text))
         ahead = itertools.takewhile(lambda group: group.origin == "before", groups)
         before = sum(group.rows for group in ahead)
         inside = (run.start for origin, _, run in owned_runs if origin in ("own", "near"))
@@ -118,6 +117,5 @@ def _run_texts(run: Run, most: int) -> list[str]:
         if run.stride == 0:
             return [f"{run.start} x{run.repeats}"]
         return [f"{run.start}-{stop}" + (f" step {run.stride}" if run.stride != 1 else "")]
-    starts = (run.start + run.stride * i for i in range(run.repeats))
-    ranges = ((start, start + run.length - 1) for start in itertools.islice(starts, most + 1))
+    ranges = ((r.start, r.start + r.length - 1) for r in itertools.islice(unrolled((run,)), most + 1))
     return [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]

@@ -88,8 +88,7 @@ class Fitted:
 def _steps_text(head: str, rows: Sequence[table.Row], total: str, width: int) -> Iterator[RenderableType]:
     """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
     yield lines_of(head, width)
-    widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)]
-    if sum(widths) <= width:
+    if sum(max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)) <= width:
         steps = headed_table(*table.HEAD, left=("step", "layout after"))
         for row in rows:
             steps.add_row(*row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -109,9 +110,7 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
         for name, stars in matches:
             yield [name], [fill_stars(dst[0], (*stars, str(i))) for i in range(shapes[name][relation.dim])]
     else:
-        members: dict[tuple[str, ...], int] = {}
-        for _, (*outer, _) in matches:
-            members[tuple(outer)] = members.get(tuple(outer), 0) + 1
+        members = Counter(tuple(outer) for _, (*outer, _) in matches)
         for stars, n in members.items():
             yield [fill_stars(src[0], (*stars, str(i))) for i in range(n)], [fill_stars(dst[0], stars)]
 
@@ -175,8 +174,7 @@ def _parts_of_whole(
     rows = relation.rows or ((shape[d] // n,) * n if relation.equal else lengths)
     group = sum(rows)
     n_groups = shape[d] // group if group else 0
-    fits = not lengths or [n_groups * each for each in rows] == [*lengths]
-    if not fits or n_groups * group != shape[d]:
+    if n_groups * group != shape[d] or (lengths and [n_groups * each for each in rows] != [*lengths]):
         reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows"
         raise ShapeError(f"{relation}: {reason}", hint="rows= has the rows of each part that come in turn")
     starts = [sum(rows[:i]) for i in range(n)]

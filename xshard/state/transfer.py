@@ -126,9 +126,8 @@ def _move(
             raise NotationError(f"dim {name!r} of '{target.layout}' is {here}", hint=hint)
     dst_layout = dst.sharding.layout.named([src_names[i] for i in piece.order])
     casts_first = itemsize(dtype) < itemsize(src_dtype) and not source.layout.tagged(*REDUCERS)
-    travels = dtype if casts_first else src_dtype
     sides = src.sharding.layout, dst_layout, source.mesh, target.mesh, *devices
-    request = Request(*sides, src.sharding.shape, travels, profile)
+    request = Request(*sides, src.sharding.shape, dtype if casts_first else src_dtype, profile)
     return PartMove(piece.src.name, src, dst, find_plan(request, by_transfer=True))
 
 

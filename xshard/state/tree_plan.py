@@ -69,8 +69,7 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
 def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length: int) -> Dim:
     """The dim with the simplest shards that give every device these rows."""
     axes = dim.axes
-    unnumbered = tuple(replace(shard, numbers=()) for shard in dim.shards)
-    for shards in (unnumbered, (Shard(axes),)):
+    for shards in (tuple(replace(shard, numbers=()) for shard in dim.shards), (Shard(axes),)):
         if any(shard.order in (SIZES, INTERVALS, BY) for shard in shards) or not axes:
             continue
         plain = Dim(dim.name, shards)

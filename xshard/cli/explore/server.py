@@ -89,8 +89,7 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
     number = free.get()
     try:
         if number != CLOSED:
-            planner = running(f"planner {number}", {})
-            return dict(planner.ask(view, fields, timeout_s=LIMIT_S, quiet=True))
+            return dict(running(f"planner {number}", {}).ask(view, fields, timeout_s=LIMIT_S, quiet=True))
     except FunctionError:
         pass
     finally:

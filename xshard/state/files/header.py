@@ -44,8 +44,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise FileError(f"{path.name} is a pickle, which runs code when it is read", hint=hint)
     check_regular(path)
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_BYTES):
             sizes = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"

@@ -93,15 +93,14 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     in_node = tuple(a for a in idle if profile.link(a, mesh) == profile.default)
     longest = target.max_local_shape.index(max(target.max_local_shape))
     candidates = [(_reading_s(target, dtype, profile.disk, profile), target)]
-    for axes in dict.fromkeys((in_node, tuple(idle))):
-        if axes:
-            dims = list(layout.dims)
-            dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
-            source = target.with_layout(Layout(tuple(dims)))
-            layouts = source.layout, Layout(layout.dims)
-            request = Request(*layouts, mesh, mesh, devices, devices, target.shape, dtype, profile)
-            reading_s = _reading_s(source, dtype, profile.disk, profile)
-            candidates.append((find_plan(request).cost + reading_s, source))
+    for axes in filter(None, dict.fromkeys((in_node, tuple(idle)))):
+        dims = list(layout.dims)
+        dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
+        source = target.with_layout(Layout(tuple(dims)))
+        layouts = source.layout, Layout(layout.dims)
+        request = Request(*layouts, mesh, mesh, devices, devices, target.shape, dtype, profile)
+        reading_s = _reading_s(source, dtype, profile.disk, profile)
+        candidates.append((find_plan(request).cost + reading_s, source))
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
