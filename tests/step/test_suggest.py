@@ -208,7 +208,7 @@ def test_what_does_not_fit_or_exist_is_refused():
         suggest(a_model(), MESH, fixed={"layers.*.upp.weight": "f/tp c"})
     with pytest.raises(XshardError, match="is not searched"):
         suggest(a_model(), MESH, fixed={"layers.*.up.weight": "f/tp/dp c"})
-    with pytest.raises(XshardError, match="'bandwidth' has no rates of operations"):
+    with pytest.raises(XshardError, match="'bandwidth' lacks rates of operations"):
         suggest(a_model(), MESH, profile="bandwidth")
 
 

@@ -15,7 +15,7 @@ from xshard.step.repeat import repeated
 
 
 class TorchSuggestion(Suggestion):
-    """A suggestion for a module, whose unused parameters have a rule, too."""
+    """A suggestion for a module; its unused parameters have a rule, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -248,7 +248,7 @@ class Grid:
         at most how many in one, in its own, and in all that the slowest links do not lead to."""
         have, want = self.length(d, a)[0], self.length(d, b)[0]
         met, nearby = min(have, want), min(want, have * self._parts_near(self.axes_in(a)))
-        # Where contiguous shards part, the last of the old ones does not meet the first of the new ones.
+        # If contiguous shards part, the last of the old ones does not meet the first of the new ones.
         parting = [x for x, y in zip(a, b, strict=False) if x != y] if self.is_plain(a) and is_regular else []
         is_far = parting and not self._spans[parting[0]][0].level
         return want, -(-want // max(1, have)), met, 0 if parting else met, 0 if is_far else nearby

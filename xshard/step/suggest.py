@@ -71,7 +71,7 @@ def suggest(
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
     if np.isinf([moves.profile.flops(step.dtype), moves.profile.copy_bytes_per_s]).any():
         hint = "give flops_per_s and copy_bytes_per_s; `xshard calibrate` measures them"
-        raise ProfileError(f"profile {moves.profile.name!r} has no rates of operations", hint=hint)
+        raise ProfileError(f"profile {moves.profile.name!r} lacks rates of operations", hint=hint)
     searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
     for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
