@@ -26,7 +26,8 @@ def seconds(
 
     before: runs before each call. after: takes each result. Neither is timed.
     """
-    names, times = list(calls), {name: list[float]() for name in calls}
+    names = list(calls)
+    times = {name: list[float]() for name in calls}
     for turn in range(warm_up + rounds):
         # The call before leaves traces in caches and memory: each comes first in its turn, and behind others.
         first = turn // 2 % len(names)
@@ -43,9 +44,13 @@ def seconds(
     return times
 
 
-def medians(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, float]:
+def medians(
+    calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any
+) -> dict[Name, float]:
     """The median seconds of every call; options: passed on to `seconds`."""
-    return {name: statistics.median(turns) for name, turns in seconds(calls, rounds, **options).items()}
+    return {
+        name: statistics.median(turns) for name, turns in seconds(calls, rounds, **options).items()
+    }
 
 
 def ratio(times: Mapping[Name, Sequence[float]], way: Name, to: Name) -> float:
@@ -78,7 +83,9 @@ def middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return sorted(rows, key=itemgetter("faster"))[len(rows) // 2]
 
 
-def slowest(calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any) -> dict[Name, list[float]]:
+def slowest(
+    calls: Mapping[Name, Callable[[], Any]], rounds: int, **options: Any
+) -> dict[Name, list[float]]:
     """Seconds of every call on the slowest torch rank of each turn; options: passed on to `seconds`."""
     import torch
     import torch.distributed as dist

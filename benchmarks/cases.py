@@ -51,7 +51,9 @@ class Case:
     def plan(self, profile: xs.Profile, memory_limit: int | None = None) -> xs.Plan:
         """Our plan."""
         move = self.src, self.dst
-        return xs.plan(move, self.mesh, self.shape, self.dtype, profile=profile, memory_limit=memory_limit)
+        return xs.plan(
+            move, self.mesh, self.shape, self.dtype, profile=profile, memory_limit=memory_limit
+        )
 
     def facts(self) -> dict[str, Any]:
         """The case in a row of a JSON file."""
@@ -77,7 +79,8 @@ def load(which: str) -> tuple[Case, ...]:
 
 def scaled(case: Case, least_bytes: int) -> Case:
     """The case with its shortest dims doubled until the array has `least_bytes`, or its longest halved."""
-    shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
+    shape = list(case.shape)
+    itemsize = dtypes.itemsize(case.dtype)
     while math.prod(shape) * itemsize < least_bytes:
         shape[shape.index(min(shape))] *= 2
     while math.prod(shape) * itemsize >= 2 * least_bytes:
@@ -87,7 +90,9 @@ def scaled(case: Case, least_bytes: int) -> Case:
 
 def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Layout:
     """Axes that cut every dim, outermost first, and axes that hold addends -> a layout of dims d0, d1, ..."""
-    dims = tuple(Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts))
+    dims = tuple(
+        Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts)
+    )
     return xs.Layout(dims, (("sum", tuple(sums)),))
 
 

@@ -50,7 +50,12 @@ def none_of(statement: str, breaking: Sequence[str], n_cases: int) -> Claim:
 
 
 def finish(
-    options: Namespace, title: str, judged: Sequence[Claim], *libraries: str, rows: Row, **facts: Any
+    options: Namespace,
+    title: str,
+    judged: Sequence[Claim],
+    *libraries: str,
+    rows: Row,
+    **facts: Any,
 ) -> int:
     """Print every claim and the cases that break one, write the JSON file; the exit status of the run."""
     lines = []

@@ -21,9 +21,15 @@ from benchmarks import record
 from tests.fuzz.chains import random_layout
 from xshard.notation.maps import empty_caches
 
-SIZES, LENGTHS = (2, 2, 3, 4, 4), (7, 10, 36, 48, 60, 64, 96, 100, 128, 128, 256, 256, 512, 1024, 2048, 4096)
+SIZES = (2, 2, 3, 4, 4)
+LENGTHS = (7, 10, 36, 48, 60, 64, 96, 100, 128, 128, 256, 256, 512, 1024, 2048, 4096)
 MACHINES = ("h100", "h100", "h100:4", "a100:2", "bandwidth", "gloo", "tpu_v5e")
-MATRICES = (("ij", "jk", "ik"), ("bij", "bjk", "bik"), ("ij", "jkl", "ikl"), ("ij", "jk", "kl", "il"))
+MATRICES = (
+    ("ij", "jk", "ik"),
+    ("bij", "bjk", "bik"),
+    ("ij", "jkl", "ikl"),
+    ("ij", "jk", "kl", "il"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +53,14 @@ def measured(kind: str, seed: int) -> dict[str, Any]:
     arrays = rng.choice(MATRICES) if kind == "einsum" else (("ijk"[: rng.choice((1, 2, 3))],) * 2)
     lengths = {name: rng.choice(LENGTHS) for names in arrays for name in names}
     tags = rng.choice(((), (), ("sum",), ("sum", "copy")))
-    layouts = [random_layout(rng, mesh, {d: lengths[d] for d in names}, tags, (), False) for names in arrays]
+    layouts = [
+        random_layout(rng, mesh, {d: lengths[d] for d in names}, tags, (), False)
+        for names in arrays
+    ]
     text = f"{', '.join(map(str, layouts[:-1]))} -> {layouts[-1]}"
     shape = [tuple(lengths[d] for d in names) for names in arrays[:-1]]
-    dtype, machine = rng.choice(("float32", "bfloat16")), rng.choice(MACHINES)
+    dtype = rng.choice(("float32", "bfloat16"))
+    machine = rng.choice(MACHINES)
     empty_caches()
     gc.collect()
     start = time.process_time()

@@ -14,7 +14,9 @@ from typing import Any
 from benchmarks.record import RESULTS
 
 FOLDER = Path(__file__).parents[1] / "docs/images/benchmarks"
-INK, OURS, THEIRS = "#7d8590", "#4493f8", "#db6d28"  # are seen on white and on black
+INK = "#7d8590"
+OURS = "#4493f8"
+THEIRS = "#db6d28"  # are seen on white and on black
 SHOWN = {  # a plot, with the files that it is made of
     "ratios": ("torch_redistribute", "jax_reshard", "einsum", "nodes", "state"),
     "host": ("torch_redistribute",),
@@ -72,15 +74,26 @@ def host(axes: Any) -> None:
 
 def torch(axes: Any) -> None:
     """Run time of each redistribution, ours across, DTensor's up."""
-    rows = [row["seconds"] for row in recorded("torch_redistribute")["ends"] if "DTensor" in row["seconds"]]
-    _against(axes, [row["xshard"] for row in rows], [row["DTensor"] for row in rows], "seconds", "DTensor")
+    rows = [
+        row["seconds"]
+        for row in recorded("torch_redistribute")["ends"]
+        if "DTensor" in row["seconds"]
+    ]
+    _against(
+        axes,
+        [row["xshard"] for row in rows],
+        [row["DTensor"] for row in rows],
+        "seconds",
+        "DTensor",
+    )
 
 
 def jax(axes: Any) -> None:
     """Bytes that the busiest device receives in each reshard, ours across, XLA's up."""
     pairs = [(row["ours"]["bandwidth"], row["xla"]) for row in recorded("jax_reshard")["compiled"]]
     ours, theirs = zip(
-        *[(a["received_bytes"], b["received_bytes"]) for a, b in pairs if a["received_bytes"]], strict=True
+        *[(a["received_bytes"], b["received_bytes"]) for a, b in pairs if a["received_bytes"]],
+        strict=True,
     )
     _against(axes, ours, theirs, "bytes received", "XLA")
 
@@ -90,7 +103,13 @@ def _against(axes: Any, ours: Any, theirs: Any, unit: str, peer: str) -> None:
     ends = min(*ours, *theirs), max(*ours, *theirs)
     axes.plot(ends, ends, color=INK, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"xshard, {unit}", ylabel=f"{peer}, {unit}")
-    axes.text(ends[0], ends[1], f"{len(ours)} cases; above the line, {peer} needs more", color=INK, va="top")
+    axes.text(
+        ends[0],
+        ends[1],
+        f"{len(ours)} cases; above the line, {peer} needs more",
+        color=INK,
+        va="top",
+    )
 
 
 def main() -> None:
@@ -100,14 +119,18 @@ def main() -> None:
     from matplotlib import pyplot as plt
 
     inked = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
-    plt.rcParams.update({**dict.fromkeys(inked, INK), "svg.fonttype": "none", "svg.hashsalt": "xshard"})
+    plt.rcParams.update(
+        {**dict.fromkeys(inked, INK), "svg.fonttype": "none", "svg.hashsalt": "xshard"}
+    )
     FOLDER.mkdir(exist_ok=True)
     for plot in SHOWN:
         figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
         axes.spines[["top", "right"]].set_visible(False)
         globals()[plot](axes)
         figure.savefig(
-            FOLDER / f"{plot}.svg", transparent=True, metadata={"Date": None, "Description": source(plot)}
+            FOLDER / f"{plot}.svg",
+            transparent=True,
+            metadata={"Date": None, "Description": source(plot)},
         )
         plt.close(figure)
 

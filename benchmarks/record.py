@@ -39,7 +39,11 @@ def about(options: Namespace, *libraries: str, command: str = "", **more: Any) -
     """
     flags = [f" --{flag}" for flag in ("quick", "live") if getattr(options, flag, False)]
     versions = {name: metadata.version(name) for name in ("xshard", "numpy", *libraries)}
-    machine = {"system": platform.system(), "architecture": platform.machine(), "cpu_cores": os.cpu_count()}
+    machine = {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpu_cores": os.cpu_count(),
+    }
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command or f"python -m benchmarks.{options.name}" + "".join(flags),
@@ -64,7 +68,9 @@ def console() -> Console:
     return Console(width=max(Console().width, LEAST_WIDTH))
 
 
-def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], n_left: int = 1) -> Table:
+def table(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], n_left: int = 1
+) -> Table:
     """A table of text, its first `n_left` columns aligned left; an empty row is a line across."""
     drawn = Table(title=title, title_justify="left")
     for i, head in enumerate(heads):
@@ -79,7 +85,9 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], n_lef
 
 def shown(items: Sequence[Any], what: str) -> Iterable[Any]:
     """The items, with a progress bar on a terminal."""
-    return track(items, what, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+    return track(
+        items, what, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+    )
 
 
 def named(failing: Sequence[str]) -> str:

@@ -36,10 +36,14 @@ def calls(way: Callable[[Tensor], Tensor], block: Tensor) -> Calls:
     return forward, both
 
 
-def medians(ways: Mapping[str, Calls], rounds: int, before: Callable[[], object] = lambda: None) -> Figures:
+def medians(
+    ways: Mapping[str, Calls], rounds: int, before: Callable[[], object] = lambda: None
+) -> Figures:
     """Median seconds of every way. before: runs before each call."""
     keys = ("forward_s", "both_s")
-    flat = {(way, k): call for way, pair in ways.items() for k, call in zip(keys, pair, strict=True)}
+    flat = {
+        (way, k): call for way, pair in ways.items() for k, call in zip(keys, pair, strict=True)
+    }
     times = by_turns.medians(flat, rounds, before=before)
     return {way: {key: times[way, key] for key in keys} for way in ways}
 
@@ -49,7 +53,8 @@ def compared(ways: Mapping[str, Calls], rounds: int) -> Figures:
 
     Raises AssertionError if a way gives another result, or another gradient, than the first.
     """
-    received, expected = Figures(), None
+    received = Figures()
+    expected = None
     for name, (forward, both) in ways.items():
         with Meter() as once:
             y = forward()
@@ -59,7 +64,9 @@ def compared(ways: Mapping[str, Calls], rounds: int) -> Figures:
         assert torch.equal(y, expected[0]) and torch.equal(gradient, expected[1]), name
         sent = float(sum(once.received)), float(sum(twice.received))
         received[name] = dict(zip(("forward_bytes", "both_bytes"), sent, strict=True))
-    return {name: received[name] | times for name, times in medians(ways, rounds, dist.barrier).items()}
+    return {
+        name: received[name] | times for name, times in medians(ways, rounds, dist.barrier).items()
+    }
 
 
 @contextmanager
@@ -79,10 +86,14 @@ def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[A
     imported the module of `function`, and what DTensor imports at its first call, so that no rank has to.
     """
     multiprocessing.set_forkserver_preload(["torch_bridge", function.__module__, "torch._dynamo"])
-    return xt.testing.run_ranks(n, function, *arguments, start_method="forkserver", timeout_s=HANG_S)
+    return xt.testing.run_ranks(
+        n, function, *arguments, start_method="forkserver", timeout_s=HANG_S
+    )
 
 
 def largest(by_rank: Sequence[Figures]) -> Figures:
     """The largest of all ranks' figures: a collective is over when every rank is done."""
     first = by_rank[0]
-    return {way: {key: max(rank[way][key] for rank in by_rank) for key in first[way]} for way in first}
+    return {
+        way: {key: max(rank[way][key] for rank in by_rank) for key in first[way]} for way in first
+    }

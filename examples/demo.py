@@ -22,8 +22,10 @@ import xshard as xs
 MOVE = "s/zigzag(cp) c -> s c/cp"  # context parallel: from a part of the sequence to a part of the channels
 GATHERS = {"n/dp -> n": 1.0, "n/dp -> n | copy(dp)": 4.0}  # with the gradient that each must have
 MESH = xs.Mesh(dp=2, tp=2)
-UP, DOWN = "b/dp i, i h/tp -> b/dp h/tp", "b/dp h/tp, h/tp o -> b/dp o"
-STEPS, RATE = 20, 0.3
+UP = "b/dp i, i h/tp -> b/dp h/tp"
+DOWN = "b/dp h/tp, h/tp o -> b/dp o"
+STEPS = 20
+RATE = 0.3
 TOLERANCE = 1e-5  # relative, for losses in float32
 
 
@@ -57,7 +59,8 @@ def in_torch() -> dict[str, Any]:
             "torch DTensor": lambda x: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor(),
         }
         gathers |= {
-            f"xshard in torch: {text}": lambda x, t=text: xt.redistribute(x, t, mesh) for text in GATHERS
+            f"xshard in torch: {text}": lambda x, t=text: xt.redistribute(x, t, mesh)
+            for text in GATHERS
         }
         measured = {}
         for name, gather in gathers.items():
@@ -107,9 +110,13 @@ def in_jax() -> dict[str, Any]:
     import jax_bridge as xj
 
     gathers = {"jax.lax.all_gather": lambda x: jax.lax.all_gather(x, "dp", tiled=True)}
-    gathers |= {f"xshard in JAX: {text}": lambda x, t=text: xj.redistribute(x, t) for text in GATHERS}
+    gathers |= {
+        f"xshard in JAX: {text}": lambda x, t=text: xj.redistribute(x, t) for text in GATHERS
+    }
     gradients = {
-        name: float(jax.pmap(jax.grad(lambda x, f=gather: f(x).sum()), "dp")(jnp.ones((4, 2)))[0, 0])
+        name: float(
+            jax.pmap(jax.grad(lambda x, f=gather: f(x).sum()), "dp")(jnp.ones((4, 2)))[0, 0]
+        )
         for name, gather in gathers.items()
     }
     mesh = jax.make_mesh(MESH.sizes, MESH.axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -119,7 +126,9 @@ def in_jax() -> dict[str, Any]:
         hidden = jnp.tanh(xj.einsum(UP, x, weights[0], mesh=mesh))
         return ((xj.einsum(DOWN, hidden, weights[1], mesh=mesh) - target) ** 2).sum() / 64
 
-    step, weights, curve = jax.jit(jax.value_and_grad(loss)), (up, down), []
+    step = jax.jit(jax.value_and_grad(loss))
+    weights = (up, down)
+    curve = []
     for _ in range(STEPS):
         value, gradient = step(weights)
         weights = jax.tree.map(lambda w, g: w - RATE * g, weights, gradient)
@@ -142,7 +151,9 @@ def draw(console: Console) -> None:
 
 
 def compare_gradients(console: Console, gradients: dict[str, float]) -> bool:
-    console.rule("2. One all-gather on four devices; every device then computes the same loss, the sum")
+    console.rule(
+        "2. One all-gather on four devices; every device then computes the same loss, the sum"
+    )
     table = Table(box=SIMPLE)
     table.add_column("all-gather")
     table.add_column("gradient of x[0]", justify="right")
@@ -175,7 +186,9 @@ def compare_losses(console: Console, losses: dict[str, list[float]]) -> bool:
 def main() -> int:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([sys.executable, __file__, name], **options) for name in ("torch", "jax")]
+    processes = [
+        subprocess.Popen([sys.executable, __file__, name], **options) for name in ("torch", "jax")
+    ]
     console = Console()
     draw(console)
     results = [finished(process) for process in processes]

@@ -38,7 +38,9 @@ def main() -> int:
             "JAX, 4 devices": ["domain.with_jax"],
         }
         results = follow_all(runs, chosen.steps)
-        images = {name: np.load(Path(folder, f"{name}.npy")) for name in ("whole", "sharded", "alone")}
+        images = {
+            name: np.load(Path(folder, f"{name}.npy")) for name in ("whole", "sharded", "alone")
+        }
     draw(images, chosen.picture)
     return judge(results, images)
 

@@ -35,7 +35,8 @@ def main() -> int:
     parser.add_argument("--parts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--picture", type=Path, help="draw the parts into this file, as SVG")
     asked = parser.parse_args()
-    problem, console = Problem(asked.refinements), Console()
+    problem = Problem(asked.refinements)
+    console = Console()
     several = {n: Parts(problem, bisection(problem.points, n)) for n in asked.parts}
     if asked.picture:
         ranges = Parts(problem, bands(problem.points, asked.parts[-1]))
@@ -56,7 +57,8 @@ def layer_table(several: Mapping[int, Parts]) -> Table:
     for column in ("devices", "all nodes", "around bands", "around parts", "bound", "back"):
         table.add_column(column, justify="right")
     for n, parts in several.items():
-        halo, points = parts.exchange, parts.problem.points
+        halo = parts.exchange
+        points = parts.problem.points
         ways = (
             plan(f"{NODES} -> n d | copy(gp)", parts.mesh, halo.shape, "float64", maps=parts.maps),
             Parts(parts.problem, bands(points, n)).exchange,
@@ -70,13 +72,18 @@ def layer_table(several: Mapping[int, Parts]) -> Table:
 
 def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
     """Print how runs differ from one device; 0 if they do not."""
-    table, largest = Table(box=SIMPLE, pad_edge=False, title="Beside one device"), 0.0
+    table = Table(box=SIMPLE, pad_edge=False, title="Beside one device")
+    largest = 0.0
     for column in ("", "output differs", "gradients differ", "KiB before a layer"):
         table.add_column(column, justify="right" if column else "left")
     for name, run in runs.items():
         output = apart(run.output, one.output)
-        gradients = np.max([apart(run.gradients[key], expected) for key, expected in one.gradients.items()])
-        table.add_row(name, f"{output:.1e}", f"{gradients:.1e}", f"{run.received_bytes / 1024:,.1f}")
+        gradients = np.max(
+            [apart(run.gradients[key], expected) for key, expected in one.gradients.items()]
+        )
+        table.add_row(
+            name, f"{output:.1e}", f"{gradients:.1e}", f"{run.received_bytes / 1024:,.1f}"
+        )
         largest = np.max([largest, output, gradients])
     console.print(table)
     complaint = f"They differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}."

@@ -12,7 +12,10 @@ import sys
 
 from train_parity import main
 
-RUNS = {"torch, 1 device": ["parity.with_torch", "single"], "torch, attention in JAX": ["parity.with_both"]}
+RUNS = {
+    "torch, 1 device": ["parity.with_torch", "single"],
+    "torch, attention in JAX": ["parity.with_both"],
+}
 
 if __name__ == "__main__":
     sys.exit(main(RUNS, __doc__))

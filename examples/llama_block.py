@@ -36,7 +36,9 @@ def main() -> int:
     schemes = list(SCHEMES.values())
     with use_profile("h100"):  # one machine for both frameworks, so that their plans are the same
         one, *_ = with_torch.train([schemes[0].alone()], steps)
-        runs = {"torch": with_torch.train(schemes, steps)}  # before JAX has threads: ranks are forked
+        runs = {
+            "torch": with_torch.train(schemes, steps)
+        }  # before JAX has threads: ranks are forked
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", schemes[0].mesh.n_devices)
         jax.config.update("jax_enable_x64", True)
@@ -56,18 +58,33 @@ def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
     title = "Training, and what a device receives in a step"
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=title)
     table.add_column("", no_wrap=True)
-    for title in ("first\nloss", "last\nloss", "losses\ndiffer", "gradients\ndiffer", "collectives", "bytes"):
+    for title in (
+        "first\nloss",
+        "last\nloss",
+        "losses\ndiffer",
+        "gradients\ndiffer",
+        "collectives",
+        "bytes",
+    ):
         table.add_column(title, justify="right")
     differences = []
     for name, run in {"one device, torch": one, **runs}.items():
         losses = apart(run.losses, one.losses)
-        gradients = np.max([apart(run.gradients[key], expected) for key, expected in one.gradients.items()])
+        gradients = np.max(
+            [apart(run.gradients[key], expected) for key, expected in one.gradients.items()]
+        )
         differences += [losses, gradients]
-        numbers = (f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{losses:.1e}", f"{gradients:.1e}")
+        numbers = (
+            f"{run.losses[0]:.4f}",
+            f"{run.losses[-1]:.4f}",
+            f"{losses:.1e}",
+            f"{gradients:.1e}",
+        )
         table.add_row(name, *numbers, str(run.collectives), f"{run.received_bytes:,}")
     console.print(table)
 
-    largest, complaints = np.max(differences), []
+    largest = np.max(differences)
+    complaints = []
     if not largest <= TOLERANCE:
         complaints.append(f"They differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
     if not one.losses[-1] < one.losses[0]:

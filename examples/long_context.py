@@ -33,7 +33,8 @@ RUNS = {
 }
 TOLERANCE = 1e-4  # relative, of float32 losses
 ROWS = 10  # of the table
-QUICK, STEPS = 3, 40
+QUICK = 3
+STEPS = 40
 
 
 def main() -> int:
@@ -65,7 +66,9 @@ def work(cut: str) -> NDArray[np.int64]:
 
 
 def work_table() -> Table:
-    table = Table(title=f"Causal attention over {LENGTH} rows: keys looked at", box=SIMPLE, pad_edge=False)
+    table = Table(
+        title=f"Causal attention over {LENGTH} rows: keys looked at", box=SIMPLE, pad_edge=False
+    )
     table.add_column("order", no_wrap=True)
     for device in range(MESH.n_devices):
         table.add_column(f"device {device}", justify="right")

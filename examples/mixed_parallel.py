@@ -28,7 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bridge as xt
 
-BATCH, LENGTH, CHANNELS, HIDDEN, LETTERS = 4, 32, 16, 32, 128
+BATCH = 4
+LENGTH = 32
+CHANNELS = 16
+HIDDEN = 32
+LETTERS = 128
 RATE = 0.5
 TOLERANCE = 1e-10  # relative, of float64
 
@@ -50,7 +54,8 @@ class Encoder(nn.Module):
         part = copy.deepcopy(self)
         part.tp = tp
         for name, layout in (("up", "c f/tp"), ("down", "f/tp c")):
-            full, expression = getattr(self, name).detach(), f"{layout.replace('/tp', '')} -> {layout}"
+            full = getattr(self, name).detach()
+            expression = f"{layout.replace('/tp', '')} -> {layout}"
             setattr(part, name, nn.Parameter(xt.redistribute(full, expression, tp)))
         return part
 
@@ -121,14 +126,18 @@ def alone(steps: int) -> Run:
     """Losses and last gradients on one process."""
     encoder, decoder = models()
     losses = train(encoder, decoder, batches(steps))
-    named = [*encoder.named_parameters(prefix="encoder"), *decoder.named_parameters(prefix="decoder")]
+    named = [
+        *encoder.named_parameters(prefix="encoder"),
+        *decoder.named_parameters(prefix="decoder"),
+    ]
     return losses, {name: p.grad for name, p in named}
 
 
 def together(steps: int) -> Run:
     """Losses and last gradients on a mesh of 2x2 processes, gathered."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh["dp"], mesh["tp"]
+    dp = mesh["dp"]
+    tp = mesh["tp"]
     encoder, decoder = models()
     encoder = encoder.cut(tp)
     replicated = DistributedDataParallel(encoder, process_group=dp.get_group())
@@ -156,7 +165,9 @@ def judge(one: Run, four: Run, console: Console) -> int:
         table.add_row(str(step), f"{a:.12f}", f"{b:.12f}")
     console.print(table)
     loss = max(abs(a - b) / a for a, b in zip(one[0], four[0], strict=True))
-    gradient = max(float((g - four[1][name]).abs().max() / g.abs().max()) for name, g in one[1].items())
+    gradient = max(
+        float((g - four[1][name]).abs().max() / g.abs().max()) for name, g in one[1].items()
+    )
     console.print(f"largest relative difference: losses {loss:.1e}, gradients {gradient:.1e}")
     if loss <= TOLERANCE and gradient <= TOLERANCE:
         return 0

@@ -39,13 +39,20 @@ def step(momenta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def train() -> float:
     """The largest difference between the updates of this rank's rows and one device's."""
     torch.manual_seed(0)
-    momenta, rank = {name: torch.randn(shape) for name, shape in SHAPES.items()}, dist.get_rank()
+    momenta = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    rank = dist.get_rank()
     updates = step({name: g.chunk(4)[rank] for name, g in momenta.items()})
-    return max(float((updates[n] - newton_schulz(g).chunk(4)[rank]).abs().max()) for n, g in momenta.items())
+    return max(
+        float((updates[n] - newton_schulz(g).chunk(4)[rank]).abs().max())
+        for n, g in momenta.items()
+    )
 
 
 if __name__ == "__main__":
     difference = max(xt.testing.run_ranks(4, train))
     plans = [xs.plan(THERE[name], MESH, shape) for name, shape in SHAPES.items()]
-    load = [sum(plan.target.local_shape(device)[0] * plan.shape[1] for plan in plans) for device in range(4)]
+    load = [
+        sum(plan.target.local_shape(device)[0] * plan.shape[1] for plan in plans)
+        for device in range(4)
+    ]
     print(f"{len(SHAPES)} matrices, elements per device {load}, largest difference {difference}")

@@ -26,12 +26,17 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # as torchrun has it
 def train(config: dict[str, int]) -> None:
     """Train on a worker. The first reports losses and gradients, which all have."""
     results = together(config["steps"])
-    where = {"machine": machine("auto").name, "local": ray.train.get_context().get_local_world_size()}
+    where = {
+        "machine": machine("auto").name,
+        "local": ray.train.get_context().get_local_world_size(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         first = ray.train.get_context().get_world_rank() == 0
         if first:
             torch.save(results, Path(folder, "results.pt"))
-        ray.train.report(where, checkpoint=ray.train.Checkpoint.from_directory(folder) if first else None)
+        ray.train.report(
+            where, checkpoint=ray.train.Checkpoint.from_directory(folder) if first else None
+        )
 
 
 def main() -> int:

@@ -29,10 +29,12 @@ from xshard import Layout, Mesh
 from xshard.formatting import format_bytes, format_seconds
 
 MESH = Mesh(dp=2, tp=2)
-BATCH, LENGTH = 8, 128
+BATCH = 8
+LENGTH = 128
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 256}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
-STEPS, RATE = 20, 1e-3
+STEPS = 20
+RATE = 1e-3
 
 
 class Measured(NamedTuple):
@@ -58,7 +60,8 @@ def train(rules: Mapping[str, Any], steps: int) -> Measured:
     """On every process: the model by its rules, `verify`, and a few steps of AdamW."""
     moves = {"outputs": rules["outputs"], "keep": rules["once"]}
     model = xt.parallelize(build(), rules["parameters"], rules["inputs"], MESH, **moves)
-    batch, logits = {"input_ids": tokens()}, Layout.parse(rules["result"])
+    batch = {"input_ids": tokens()}
+    logits = Layout.parse(rules["result"])
     rows = Layout(logits.dims[:-1])
 
     def loss_of(result: Any) -> Tensor:
@@ -68,7 +71,9 @@ def train(rules: Mapping[str, Any], steps: int) -> Measured:
 
     xt.verify(model, batch, loss=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    losses, seconds, saved = [], [], dict[int, int]()
+    losses = []
+    seconds = []
+    saved = dict[int, int]()
     stored = {parameter.data_ptr() for parameter in model.parameters()}
 
     def keep(x: Tensor) -> Tensor:
@@ -95,13 +100,17 @@ def train(rules: Mapping[str, Any], steps: int) -> Measured:
 
 def main() -> int:
     parser = options(__doc__, steps=STEPS)
-    parser.add_argument("--profile", default="gloo", help="the machine: a shipped profile or a file")
+    parser.add_argument(
+        "--profile", default="gloo", help="the machine: a shipped profile or a file"
+    )
     chosen = parser.parse_args()
     how = {"profile": chosen.profile, "micro_batches": 1, "recompute": False}
     plan = xt.suggest(build(), {"input_ids": tokens()}, MESH, **how)
     print(plan)
     rules: dict[str, Any] = {"once": plan.once, "result": plan.result}
-    rules |= {name: dict(getattr(plan, name).items()) for name in ("parameters", "inputs", "outputs")}
+    rules |= {
+        name: dict(getattr(plan, name).items()) for name in ("parameters", "inputs", "outputs")
+    }
     four = xt.testing.run_ranks(4, train, rules, chosen.steps)
     memory = {
         **plan.memory,
@@ -115,11 +124,14 @@ def judge(seconds: float, memory: Mapping[str, int], run: Measured, console: Con
     table = Table(box=SIMPLE, pad_edge=False, title="A process in a step")
     for title in ("", "predicted", "measured", "measured / predicted"):
         table.add_column(title, justify="right" if title else "left")
-    table.add_row("seconds", *map(format_seconds, (seconds, run.seconds)), f"{run.seconds / seconds:.2f}")
+    table.add_row(
+        "seconds", *map(format_seconds, (seconds, run.seconds)), f"{run.seconds / seconds:.2f}"
+    )
     for kind, n in run.memory.items():
         table.add_row(kind, *map(format_bytes, (memory[kind], n)), f"{n / memory[kind]:.2f}")
     console.print(table)
-    first, last = run.losses[0], run.losses[-1]
+    first = run.losses[0]
+    last = run.losses[-1]
     complaints = [] if last < first else [f"The loss went from {first:.3f} to {last:.3f}."]
     good = f"All gradients are those of one device; the loss went from {first:.3f} to {last:.3f}."
     return verdict(console, complaints, good)

@@ -35,22 +35,33 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--kill", action="store_true", help="a rank of the trainer, amid a version")
     chosen = parser.parse_args()
-    console, last = Console(), chosen.versions
+    console = Console()
+    last = chosen.versions
     endpoints = {name: value for name, value in ENDS.items() if name != "timeout_s"}
     plan = plan_transfer(SHAPES_SENT, dtypes=dict.fromkeys(SHAPES_SENT, "float64"), **endpoints)
-    received, least = format_bytes(plan.bytes_received), format_bytes(plan.bytes_lower_bound)
-    console.print(f"A rank of the server receives {received} of a version's weights; the least is {least}.")
+    received = format_bytes(plan.bytes_received)
+    least = format_bytes(plan.bytes_lower_bound)
+    console.print(
+        f"A rank of the server receives {received} of a version's weights; the least is {least}."
+    )
     with closing(rows(last, last // 2 + 1 if chosen.kill else 0)) as lines:
         return judge(lines, last, console)
 
 
 def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
     """The lines of the server, as they come. killed: the version that the first trainer dies in, or 0."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # both programs meet here
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # both programs meet here
     started = []
 
     def start(program: str, *arguments: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", f"serving.{program}", *map(str, (store.port, last, *arguments))]
+        command = [
+            sys.executable,
+            "-m",
+            f"serving.{program}",
+            *map(str, (store.port, last, *arguments)),
+        ]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES))
         return started[-1]
 
@@ -74,14 +85,20 @@ def rows(last: int, killed: int) -> Generator[dict[str, Any], None, None]:
 
 def judge(lines: Iterable[dict[str, Any]], last: int, console: Console) -> int:
     """Print the server's answers, and what is wrong with them; 0 if nothing is."""
-    version, apart = 0, 0.0
+    version = 0
+    apart = 0.0
     for row in lines:
-        version, apart = row["version"], max(apart, row["apart"])
+        version = row["version"]
+        apart = max(apart, row["apart"])
         size = f"{format_bytes(row['bytes'])} moved a version"
-        console.print(f"version {version}: {row['answers']} answers, losses apart {row['apart']:.1e}, {size}")
+        console.print(
+            f"version {version}: {row['answers']} answers, losses apart {row['apart']:.1e}, {size}"
+        )
         if "lost" in row:
             console.print(row["lost"], markup=False)
-            console.print(f"The server goes on: the last of these answers, by version {version}, is later.")
+            console.print(
+                f"The server goes on: the last of these answers, by version {version}, is later."
+            )
     if version < last:
         console.print(f"The server ended with version {version} of {last}.")
     if not apart <= TOLERANCE:

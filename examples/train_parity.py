@@ -30,7 +30,9 @@ ROWS = 10  # of the table
 def main(runs: Mapping[str, list[str]] = RUNS, what: str | None = __doc__) -> int:
     """Run them as the command line says, and judge them. what: a script's docstring."""
     parser = options(what, steps=200)
-    parser.add_argument("--any-accuracy", action="store_true", help="for few steps: compare the losses only")
+    parser.add_argument(
+        "--any-accuracy", action="store_true", help="for few steps: compare the losses only"
+    )
     chosen = parser.parse_args()
     floor = 0.0 if chosen.any_accuracy else ACCURACY_FLOOR
     return judge(follow_all(runs, chosen.steps), accuracy_floor=floor)
@@ -43,7 +45,9 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
     complaints = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.accuracy > accuracy_floor:  # NaN is none
-            complaints.append(f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}.")
+            complaints.append(
+                f"{name}: accuracy {result.accuracy:.1%}, it must exceed {accuracy_floor:.0%}."
+            )
     return concluded(console, results, complaints)
 
 

@@ -41,4 +41,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"jax_bridge.{name}")
     if name in _LATER:
         return getattr(import_module(f"jax_bridge.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}"
+    )

@@ -15,7 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.autodiff.function import MODES, apply
 from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
-from jax_bridge.mesh.context import AnyMesh, axis_span, check_block_here, machine_here, planned_mesh_here
+from jax_bridge.mesh.context import (
+    AnyMesh,
+    axis_span,
+    check_block_here,
+    machine_here,
+    planned_mesh_here,
+)
 from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_of
 from jax_bridge.versions import manual_type, unreduced_kind
@@ -30,7 +36,10 @@ from xshard.replicas import are_checked
 
 T = TypeVar("T")
 Derivatives = Literal["linear", "custom_vjp"]
-SPECS = (PartitionSpec, NamedSharding)  # JAX's own functions take these, and users pass them as layouts
+SPECS = (
+    PartitionSpec,
+    NamedSharding,
+)  # JAX's own functions take these, and users pass them as layouts
 
 
 class BlockCall(NamedTuple):
@@ -50,7 +59,9 @@ class BlockCall(NamedTuple):
     ) -> BlockCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
         if ad not in MODES:
-            raise XshardError(f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}")
+            raise XshardError(
+                f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}"
+            )
         plan = expression if isinstance(expression, Plan) else None
         lengths = None if shape is None else lengths_of(shape)
         return cls(sides_of(expression), plan, mesh, lengths, ad=ad, **options)
@@ -60,7 +71,9 @@ class BlockCall(NamedTuple):
         src, dst, text = self.sides
         with mark_errors(text):
             if self.plan_given is not None:
-                here = planned_mesh_here(self.mesh, self.plan_given.mesh, self.plan_given.axes, text)
+                here = planned_mesh_here(
+                    self.mesh, self.plan_given.mesh, self.plan_given.axes, text
+                )
                 plan = replace(self.plan_given, mesh=here, devices=())
                 check_given("the block is", plan, x.dtype.name, self.shape)
             else:
@@ -125,14 +138,21 @@ def check_dtype(dtype: np.dtype, text: str) -> None:
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
     if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         what = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
-        raise DtypeError(what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it')
+        raise DtypeError(
+            what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
+        )
 
 
 def with_entry_type(
-    x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, layout: Span | None = None
+    x: jax.Array,
+    plan: Plan,
+    text: str,
+    axes: Sequence[str] | None = None,
+    layout: Span | None = None,
 ) -> jax.Array:
     """The block, declared as `apply` needs it: varying along the source's axes, invariant along others, by
-    default the plan's. layout: the part of the text that errors mark."""
+    default the plan's. layout: the part of the text that errors mark.
+    """
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)
     for axis in plan.axes if axes is None else axes:
@@ -144,7 +164,8 @@ def with_entry_type(
             what = f"the block varies along {axis!r}, where the source holds one value"
             hint = f"write what it is on the left: sum({axis}), mean({axis}), or copy({axis}) for copies"
             if axis_size(axis) == 1:  # over one device a sum changes the type only
-                x, what = lax.psum(x, axis), ""
+                x = lax.psum(x, axis)
+                what = ""
         if what:
             raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, plan.src.axes)
@@ -155,7 +176,9 @@ def are_keys(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def as_words(keys: jax.Array, parsed: Sides) -> tuple[jax.Array, Sides, Callable[[jax.Array], jax.Array]]:
+def as_words(
+    keys: jax.Array, parsed: Sides
+) -> tuple[jax.Array, Sides, Callable[[jax.Array], jax.Array]]:
     """PRNG keys -> their words, `[..., words]`, the expression with that dim, the function back to keys."""
     src, dst = (_with_words(layout.resolved(keys.ndim), parsed.text) for layout in parsed[:2])
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
@@ -166,7 +189,9 @@ def _with_words(layout: Layout, text: str) -> Layout:
     if any(dim.overlap for dim in layout.dims) or any(kind != "copy" for kind, _ in layout.tags):
         hint = "keys are only moved: use copy alone, and no overlap"
         raise DtypeError(f"PRNG keys under '{layout}'", text=text, hint=hint)
-    name = next(f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names)
+    name = next(
+        f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names
+    )
     return replace(layout, dims=(*layout.dims, Dim(name)))
 
 
@@ -209,7 +234,9 @@ def redistribute(
         moved: Any = BlockCall.of(layouts, mesh, shape, ad, **options).run(x)
         return moved
     results = []
-    for leaf, sized in zip(leaves_of(layouts, x, is_expression), leaves_of(shape, x, _is_shape), strict=True):
+    for leaf, sized in zip(
+        leaves_of(layouts, x, is_expression), leaves_of(shape, x, _is_shape), strict=True
+    ):
         with located(leaf.place):
             results.append(BlockCall.of(leaf.given, mesh, sized.given, ad, **options).run(leaf.x))
     return jax.tree.unflatten(jax.tree.structure(x), results)
@@ -219,7 +246,9 @@ def is_expression(value: Any) -> bool:
     """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
     if not isinstance(value, tuple) or len(value) != 2:
         return isinstance(value, (str, Plan, Sides, *SPECS))
-    return all(isinstance(v, (Layout, *SPECS)) or (isinstance(v, str) and "->" not in v) for v in value)
+    return all(
+        isinstance(v, (Layout, *SPECS)) or (isinstance(v, str) and "->" not in v) for v in value
+    )
 
 
 def _is_shape(value: Any) -> bool:

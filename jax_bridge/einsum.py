@@ -1,5 +1,6 @@
 """A planned contraction of blocks: its moves, and `jnp.einsum` on every device.
-Padding is zero after a move, so it adds nothing to a sum."""
+Padding is zero after a move, so it adds nothing to a sum.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +42,14 @@ class Choices(NamedTuple):
     dtype: Any = None
     precision: Any = None
 
-    def plan(self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype) -> ContractionPlan:
+    def plan(
+        self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype
+    ) -> ContractionPlan:
         """The cheapest plan."""
         limits = None, None, None
-        return planner.plan_contraction(call, mesh, shapes, dtype.name, self.profile, *limits, self.overlap)
+        return planner.plan_contraction(
+            call, mesh, shapes, dtype.name, self.profile, *limits, self.overlap
+        )
 
 
 def check_operands(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
@@ -60,27 +65,38 @@ def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
         if shape != other:
             span = text_spans(text).layouts[i]
             hint = "pass the expression alone, without sizes=, shape= or a plan"
-            raise ShapeError(f"an operand of shape {shape}, not {other}", text=text, span=span, hint=hint)
+            raise ShapeError(
+                f"an operand of shape {shape}, not {other}", text=text, span=span, hint=hint
+            )
 
 
 def einsum_blocks(
-    given: Given, blocks: Sequence[jax.Array], mesh: AnyMesh | None, shapes: Shapes | None, options: Choices
+    given: Given,
+    blocks: Sequence[jax.Array],
+    mesh: AnyMesh | None,
+    shapes: Shapes | None,
+    options: Choices,
 ) -> jax.Array:
     """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
-    call, dtype = contraction_of(given), jnp.result_type(*blocks)
+    call = contraction_of(given)
+    dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
         plan = given
         here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
         check_operands(plan, shapes or plan.shapes, dtype.name)
     else:
-        here, machine = machine_here(mesh, (*call.operands, call.result), call.text, options.profile)
+        here, machine = machine_here(
+            mesh, (*call.operands, call.result), call.text, options.profile
+        )
         whole = shapes or whole_shapes(call, here, tuple(x.shape for x in blocks))
         plan = options._replace(profile=machine).plan(call, here, whole, dtype)
-    left, spans = [], text_spans(call.text).layouts
+    left = []
+    spans = text_spans(call.text).layouts
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_here(x.shape, array, call.text, inferred=shapes is None, start=span[0])
         x = with_entry_type(x, move, call.text, here.axes, span)
-        named, rows = move.source, partial(_rows, move.source)
+        named = move.source
+        rows = partial(_rows, move.source)
         left.append(named_block(x, array.layout, named, named.max_local_shape, rows))
     moved = partial(_moved, here=here, text=plan.text)
     for part in plan.parts:
@@ -102,7 +118,9 @@ def _rows(named: Sharding, name: str) -> jax.Array:
 def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
     """A block after a move, on the part of the mesh that is here and in the dtype that it has."""
     fits = plan.mesh == here and plan.dtype == x.dtype.name
-    return execute(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
+    return execute(
+        plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text
+    )
 
 
 def _local(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.Array:

@@ -39,12 +39,19 @@ def _moved(x: jax.Array, src: Side, dst: Side, mesh: AnyMesh | None, shape: Shap
 
 
 _operations = Operations(_moved)
-all_gather, all_reduce, all_to_all = _operations.all_gather, _operations.all_reduce, _operations.all_to_all
-copy_to, halo_exchange, trim_halo = _operations.copy_to, _operations.halo_exchange, _operations.trim_halo
-reduce_scatter, shard = _operations.reduce_scatter, _operations.shard
+all_gather = _operations.all_gather
+all_reduce = _operations.all_reduce
+all_to_all = _operations.all_to_all
+copy_to = _operations.copy_to
+halo_exchange = _operations.halo_exchange
+trim_halo = _operations.trim_halo
+reduce_scatter = _operations.reduce_scatter
+shard = _operations.shard
 
 
-def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int]) -> jax.Array:
+def valid_mask(
+    layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int]
+) -> jax.Array:
     """A mask of this device's block: True at elements of the array, False in its padding.
 
     shape: the global shape; if it does not divide, blocks are padded at the end of a dim to the largest.
@@ -86,7 +93,9 @@ def positions(
         sharding = sharding_here(layout, shape, mesh)
         return mine(row_table(sharding, index), sharding.layout.dims[index].axes)
     if mesh is None:
-        hint = "outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)"
+        hint = (
+            "outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)"
+        )
         raise MeshError("no axis of the layout is manual here", text=str(layout), hint=hint)
     with mark_errors(str(layout)):
         rows = jnp.asarray(row_table(Sharding(layout, xshard_mesh(mesh), shape), index).ravel())

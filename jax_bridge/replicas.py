@@ -1,7 +1,8 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. Devices
 compare along every axis, and then exchange the differences, so that all of them raise or none. A host
 callback that the block depends on gives the verdict. A block that is invariant along an axis is equal by
-JAX's own proof, and not compared along it."""
+JAX's own proof, and not compared along it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ def _watched(check: ReplicaCheck) -> ReplicaCheck:
 def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool = False) -> jax.Array:
     """The block, after the comparison."""
     if check is not None and (see := check.see) is not None:
-        device, block = lax.axis_index(check.mesh.axes), without_padding(x, check.sharding)
+        device = lax.axis_index(check.mesh.axes)
+        block = without_padding(x, check.sharding)
         is_seen = _on_host(lambda device, block: see(int(device), block.copy()), device, block)
         return jnp.where(is_seen, x, jnp.zeros_like(x))
     if check is None or not any(_may_differ(x, axis) for axis in check.axes):
         return x
-    axes, mesh = check.axes, check.mesh
+    axes = check.axes
+    mesh = check.mesh
     values = _comparable(without_padding(x, check.sharding))
     negated = jnp.negative if jnp.issubdtype(values.dtype, jnp.floating) else jnp.invert
     differences = []
@@ -48,7 +51,8 @@ def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool = False) ->
         if not _may_differ(x, axis):
             differences.append(jnp.zeros(2, np.float32))
             continue
-        most, least = lax.pmax(values, axis), negated(lax.pmax(negated(values), axis))
+        most = lax.pmax(values, axis)
+        least = negated(lax.pmax(negated(values), axis))
         # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to 0.
         apart = jnp.abs(jnp.where(most == least, 0, most - least).astype(np.float32))
         size = jnp.maximum(abs(most.astype(np.float32)), abs(least.astype(np.float32)))
@@ -56,7 +60,9 @@ def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool = False) ->
         differences.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
     table = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
     table = table.at[lax.axis_index(mesh.axes)].set(jnp.stack(differences))
-    for axis in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
+    for (
+        axis
+    ) in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
         table = lax.pmax(table, axis)
     return jnp.where(_judge(check, table, on_cpu), x, jnp.zeros_like(x))
 

@@ -1,5 +1,6 @@
 """`route` inside `shard_map`: rows to devices that values name, and back; `xshard.routing` says what. Shapes
-are static: each device sends as many copies to each as the capacity says, the rest of them padding."""
+are static: each device sends as many copies to each as the capacity says, the rest of them padding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from xshard.routing import Groups, check_rows
 @dataclass(frozen=True)
 class Copies:
     """Copies of this device's rows, on their way and back. index: the row of each copy sent, by parts, or
-    `n_rows` for padding: `[devices * capacity]`. counts: copies to each device, and copies from each."""
+    `n_rows` for padding: `[devices * capacity]`. counts: copies to each device, and copies from each.
+    """
 
     axis: tuple[str, ...]
     n_rows: int
@@ -37,7 +39,8 @@ class Copies:
         return result.at[self.index].add(self._exchanged(y, *self.counts[::-1]), mode="drop")
 
     def _exchanged(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-        x, padded = as_varying(x, self.axis), partial(_all_to_all, axis=self.axis)
+        x = as_varying(x, self.axis)
+        padded = partial(_all_to_all, axis=self.axis)
         if any(map(is_vmapped, self.axis)):
             return padded(x)
 
@@ -48,13 +51,16 @@ class Copies:
             arguments = (as_varying(y, varying_axes(x)) for y in (jnp.zeros_like(x), *tables))
             return lax.ragged_all_to_all(x, *arguments, axis_name=self.axis)
 
-        return lax.platform_dependent(x, cpu=padded, default=ragged)  # XLA has no ragged one for CPUs
+        return lax.platform_dependent(
+            x, cpu=padded, default=ragged
+        )  # XLA has no ragged one for CPUs
 
 
 @dataclass(frozen=True)
 class Routed:
     """Rows that came, by group, and the way back. `sizes`: how many each group has; rows after those are
-    zeros. `dropped`: how many copies of this device's rows were not sent."""
+    zeros. `dropped`: how many copies of this device's rows were not sent.
+    """
 
     rows: jax.Array
     sizes: jax.Array
@@ -71,10 +77,14 @@ class Routed:
         if y.ndim < 1 or len(y) != len(self.rows):
             hint = f"a result for each of {len(self.rows)} rows, in their order"
             raise ShapeError(f"results of shape {y.shape}", hint=hint)
-        known, ones = jnp.arange(len(y)) < self.sizes.sum(), [1] * (y.ndim - 1)
+        known = jnp.arange(len(y)) < self.sizes.sum()
+        ones = [1] * (y.ndim - 1)
         y = jnp.where(known.reshape(-1, *ones), y, 0)  # padding has any values
         if weights is not None:
-            if len(weights) != self._there.n_rows or weights.size != self._there.n_rows * self._there.k:
+            if (
+                len(weights) != self._there.n_rows
+                or weights.size != self._there.n_rows * self._there.k
+            ):
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
             factors = self._there.sent(weights.reshape(len(weights), -1)).reshape(-1)[self._choices]
             y = y * factors.reshape(-1, *ones).astype(y.dtype)
@@ -118,15 +128,21 @@ def route(
     >>> sizes.tolist(), y.ravel().tolist()
     ([[2, 3]], [0.0, 4.0, 4.0])
     """
-    x, to = as_array(x, "route"), as_array(to, "route")
+    x = as_array(x, "route")
+    to = as_array(to, "route")
     axis = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axis:
         if bound_size(name) is None:
-            raise MeshError(f"'{name}' is not manual here", hint="call it inside shard_map over this axis")
+            raise MeshError(
+                f"'{name}' is not manual here", hint="call it inside shard_map over this axis"
+            )
     check_rows(x.shape, to.shape, jnp.issubdtype(to.dtype, jnp.integer), capacity=capacity)
-    n, n_rows = axis_size(axis), len(to)
-    own, most = Groups.of(groups, n), len(to) if capacity is None else min(capacity, len(to))
-    chosen, n_groups = to.reshape(n_rows, -1), max(Groups.of(groups, n).sizes)
+    n = axis_size(axis)
+    n_rows = len(to)
+    own = Groups.of(groups, n)
+    most = len(to) if capacity is None else min(capacity, len(to))
+    chosen = to.reshape(n_rows, -1)
+    n_groups = max(Groups.of(groups, n).sizes)
     k = chosen.shape[1]
     chosen = jnp.where((chosen >= 0) & (chosen < len(own.parts)), chosen, len(own.parts))
     parts = jnp.asarray((*own.parts, n))[chosen]
@@ -139,7 +155,9 @@ def route(
     index = jnp.full((n * most,), n_rows).at[slots].set(rows, mode="drop")
     count = kept.sum(0)
     there = Copies(axis, n_rows, k, index, (count, _all_to_all(as_varying(count, axis), axis)))
-    is_here = parts.at[index].get(mode="fill", fill_value=n) == jnp.repeat(jnp.arange(n), most)[:, None]
+    is_here = (
+        parts.at[index].get(mode="fill", fill_value=n) == jnp.repeat(jnp.arange(n), most)[:, None]
+    )
     numbers = jnp.asarray((*own.numbers, 0))[chosen].at[index].get(mode="fill", fill_value=0)
     sent = jnp.where(is_here, numbers, n_groups)
     choices = _all_to_all(as_varying(sent, axis), axis).reshape(-1)

@@ -24,7 +24,9 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     ndim: dims of the array, needed for `...`. JAX takes unreduced and reduced specs on Explicit axes only.
     Raises PlanError for a layout that no spec can express: with orders, overlaps, mean, max or min.
 
-    >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
+    >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(
+    ...     ("dp", "tp"), None, unreduced={"cp"}
+    ... )
     True
     """
     layout = Layout.parse(layout)
@@ -35,14 +37,22 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
             raise PlanError("a PartitionSpec cannot have overlaps", text=str(layout))
         for shard in dim.shards:
             if shard.order != "block":
-                raise PlanError(f"a PartitionSpec cannot have order '{shard}'", text=str(layout), hint=hint)
+                raise PlanError(
+                    f"a PartitionSpec cannot have order '{shard}'", text=str(layout), hint=hint
+                )
     if layout.tagged("mean", "max", "min"):
         raise PlanError("a PartitionSpec can only have the reduction sum", text=str(layout))
-    entries = [dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims]
-    return PartitionSpec(*entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy")))
+    entries = [
+        dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims
+    ]
+    return PartitionSpec(
+        *entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy"))
+    )
 
 
-def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
+def from_partition_spec(
+    spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None
+) -> Layout:
     """A spec of an array of `ndim` dims -> the layout. names: names of the dims; default: `d0`, `d1`, ...
 
     Raises ShapeError for other numbers of names or dims, PlanError for an open dim, NotationError for
@@ -59,13 +69,16 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
         raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
-    entries, dims = [*cuts_of(spec), *[None] * (ndim - len(spec))], []
+    entries = [*cuts_of(spec), *[None] * (ndim - len(spec))]
+    dims = []
     for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
         axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
         if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
             raise PlanError(f"{entry} in {spec} names no axes")
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
-    return Layout(tuple(dims), ((unreduced_kind(spec), tuple(spec.unreduced)), ("copy", tuple(spec.reduced))))
+    return Layout(
+        tuple(dims), ((unreduced_kind(spec), tuple(spec.unreduced)), ("copy", tuple(spec.reduced)))
+    )
 
 
 def to_named_sharding(
@@ -78,7 +91,9 @@ def to_named_sharding(
     """
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
-    if (spec.unreduced or spec.reduced) and any(kind != AxisType.Explicit for kind in mesh.axis_types):
+    if (spec.unreduced or spec.reduced) and any(
+        kind != AxisType.Explicit for kind in mesh.axis_types
+    ):
         hint = "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)"
         reason = f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only"
         raise MeshError(reason, hint=hint)

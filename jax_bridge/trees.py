@@ -62,9 +62,13 @@ def array_leaves(given: Any, tree: Any) -> list[Leaf]:
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Leaves by name. A variable of flax nnx, or a box of linen, has the name of what it is."""
     named = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))[0]
-    return [(leaf_name(path), x) for path, box in named for x in jax.tree.leaves(box, is_leaf=is_leaf)]
+    return [
+        (leaf_name(path), x) for path, box in named for x in jax.tree.leaves(box, is_leaf=is_leaf)
+    ]
 
 
 def _is_box(x: Any) -> bool:
-    flax_classes = (kind.__name__ for kind in type(x).__mro__ if kind.__module__.startswith("flax."))
+    flax_classes = (
+        kind.__name__ for kind in type(x).__mro__ if kind.__module__.startswith("flax.")
+    )
     return any(name in ("Variable", "AxisMetadata") for name in flax_classes)

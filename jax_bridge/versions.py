@@ -45,7 +45,8 @@ def linear_primitive(
     the operation, made of other operations; on_platforms: the same for platforms that differ. abstract_eval:
     type of the array -> type of the result, and effects; default: the same, none. transpose: the cotangent's
     map. batch: the array, its batch dim or None, the batch -> the result and its batch dim; default: the same
-    operation."""
+    operation.
+    """
     primitive = _primitive(name, **rules)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
     jet.deflinear(primitive)
@@ -53,15 +54,24 @@ def linear_primitive(
 
 
 def bilinear_primitive(
-    name: str, *, run: Callable[..., jax.Array], transposes: Sequence[Callable[..., jax.Array]], **rules: Any
+    name: str,
+    *,
+    run: Callable[..., jax.Array],
+    transposes: Sequence[Callable[..., jax.Array]],
+    **rules: Any,
 ) -> Callable[..., jax.Array]:
     """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
-    transposes: cotangent, type of one array, the other array -> cotangent of the one."""
+    transposes: cotangent, type of one array, the other array -> cotangent of the one.
+    """
     primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
-        terms = [primitive.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
+        terms = [
+            primitive.bind(*pair, **params)
+            for pair, tangent in pairs
+            if type(tangent) is not ad.Zero
+        ]
         # Not the primitive: policies of jax.checkpoint look for the operations.
         return run(*primals, **params), reduce(ad.add_tangents, terms)
 
@@ -87,7 +97,9 @@ def _primitive(
     primitive.def_impl(run)
     primitive.def_effectful_abstract_eval(abstract_eval)
 
-    def batched(axis_data: Any, arrays: Any, dims: Any, **params: object) -> tuple[jax.Array, int | None]:
+    def batched(
+        axis_data: Any, arrays: Any, dims: Any, **params: object
+    ) -> tuple[jax.Array, int | None]:
         # A batch that `spmd_axis_name` spreads is unsharded in its type if the axes are Explicit.
         context = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
@@ -100,11 +112,15 @@ def _primitive(
     batching.fancy_primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     for platform, there in (on_platforms or {}).items():
-        mlir.register_lowering(primitive, mlir.lower_fun(there, multiple_results=False), platform=platform)
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(there, multiple_results=False), platform=platform
+        )
     return primitive
 
 
-def types_of(run: Callable[..., jax.Array], static: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
+def types_of(
+    run: Callable[..., jax.Array], static: Sequence[str]
+) -> Callable[..., tuple[Any, Any]]:
     """An operation -> its `abstract_eval`. static: its parameters."""
     traced = jax.jit(run, static_argnames=static, inline=True)
 

@@ -13,8 +13,12 @@ import xshard as xs
 from xshard import reference
 from xshard.nn.attention import dropped
 
-LENGTH, BATCH, WIDTH, VALUE_WIDTH = 19, 2, 6, 4
-ROW, GRID = xs.Mesh(cp=4), xs.Mesh(tp=2, cp=2)
+LENGTH = 19
+BATCH = 2
+WIDTH = 6
+VALUE_WIDTH = 4
+ROW = xs.Mesh(cp=4)
+GRID = xs.Mesh(tp=2, cp=2)
 DIMS = "bshk"
 
 
@@ -78,7 +82,9 @@ class Mask(NamedTuple):
 ORDERS = {
     "contiguous": Case(ROW, "b s/cp h k", (6, 2)),
     "zigzag, fewer heads of keys than devices": Case(ROW, "b s/zigzag(cp) h k", (6, 2)),
-    "zigzag of documents, any width of scores": Case(ROW, "b s/zigzag(cp,5,8,6) h k", (4, 4), factor=300.0),
+    "zigzag of documents, any width of scores": Case(
+        ROW, "b s/zigzag(cp,5,8,6) h k", (4, 4), factor=300.0
+    ),
     "stripes": Case(ROW, "b s/cyclic(cp) h k", (5, 1)),
     "wide stripes": Case(ROW, "b s/cyclic(cp,3) h k", (6, 3)),
     "blocks of any length, one of none": Case(ROW, "b h s/sizes(cp,3,0,9,7) k", (6, 2)),
@@ -94,7 +100,9 @@ MASKS = [Mask(), Mask(True), Mask(True, has_documents=True), Mask(True, 4), Mask
 
 
 ALL = {"causal": True, "softcap": 2.0, "has_alibi": True, "dropout": 0.25, "return_lse": True}
-FEW, MANY, ELSEWHERE = "b s h k", "b t/cp h k", "b t/tp h k"
+FEW = "b s h k"
+MANY = "b t/cp h k"
+ELSEWHERE = "b t/tp h k"
 # Two sequences, and what becomes of scores and weights.
 CROSS = {
     "whole queries, sharded keys": (Case(ROW, FEW, (4, 2), MANY, kv_length=23), Mask()),
@@ -118,7 +126,10 @@ CROSS = {
         Case(GRID, "b s/cp h/tp k", (4, 2), ELSEWHERE, kv_length=9),
         Mask(False, (3, 1)),
     ),
-    "keys over an axis of their own": (Case(GRID, "b s/cp h k", (4, 2), ELSEWHERE, kv_length=9), Mask(**ALL)),
+    "keys over an axis of their own": (
+        Case(GRID, "b s/cp h k", (4, 2), ELSEWHERE, kv_length=9),
+        Mask(**ALL),
+    ),
     "one sequence, all at once": (Case(ROW, "b s/zigzag(cp) h k", (6, 2)), Mask(**ALL)),
     "heads and batch sharded, all at once": (Case(GRID, "h/tp b s/cp k", (6, 3)), Mask(**ALL)),
 }
@@ -142,11 +153,19 @@ def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
     """Random arrays; without a batch dim there is one batch."""
     draw, (heads, kv_heads) = np.random.default_rng(seed), case.heads
     batch = BATCH if "b" in xs.Layout.parse(case.layout).names else 1
-    n, m = LENGTH, case.kv_length or LENGTH
-    shapes = [(n, heads, WIDTH), (m, kv_heads, WIDTH), (m, kv_heads, VALUE_WIDTH), (n, heads, VALUE_WIDTH)]
+    n = LENGTH
+    m = case.kv_length or LENGTH
+    shapes = [
+        (n, heads, WIDTH),
+        (m, kv_heads, WIDTH),
+        (m, kv_heads, VALUE_WIDTH),
+        (n, heads, VALUE_WIDTH),
+    ]
     q, *others = (draw.normal(size=(batch, *shape)) for shape in shapes)
     of_rows, of_keys = ((np.arange(r) + 2 * np.arange(batch)[:, None]) // 6 for r in (n, m))
-    documents = (of_rows, of_keys if case.kv_length else None) if mask.has_documents else (None, None)
+    documents = (
+        (of_rows, of_keys if case.kv_length else None) if mask.has_documents else (None, None)
+    )
     alibi = 0.5 ** np.arange(heads) if mask.has_alibi else None
     return Problem(case.factor * q, *others, *documents, alibi, draw.normal(size=(batch, n, heads)))
 
@@ -154,7 +173,9 @@ def problem(case: Case, mask: Mask, seed: int = 0) -> Problem:
 def one_device(given: Problem, mask: Mask) -> list[NDArray]:
     """The result, the gradients of q, k and v, by products of whole arrays; log-sum-exps if returned."""
     q, k, v, cotangent, documents, kv_documents, alibi, of_lse = given
-    group, scale, keys = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5, np.arange(k.shape[1])
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5
+    keys = np.arange(k.shape[1])
     rows = np.arange(q.shape[1])[:, None] + mask.offset
     k, v = (x.repeat(group, 2) for x in (k, v))
     seen = np.ones((1, 1, len(rows), len(keys)), bool)
@@ -168,7 +189,8 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
     if documents is not None:
         kv_documents = documents if kv_documents is None else kv_documents
         seen = seen & (documents[:, None, :, None] == kv_documents[:, None, None])
-    scores, slope = np.einsum("bqhk,bshk->bhqs", q, k) * scale, scale
+    scores = np.einsum("bqhk,bshk->bhqs", q, k) * scale
+    slope = scale
     if mask.softcap:
         slope = (1 - np.tanh(scores / mask.softcap) ** 2) * scale
         scores = np.tanh(scores / mask.softcap) * mask.softcap
@@ -176,14 +198,17 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
         scores = scores - alibi[:, None, None] * abs(rows - keys)
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, keepdims=True).clip(min=-1e30)
-    weights, kept = np.exp(scores - top), np.ones(())
+    weights = np.exp(scores - top)
+    kept = np.ones(())
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total, total, 1)
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
     if mask.dropout:
         cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
-        kept = ~dropped(SEED, cells, rows - mask.offset, keys, part=mask.dropout) / (1 - mask.dropout)
+        kept = ~dropped(SEED, cells, rows - mask.offset, keys, part=mask.dropout) / (
+            1 - mask.dropout
+        )
     y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)
     change = np.einsum("bqhk,bshk->bhqs", cotangent, v) * kept
     change = change - (weights * change).sum(-1, keepdims=True)
@@ -191,7 +216,8 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
         change = change + of_lse.swapaxes(1, 2)[..., None]
     change = weights * change * slope
     weights = weights * kept
-    of_k, of_v = np.einsum("bhqs,bqhk->bshk", change, q), np.einsum("bhqs,bqhk->bshk", weights, cotangent)
+    of_k = np.einsum("bhqs,bqhk->bshk", change, q)
+    of_v = np.einsum("bhqs,bqhk->bshk", weights, cotangent)
     of_k, of_v = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (of_k, of_v))
     found = [y, np.einsum("bhqs,bshk->bqhk", change, k), of_k, of_v]
     return [*found, lse[..., 0].swapaxes(1, 2)] if mask.return_lse else found

@@ -199,14 +199,26 @@ CASES = (
     Case("halo-edge-none", "h/a -> h/a:halo(2,2,edge,none)", "a=4", (12,)),
     Case("halo-constant", "h/a w -> h/a:halo(1,2,constant(7)) w", "a=4", (8, 3)),
     Case("halo-constant-bfloat16", "h/a -> h/a:halo(1,2,constant(-2))", "a=4", (8,), "bfloat16"),
-    Case("halo-constant-beside-uneven", "h/a w -> h/a:halo(1,0) w:halo(1,2,constant(3))", "a=4", (7, 2)),
+    Case(
+        "halo-constant-beside-uneven",
+        "h/a w -> h/a:halo(1,0) w:halo(1,2,constant(3))",
+        "a=4",
+        (7, 2),
+    ),
     Case("halo-constant-int", "h/a -> h/a:halo(1,2,constant(-2))", "a=4", (8,), "int32"),
     Case("halo-many-hops", "h/a -> h/a:halo(3,3,periodic)", "a=8", (16,)),
     Case("halo-uneven", "h/balanced(a) w -> h/balanced(a):halo(1,1) w", "a=4", (10, 2)),
-    Case("halo-empty", "h/sizes(a,3,0,3,2) -> h/sizes(a,3,0,3,2):halo([1,0,1,1],[1,0,1,1])", "a=4", (8,)),
+    Case(
+        "halo-empty",
+        "h/sizes(a,3,0,3,2) -> h/sizes(a,3,0,3,2):halo([1,0,1,1],[1,0,1,1])",
+        "a=4",
+        (8,),
+    ),
     Case("halo-zigzag", "s/zigzag(a) -> s/zigzag(a):halo(3,0)", "a=4", (32,)),
     Case("halo-corners", "h/a w/b -> h/a:halo(1,1) w/b:halo(2,1,periodic)", "a=2,b=4", (8, 16)),
-    Case("halo-pole", "h/a w/b -> h/a:halo(2,2,pole(-1)) w/b:halo(1,1,periodic)", "a=2,b=4", (8, 16)),
+    Case(
+        "halo-pole", "h/a w/b -> h/a:halo(2,2,pole(-1)) w/b:halo(1,1,periodic)", "a=2,b=4", (8, 16)
+    ),
     Case("halo-of-sum", "h/a w | sum(b) -> h/a:halo(1,1) w", "a=2,b=2", (8, 4)),
     Case("halo-of-mean", "h/a | mean(b) -> h/a:halo(1,1,constant(8)) | copy(b)", "a=2,b=2", (8,)),
     Case("halo-of-max", "h/a | max(b) -> h/a:halo(1,1,periodic)", "a=2,b=2", (8,)),
@@ -215,14 +227,21 @@ CASES = (
     Case("halo-transposed", "h/a:halo(1,1,reflect) c -> h c/a", "a=4", (12, 8)),
     Case("trim", "h/a:halo(1,2,edge) w -> h/a w", "a=4", (12, 2)),
     Case("window", "h/a w -> h/a:window(k=3,s=2,p=1) w", "a=4", (16, 2)),
-    Case("window-negative", "h/a w/b -> h/a:window(k=5,s=4,p=2) w/b:window(k=5,s=4,p=2)", "a=2,b=2", (6, 10)),
+    Case(
+        "window-negative",
+        "h/a w/b -> h/a:window(k=5,s=4,p=2) w/b:window(k=5,s=4,p=2)",
+        "a=2,b=2",
+        (6, 10),
+    ),
     Case("window-aligned", "h/a -> h/a:window(k=3,p=0,out=aligned)", "a=4", (13,)),
     Case("fold", "h/a:fold(halo(1,1)) w -> h/a w", "a=4", (8, 3)),
     Case("fold-to-all", "h/a:fold(halo(2,2,reflect)) w -> h w", "a=4", (12, 3)),
     Case("fold-to-copies", "h/a:fold(halo(1,1,periodic)) -> h | copy(a)", "a=4", (8,)),
     Case("fold-begun", "h/a w -> h/a:fold(halo(1,1)) w", "a=4", (8, 3)),
     Case("fold-stays", "h/a:fold(halo(1,1)) c/b -> h/a:fold(halo(1,1)) c", "a=2,b=2", (8, 4)),
-    Case("fold-corners", "h/a:fold(halo(1,1)) w/b:fold(halo(1,1,edge)) -> h w/a", "a=2,b=2", (8, 8)),
+    Case(
+        "fold-corners", "h/a:fold(halo(1,1)) w/b:fold(halo(1,1,edge)) -> h w/a", "a=2,b=2", (8, 8)
+    ),
     # Owner maps, and the rows that parts read.
     Case("by-gathered", f"n/by(a,{CELLS}) d -> n d | copy(a)", "a=4", (9, 2)),
     Case("by-from-block", f"n/a d -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
@@ -233,7 +252,9 @@ CASES = (
     Case("reads-all-of-block", f"n/a d/b -> n/a:reads({ALL}) d/b", "a=2,b=2", (8, 4)),
     Case("reads-of-sum", f"n d | sum(b) -> n/a:reads({ALL}) d", "a=2,b=2", (8, 3)),
     Case("reads-and-halo", f"n/a d/b -> n/a:reads({ALL}) d/b:halo(1,1)", "a=2,b=2", (8, 4)),
-    Case("reads-folded", f"n/by(a,{CELLS}):fold(reads({NEAR})) d -> n/by(a,{CELLS}) d", "a=4", (9, 2)),
+    Case(
+        "reads-folded", f"n/by(a,{CELLS}):fold(reads({NEAR})) d -> n/by(a,{CELLS}) d", "a=4", (9, 2)
+    ),
     Case("reads-one-way", f"n/a d -> n/a:reads({ONE_WAY}) d", "a=4", (8, 2)),
     Case("reads-migrate", f"n/by(a,{CELLS}):reads({NEAR}) -> n/by(a,{TURNED})", "a=4", (9,)),
 )

@@ -16,7 +16,9 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # XLA compiles each program for one run or two: what its backend would optimise takes longer than it saves,
 # and so do an emitter by way of MLIR and a module of LLVM for each kernel of a few instructions.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # of each operation, while it is lowered
+os.environ.setdefault(
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"
+)  # of each operation, while it is lowered
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 QUICK += " --xla_cpu_parallel_codegen_split_count=1"
 # Later versions do not know this one, and a flag that XLA does not know ends its process.
@@ -28,14 +30,18 @@ os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 
 # The same examples on every machine and in every run; no example is judged by its time.
-settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=100)
+settings.register_profile(
+    "xshard", derandomize=True, deadline=None, database=None, max_examples=100
+)
 settings.load_profile("xshard")
 
 gc.disable()  # while frameworks are imported and tests are collected, all of which stay
 
 
 def pytest_addoption(parser):
-    parser.addoption("--pairs", default="3", help="pairs of layouts per mesh of three axes, or: all")
+    parser.addoption(
+        "--pairs", default="3", help="pairs of layouts per mesh of three axes, or: all"
+    )
 
 
 def pytest_collection_finish():

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 N = 4
-ROWS, COLUMNS = 8, 3
-WHOLE, PART = (ROWS, COLUMNS), (ROWS // N, COLUMNS)
+ROWS = 8
+COLUMNS = 3
+WHOLE = (ROWS, COLUMNS)
+PART = (ROWS // N, COLUMNS)
 
 Concatenate = Callable[[Sequence[Any]], Any]
 
@@ -72,7 +74,8 @@ def _part(x: Any, device: int) -> Any:
     return x[rows * device : rows * (device + 1)]
 
 
-SUM, REPLICATED = {"grad": "sum"}, {"grad": "replicated"}
+SUM = {"grad": "sum"}
+REPLICATED = {"grad": "replicated"}
 DIM = {"dim": 0}
 
 # fmt: off

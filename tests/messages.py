@@ -27,6 +27,8 @@ def said(marked: str, reason: str, hint: str = "") -> str:
 
 def rows(table: str) -> list[object]:
     """Lines `text   reason   hint`, folded or without a hint -> parameters: each text, its whole message."""
-    found = [re.split(r"\n {4}| {3}", row, maxsplit=2) for row in re.split(r"\n(?! )", table.strip("\n"))]
+    found = [
+        re.split(r"\n {4}| {3}", row, maxsplit=2) for row in re.split(r"\n(?! )", table.strip("\n"))
+    ]
     texts = [re.sub("[«»]", "", marked) for marked, *_ in found]
     return [pytest.param(text, said(*row), id=text) for text, row in zip(texts, found, strict=True)]

@@ -32,13 +32,16 @@ class Elements(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, folds: bool) -> Elements:
+def elements(
+    layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, folds: bool
+) -> Elements:
     """The rows of a device's block along the dims that are folds, or along all others.
 
     Along the rest they are rows of an array that is as long there as the block, or as the whole array.
     """
     layout = layout.resolved(len(shape))
-    dims, lengths = layout.dims, list(shape)
+    dims = layout.dims
+    lengths = list(shape)
     found = []
     for d, dim in enumerate(dims):
         here = places(dim, shape[d], mesh, device)
@@ -51,7 +54,8 @@ def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, fo
         return column.reshape([-1 if i == d else 1 for i in range(len(dims))])
 
     rows = [along(d, here.row) for d, here in enumerate(found)]
-    sign, fill = np.ones((), int), np.zeros(())
+    sign = np.ones((), int)
+    fill = np.zeros(())
     for d, here in enumerate(found):
         for end in ("before", "after"):
             beyond = along(d, here.pole == end)
@@ -62,8 +66,12 @@ def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, fo
                 if w < len(dims):
                     other = (rows[w] + lengths[w] // 2) % max(lengths[w], 1)
                     rows[w] = np.where(beyond & (rows[w] != OUTSIDE), other, rows[w])
-        fill = np.where(along(d, here.row) == OUTSIDE, along(d, here.fill), fill)  # the later dim's stands
-    number = sum((row * math.prod(lengths[d + 1 :]) for d, row in enumerate(rows)), np.zeros((), int))
+        fill = np.where(
+            along(d, here.row) == OUTSIDE, along(d, here.fill), fill
+        )  # the later dim's stands
+    number = sum(
+        (row * math.prod(lengths[d + 1 :]) for d, row in enumerate(rows)), np.zeros((), int)
+    )
     for row in rows:
         number = np.where(row == OUTSIDE, OUTSIDE, number)
     whole = np.broadcast_shapes(number.shape, sign.shape, fill.shape)
@@ -85,7 +93,9 @@ def filled(x: np.ndarray, there: Elements) -> np.ndarray:
     """The block that has these elements of an array."""
     if not x.size:
         return there.fill.astype(x.dtype)
-    return np.where(there.number == OUTSIDE, there.fill, x.ravel()[there.number] * there.sign).astype(x.dtype)
+    return np.where(
+        there.number == OUTSIDE, there.fill, x.ravel()[there.number] * there.sign
+    ).astype(x.dtype)
 
 
 def addend_axes(layout: Layout) -> tuple[str, ...]:
@@ -109,13 +119,20 @@ def value(
     for device, block in enumerate(blocks):
         there = elements(layout, mesh, shape, device, False)
         inside = there.number != OUTSIDE
-        values, at = (block * there.sign).astype(block.dtype)[inside], there.number[inside]
-        size, key = math.prod(there.shape), mesh.index(device, addend_axes(layout))
+        values = (block * there.sign).astype(block.dtype)[inside]
+        at = there.number[inside]
+        size = math.prod(there.shape)
+        key = mesh.index(device, addend_axes(layout))
         part, known = parts.setdefault(key, (np.zeros(size, block.dtype), np.zeros(size, bool)))
-        assert np.array_equal(part[at][known[at]], values[known[at]]), f"device {device} has another value"
-        part[at], known[at] = values, True
+        assert np.array_equal(part[at][known[at]], values[known[at]]), (
+            f"device {device} has another value"
+        )
+        part[at] = values
+        known[at] = True
         assert np.array_equal(part[at], values), f"device {device} has two values of an element"
-        assert np.array_equal(block[~inside], there.fill[~inside].astype(block.dtype)), f"{device}: filled"
+        assert np.array_equal(block[~inside], there.fill[~inside].astype(block.dtype)), (
+            f"{device}: filled"
+        )
     for device in range(mesh.n_devices):
         found = parts.pop(mesh.index(device, addend_axes(layout)), None)
         if found is not None:
@@ -123,10 +140,13 @@ def value(
             number = elements(layout, mesh, shape, device, True)
             inside = (number.number.ravel() != OUTSIDE) & found[1]
             at = number.number.ravel()[inside]
-            np.add.at(whole[into], at, found[0][inside] * number.sign.ravel()[inside].astype(whole.dtype))
+            np.add.at(
+                whole[into], at, found[0][inside] * number.sign.ravel()[inside].astype(whole.dtype)
+            )
             held[into][at] = True
     for kind, _ in tags:
-        whole, held = REDUCE[kind](whole, axis=0), held.any(axis=0)
+        whole = REDUCE[kind](whole, axis=0)
+        held = held.any(axis=0)
     return whole.reshape(shape), held.reshape(shape)
 
 
@@ -152,7 +172,9 @@ def paired(xs: Blocks, ys: Blocks, layout: Layout, mesh: Mesh) -> float:
     """<x, y> for x under a layout and y under its dual; of replicas, only the first device counts."""
     replicated = [axis for axis in mesh.axes if axis not in layout.axes]
     counted = [device for device in range(mesh.n_devices) if mesh.index(device, replicated) == 0]
-    return sum(float(np.vdot(xs[device].astype(float), ys[device].astype(float))) for device in counted)
+    return sum(
+        float(np.vdot(xs[device].astype(float), ys[device].astype(float))) for device in counted
+    )
 
 
 def random_blocks(
@@ -179,18 +201,24 @@ def random_blocks(
 
 
 def assert_right(
-    plan: Plan, rng: np.random.Generator, unit: int = 1, ends: tuple[Layout, Mesh, Layout, Mesh] | None = None
+    plan: Plan,
+    rng: np.random.Generator,
+    unit: int = 1,
+    ends: tuple[Layout, Mesh, Layout, Mesh] | None = None,
 ) -> None:
     """Arbitrary addends keep their value, and <A x, y> = <x, A* y>, under the plan's ends or others."""
     src, here, dst, there = ends or (plan.src, plan.src_mesh, plan.dst, plan.dst_mesh)
     x, y = (random_blocks(*end, plan.shape, rng, unit) for end in ((src, here), (dst.dual, there)))
-    moved, pulled = reference.run(plan, x), reference.pullback(plan, x, y)
+    moved = reference.run(plan, x)
+    pulled = reference.pullback(plan, x, y)
     value = gather(x, src, here, plan.shape)
     assert np.array_equal(gather(moved, dst, there, plan.shape), value)
     assert paired(moved, y, dst, there) == paired(x, pulled, src, here)
 
 
-def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int) -> tuple[np.ndarray, ...]:
+def block_index(
+    layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int
+) -> tuple[np.ndarray, ...]:
     """numpy index of a device's block in the global array."""
     dims = layout.resolved(len(shape)).dims
     rows = [owned_rows(dim, n, mesh, device) for dim, n in zip(dims, shape, strict=True)]

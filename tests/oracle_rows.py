@@ -24,7 +24,8 @@ OUTSIDE = -1  # the number of a row, or of an element, that a boundary fills
 
 def cut(length: int, shard: Shard, n: int, index: int) -> list[Rows]:
     """Part `index` of `n` of the rows 0, 1, ...: lists of consecutive rows, each with its own neighbours."""
-    order, rows = shard.order, list(range(length))
+    order = shard.order
+    rows = list(range(length))
     if n == 1:
         return [rows]
     if order == "sizes":
@@ -46,7 +47,9 @@ def cut(length: int, shard: Shard, n: int, index: int) -> list[Rows]:
     if order == "balanced":
         return [np.array_split(rows, n)[index].tolist()]
     found = []
-    for piece in np.split(rows, np.cumsum(shard.numbers, dtype=int)[:-1]) if shard.numbers else [rows]:
+    for piece in (
+        np.split(rows, np.cumsum(shard.numbers, dtype=int)[:-1]) if shard.numbers else [rows]
+    ):
         chunk = -(-len(piece) // (2 * n if order == "zigzag" else n))
         chunks = (index, 2 * n - 1 - index) if order == "zigzag" else (index,)
         found += [list(map(int, piece[i * chunk :][:chunk])) for i in chunks]
@@ -89,7 +92,8 @@ def positions(dim: Dim, length: int, mesh: Mesh, device: int) -> Iterator[int]:
     """The positions of a block's rows in the array, or beyond its ends."""
     overlap = None if dim.overlap is None else unfolded(dim.overlap)
     if isinstance(overlap, Window):
-        first, wide = -overlap.padding[0], overlap.d * (overlap.k - 1) + 1
+        first = -overlap.padding[0]
+        wide = overlap.d * (overlap.k - 1) + 1
         for made in filter(None, outputs(dim, length, mesh, device)):
             yield from range(overlap.s * made[0] + first, overlap.s * made[-1] + first + wide)
         return
@@ -98,10 +102,14 @@ def positions(dim: Dim, length: int, mesh: Mesh, device: int) -> Iterator[int]:
         yield from itertools.chain(*mine)
         return
     if isinstance(overlap, Reads):
-        yield from itertools.chain(*mine, overlap.rows.map.part(mesh.index(device, dim.axes)).tolist())
+        yield from itertools.chain(
+            *mine, overlap.rows.map.part(mesh.index(device, dim.axes)).tolist()
+        )
         return
     lo, hi = overlap.widths(at := mesh.index(device, dim.axes))
-    if isinstance(overlap.lo, tuple) or isinstance(overlap.hi, tuple):  # an empty part has a place too
+    if isinstance(overlap.lo, tuple) or isinstance(
+        overlap.hi, tuple
+    ):  # an empty part has a place too
         group = mesh.group(device, dim.axes)[: at + 1]
         *before, own = (len(owned_rows(dim, length, mesh, each)) for each in group)
         yield from range(sum(before) - lo, sum(before) + own + hi)
@@ -120,13 +128,16 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, found: list[tuple[int, float, str]]) -> Places:
         columns = list(zip(*found, strict=True)) or [(), (), ()]
-        return cls(np.array(columns[0], int), np.array(columns[1], float), np.array(columns[2], str))
+        return cls(
+            np.array(columns[0], int), np.array(columns[1], float), np.array(columns[2], str)
+        )
 
 
 @lru_cache(maxsize=4096)
 def places(dim: Dim, length: int, mesh: Mesh, device: int) -> Places:
     """What stands in a device's block along a dim; of a fold, what its rows are contributions to."""
-    overlap, found = None if dim.overlap is None else unfolded(dim.overlap), []
+    overlap = None if dim.overlap is None else unfolded(dim.overlap)
+    found = []
     for at in positions(dim, length, mesh, device):
         if 0 <= at < length:
             found.append((at, 0.0, ""))
@@ -136,7 +147,9 @@ def places(dim: Dim, length: int, mesh: Mesh, device: int) -> Places:
         if boundary.kind in PAD_MODES:
             wide = max(-at, at - length + 1)
             row = np.pad(np.arange(length), wide, PAD_MODES[boundary.kind])[at + wide]
-            found.append((int(row), 0.0, end if boundary.kind == "pole" and at // length % 2 else ""))
+            found.append(
+                (int(row), 0.0, end if boundary.kind == "pole" and at // length % 2 else "")
+            )
         elif boundary.kind != "none":
             found.append((OUTSIDE, boundary.value, ""))
     return Places.of(found)
@@ -144,4 +157,6 @@ def places(dim: Dim, length: int, mesh: Mesh, device: int) -> Places:
 
 def held_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> list[int | None]:
     """Global rows of a device's block, with its overlap; None for rows outside the array."""
-    return [None if row == OUTSIDE else row for row in places(dim, length, mesh, device).row.tolist()]
+    return [
+        None if row == OUTSIDE else row for row in places(dim, length, mesh, device).row.tolist()
+    ]

@@ -16,8 +16,11 @@ from xshard.notation.parser import ELLIPSIS, Dim
 # Uneven, empty and divisible lengths, small enough for 16 devices to be quick.
 LENGTHS = st.sampled_from((0, 1, 3, 5, 8, 8, 12, 12))
 LINEAR = ("sum", "mean", "copy")
-UNIT = 64 * 81 * 25  # divisible by every product of axis sizes up to 4, so that means stay whole numbers
-seeds, profiles = st.integers(0, 99), st.sampled_from(("h100", "bandwidth"))
+UNIT = (
+    64 * 81 * 25
+)  # divisible by every product of axis sizes up to 4, so that means stay whole numbers
+seeds = st.integers(0, 99)
+profiles = st.sampled_from(("h100", "bandwidth"))
 
 Move = tuple[Mesh, tuple[int, ...], Layout, Layout]
 T = TypeVar("T")
@@ -46,13 +49,16 @@ def layouts(
     kinds: tags that an axis may carry; max and min only the axes `extremes`.
     """
     lengths = dict.fromkeys(chains.NAMES[:n_dims])
-    return drawn(lambda rng: chains.random_layout(rng, mesh, lengths, kinds, extremes, overlaps=False))
+    return drawn(
+        lambda rng: chains.random_layout(rng, mesh, lengths, kinds, extremes, overlaps=False)
+    )
 
 
 @st.composite
 def moves(draw: st.DrawFn, kinds: Sequence[str] = ("linear", "max", "min")) -> Move:
     """(mesh, shape, src, dst) with a redistribution from src to dst."""
-    mesh, shape = draw(meshes()), draw(shapes())
+    mesh = draw(meshes())
+    shape = draw(shapes())
     kind = draw(st.sampled_from(kinds))
     if kind == "linear":
         return mesh, shape, draw(layouts(mesh, len(shape))), draw(layouts(mesh, len(shape)))
@@ -65,12 +71,15 @@ def any_overlap(draw: st.DrawFn, folded: bool = True) -> Overlap:
     """A halo or a window; folded: or the fold of one."""
     constants = st.floats(allow_nan=False, width=32).map(lambda value: Boundary("constant", value))
     boundary = st.sampled_from(BOUNDARIES).map(Boundary) | constants
-    first, last = draw(boundary), draw(boundary)
+    first = draw(boundary)
+    last = draw(boundary)
     overlap: Halo | Window
     if draw(st.booleans()):
         overlap = Halo(draw(st.integers(-2, 9)), draw(st.integers(-2, 9)), first, last)
     else:
-        k, s, d, p = (draw(st.integers(low, high)) for low, high in ((1, 5), (1, 4), (1, 3), (0, 4)))
+        k, s, d, p = (
+            draw(st.integers(low, high)) for low, high in ((1, 5), (1, 4), (1, 3), (0, 4))
+        )
         padding = draw(st.just(p) | st.tuples(st.just(p), st.integers(0, 3)))
         overlap = Window(k, s, d, padding, draw(st.sampled_from(("", *OUTPUT_RULES))), first, last)
     return Fold(overlap) if folded and draw(st.booleans()) else overlap

@@ -19,7 +19,14 @@ ENDS = {"src_mesh": MESH, "dst_mesh": MESH, "shape": (8, 8)}
 
 @pytest.mark.parametrize(
     ("text", "n"),
-    [("1024", 1024), ("512 B", 512), ("3MiB", 3 << 20), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("0", 0)],
+    [
+        ("1024", 1024),
+        ("512 B", 512),
+        ("3MiB", 3 << 20),
+        ("2GiB", 2 << 30),
+        ("1.5KiB", 1536),
+        ("0", 0),
+    ],
 )
 def test_bytes_are_read(text, n):
     assert parse_bytes(text) == n
@@ -32,7 +39,9 @@ def test_what_is_no_number_of_bytes(text):
 
 
 def test_numbers_of_numpy_are_numbers():
-    plan, layout, eight = xs.plan(*ASK), xs.Layout.parse("b s/cp"), np.int64(8)
+    plan = xs.plan(*ASK)
+    layout = xs.Layout.parse("b s/cp")
+    eight = np.int64(8)
     assert xs.plan(["b s/cp", "b/cp s"], *ASK[1:]) == plan  # and a list is a pair
     assert xs.Mesh(cp=np.int32(4)) == MESH and type(xs.Mesh(cp=np.int32(4)).sizes[0]) is int
     assert xs.plan(*ASK[:2], (eight, 8)) is xs.plan(*ASK[:2], np.array([8, 8])) is plan
@@ -55,7 +64,8 @@ def test_a_limit_in_any_form():
     assert xs.plan(*ASK, memory_limit="2GiB").memory_limit == 2**31
 
 
-NO_MESH, NO_SHAPE = " is not a mesh\n  write ", " is not a sequence of lengths\n  as in shape="
+NO_MESH = " is not a mesh\n  write "
+NO_SHAPE = " is not a sequence of lengths\n  as in shape="
 NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
 
 
@@ -77,13 +87,33 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (lambda: xs.plan(*ASK[:2], 8), ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
         (lambda: xs.plan(*ASK[:2], "8,8"), ShapeError, f"the shape '8,8'{NO_SHAPE}"),
         (lambda: xs.plan(*ASK[:2], (True, 8)), ShapeError, "has True, not a length >= 0"),
-        (lambda: xs.plan(*ASK, memory_limit="2GB"), xs.XshardError, "'2GB' is not a number of bytes"),
-        (lambda: xs.plan(*ASK, memory_limit=1.5), PlanError, "memory_limit is 1.5\n  a number of bytes"),
-        (lambda: xs.plan(*ASK, profile="h10"), xs.XshardError, "\n  did you mean 'h100'? shipped are:"),
-        (lambda: xs.plan(*ASK, "bf16"), DtypeError, "dtype 'bf16'\n  did you mean 'bfloat16'? as in"),
+        (
+            lambda: xs.plan(*ASK, memory_limit="2GB"),
+            xs.XshardError,
+            "'2GB' is not a number of bytes",
+        ),
+        (
+            lambda: xs.plan(*ASK, memory_limit=1.5),
+            PlanError,
+            "memory_limit is 1.5\n  a number of bytes",
+        ),
+        (
+            lambda: xs.plan(*ASK, profile="h10"),
+            xs.XshardError,
+            "\n  did you mean 'h100'? shipped are:",
+        ),
+        (
+            lambda: xs.plan(*ASK, "bf16"),
+            DtypeError,
+            "dtype 'bf16'\n  did you mean 'bfloat16'? as in",
+        ),
         (lambda: xs.plan(*ASK, "fp32"), DtypeError, "did you mean 'float32'?"),
         (lambda: xs.plan(*ASK, "f16"), DtypeError, "did you mean 'float16'?"),
-        (lambda: xs.Layout(["b"]), NotationError, "['b'] is not a tuple of dims\n  write Layout('b s/cp')"),
+        (
+            lambda: xs.Layout(["b"]),
+            NotationError,
+            "['b'] is not a tuple of dims\n  write Layout('b s/cp')",
+        ),
         (lambda: xs.Layout.parse(["b"]), NotationError, "a layout is text, not list"),
         (lambda: xs.Layout.parse(np.ones(99)), NotationError, "a layout is text, not ndarray"),
         (lambda: parse_expression(8), NotationError, "an expression is text, not int"),
@@ -93,7 +123,11 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (lambda: ops.halo("cp", (1, 2, 3), "zero"), ShapeError, "a halo of width (1, 2, 3)"),
         (lambda: ops.dims((2,), {"n": "cp"}), ShapeError, "no dim 'n' in a block of shape (2,)"),
         (lambda: ops.tag("sum", MESH), MeshError, "Mesh(cp=4) is not a mesh axis"),
-        (lambda: xs.plan(ASK[0], **ENDS, dst_devices=4), MeshError, "the devices of the destination are 4"),
+        (
+            lambda: xs.plan(ASK[0], **ENDS, dst_devices=4),
+            MeshError,
+            "the devices of the destination are 4",
+        ),
     ],
 )
 def test_an_error_of_ours(call, error, message):

@@ -6,7 +6,15 @@ import pytest
 
 from xshard import Layout, Mesh
 from xshard.errors import NotationError, ShapeError
-from xshard.models import KnownDim, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
+from xshard.models import (
+    KnownDim,
+    arriving_shape,
+    known_inside,
+    rule_of,
+    summed_later,
+    use_of,
+    varying,
+)
 
 MESH = Mesh(dp=2, tp=4)
 
@@ -43,7 +51,13 @@ def test_activations_vary_along_the_axes_of_the_right_side(
         ("o/tp/dp i -> o/tp i", "dp tp", "dp", "", "o/tp/dp i -> o/tp i | copy(dp)"),
         ("o -> o | sum(tp)", "dp tp", "dp", "dp", "o -> o | sum(tp)"),
         ("o i -> o/tp i", "dp tp", "dp", "dp", "o i -> o/tp i"),
-        ("o i -> o i | mean(tp)", "dp tp", "dp", "dp", None),  # equal along tp in spite of the rules around
+        (
+            "o i -> o i | mean(tp)",
+            "dp tp",
+            "dp",
+            "dp",
+            None,
+        ),  # equal along tp in spite of the rules around
         ("o/tp i -> o i | mean(tp)", "dp tp", "dp", "dp", "o/tp i -> o i"),
     ],
 )
@@ -65,7 +79,9 @@ def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
 
 
 def test_lengths_are_known_from_outside() -> None:
-    outside = known_inside(rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), (), "input of the model")
+    outside = known_inside(
+        rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), (), "input of the model"
+    )
     source = "'b s -> b/dp s' of the input of the model"
     assert outside == (
         KnownDim("b", frozenset({"dp"}), 4, 2, source),
@@ -88,7 +104,8 @@ def test_lengths_are_known_from_outside() -> None:
     with pytest.raises(ShapeError, match=r"the block has shape \(2, 10, 6\), not \(2, 3, 6\)"):
         arriving_shape(leaves, MESH, 0, (2, 10, 6), inside)
     with pytest.raises(
-        ShapeError, match=r"not 3 of 3 as by 'b s c -> b s/tp c' of the input of mlp: .* another dim"
+        ShapeError,
+        match=r"not 3 of 3 as by 'b s c -> b s/tp c' of the input of mlp: .* another dim",
     ):
         arriving_shape(rule_of("b s", MESH), MESH, 0, (2, 5), inside)
     unnamed = rule_of("... c -> ... c | copy(tp)", MESH)  # the dims of `...` are no other array's

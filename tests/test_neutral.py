@@ -42,7 +42,10 @@ def test_no_module_of_xshard_loads_a_framework():
     ("bridge", "own", "other"), [("torch_bridge", "torch", "jax"), ("jax_bridge", "jax", "torch")]
 )
 def test_a_bridge_loads_its_own_framework_alone(bridge, own, other):
-    packages = loaded(f"import {bridge} as bridge\nbridge.redistribute, bridge.einsum") & {"torch", "jax"}
+    packages = loaded(f"import {bridge} as bridge\nbridge.redistribute, bridge.einsum") & {
+        "torch",
+        "jax",
+    }
     assert packages == {own}
 
 

@@ -109,7 +109,8 @@ def environment(wheel, tmp_path_factory) -> Path:
 def needed(extra: str, environment: Path) -> set[str]:
     """The distributions that the installed wheel needs with an extra, and what they need in turn."""
     (metadata,) = environment.glob("lib/*/site-packages/xshard-*.dist-info")
-    found, left = set(), [Requirement(f"xshard[{extra}]" if extra else "xshard")]
+    found = set()
+    left = [Requirement(f"xshard[{extra}]" if extra else "xshard")]
     while left:
         asked = left.pop()
         if (key := (asked.name, tuple(sorted(asked.extras)))) in found:
@@ -118,7 +119,9 @@ def needed(extra: str, environment: Path) -> set[str]:
         about = Distribution.at(metadata) if asked.name == "xshard" else distribution(asked.name)
         for line in about.requires or ():
             needs = Requirement(line)
-            if needs.marker is None or any(needs.marker.evaluate({"extra": e}) for e in ("", *asked.extras)):
+            if needs.marker is None or any(
+                needs.marker.evaluate({"extra": e}) for e in ("", *asked.extras)
+            ):
                 left.append(needs)
     return {name for name, _ in found} - {"xshard"}
 
@@ -133,7 +136,13 @@ def top_level(name: str) -> Iterator[Path]:
 def test_the_sdist_has_what_its_tests_need(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"Makefile", "constraints.txt", "CHANGELOG.md", "tests/cases.py", "docs/torch.md"} <= names
+    assert {
+        "Makefile",
+        "constraints.txt",
+        "CHANGELOG.md",
+        "tests/cases.py",
+        "docs/torch.md",
+    } <= names
     assert {"benchmarks/__init__.py", "examples/train_parity.py"} & names
 
 
@@ -173,5 +182,7 @@ def test_it_imports_with_what_an_extra_declares_and_nothing_else(extra, environm
     alone = {"PYTHONPATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)}
     run(environment / "bin/python", "-c", EXTRAS[extra], cwd=tmp_path, env=alone)
     if extra == "cli":
-        shown = run(environment / "bin/xshard", "show", "n/a", "--mesh", "a=2", "--shape", "4", env=alone)
+        shown = run(
+            environment / "bin/xshard", "show", "n/a", "--mesh", "a=2", "--shape", "4", env=alone
+        )
         assert "n is cut over a" in shown

@@ -82,7 +82,10 @@ print(plan.dst_devices)
 
 def test_every_process_plans_the_same():
     """Whatever its hash seed: a set's order in a planner is a deadlock in a training run."""
-    another = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"}
+    another = {
+        **os.environ,
+        "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0",
+    }
     options = {"cwd": ROOT, "env": another, "stdout": subprocess.PIPE, "text": True}
     there = subprocess.run([sys.executable, "-c", DUMP_PLANS], check=True, **options).stdout
     with redirect_stdout(StringIO()) as here:
@@ -128,7 +131,8 @@ def test_no_plan_exceeds_its_memory_limit_and_an_impossible_one_names_the_least_
 
 @given(st.data(), st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=3))
 def test_never_worse_than_gather_and_slice(data, sizes):
-    mesh, shape = xs.Mesh(dict(zip("xyz", sizes, strict=False))), (64, 128)
+    mesh = xs.Mesh(dict(zip("xyz", sizes, strict=False)))
+    shape = (64, 128)
     src, dst = (data.draw(layouts(mesh, 2, kinds)) for kinds in (("sum",), ()))
     cuts = [shard for layout in (src, dst) for dim in layout.dims for shard in dim.shards]
     assume(not any(cut.numbers for cut in cuts))  # three rows in turn divide no power of two
@@ -161,7 +165,8 @@ def test_to_hold_less_than_both_ends_is_no_gain():
 
 def test_idle_replicas_take_shares_of_a_reduction():
     """Two pairs hold the same addends: each pair reduces a half."""
-    mesh, shape = xs.Mesh(idle=2, a=2, b=2), (1 << 28,)
+    mesh = xs.Mesh(idle=2, a=2, b=2)
+    shape = (1 << 28,)
     plan = xs.plan("n | sum(a,b) -> n", mesh, shape, profile="h100")
     alone = xs.plan("n | sum(a,b) -> n", xs.Mesh(a=2, b=2), shape, profile="h100")
     assert [str(step) for step in alone.steps] == ["all_reduce sum(a,b)"]
@@ -206,7 +211,8 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
 )
 def test_forward_and_backward_together(expression):
     ask = [expression, xs.Mesh(cp=4), (8, 64, 32)]
-    plan, both = xs.plan(*ask), xs.plan(*ask, objective="forward+backward")
+    plan = xs.plan(*ask)
+    both = xs.plan(*ask, objective="forward+backward")
     assert both.steps == plan.steps and both.backward.steps == plan.backward.steps
     assert both.cost == plan.cost + plan.backward.cost
     assert both.backward.objective == "forward"
@@ -220,7 +226,9 @@ def test_both_passes_obey_the_limit_at_once():
     assert xs.plan(*ask, memory_limit=16384).peak_bytes == 16384
     with pytest.raises(PlanError) as caught:
         xs.plan(*ask, memory_limit=16384, objective="forward+backward")
-    assert str(caught.value).startswith("backward: no plan stays within 16.00 KiB per device\n  the least")
+    assert str(caught.value).startswith(
+        "backward: no plan stays within 16.00 KiB per device\n  the least"
+    )
     both = xs.plan(*ask, memory_limit=20480, objective="forward+backward")
     assert both.backward.peak_bytes == 20480
 
@@ -245,13 +253,16 @@ def test_the_same_question_gets_the_same_object_whatever_the_dtype_is_called():
     import torch
 
     ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), [4], dtype)  # noqa: E731
-    assert ask("float32") is ask("f4") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
+    assert (
+        ask("float32") is ask("f4") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
+    )
     assert [ask(name).dtype for name in ("f4", "half", "i8")] == ["float32", "float16", "int64"]
 
 
 def test_a_slow_axis_is_spared():
     """The four replicas along the fast axis each fetch a quarter over the slow one, then share."""
-    fast, slow = xs.Link(0.0, 1e11), xs.Link(0.0, 1e9)
+    fast = xs.Link(0.0, 1e11)
+    slow = xs.Link(0.0, 1e9)
     profile = xs.Profile("two levels", "made up", slow, axes=(("fast", fast),))
     mesh = xs.Mesh(slow=2, fast=4)
     plan = xs.plan("n/slow -> n", mesh, (4096,), profile=profile)
@@ -264,14 +275,29 @@ def test_a_slow_axis_is_spared():
 @pytest.mark.parametrize(
     ("expression", "options", "error", "message"),
     [
-        ("n/a -> n", {"shape": (4, 4)}, ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
+        (
+            "n/a -> n",
+            {"shape": (4, 4)},
+            ShapeError,
+            "'n/a' has 1 dims, the array has 2 in 'n/a -> n'",
+        ),
         ("n/a -> n", {"shape": (-1,)}, ShapeError, "shape (-1,) has -1, not a length >= 0"),
         ("n/a -> n", {"profile": "h1000"}, ProfileError, "no profile 'h1000'"),
         ("n/a -> n", {"objective": "backward"}, PlanError, "no objective 'backward'"),
         ("n/a -> n", {"memory_limit": 0}, PlanError, "no plan stays within 0 B per device"),
-        (("n/a", "m/a"), {}, NotationError, "dim names differ across the arrow in\n    'n/a -> m/a'"),
+        (
+            ("n/a", "m/a"),
+            {},
+            NotationError,
+            "dim names differ across the arrow in\n    'n/a -> m/a'",
+        ),
         (("n/a", "n/q"), {}, NotationError, "unknown mesh axis 'q' in\n    'n/a -> n/q'"),
-        ((Layout.parse("n/a"), "n | max(a)"), {}, PlanError, "'n | max(a)' holds a max over a that"),
+        (
+            (Layout.parse("n/a"), "n | max(a)"),
+            {},
+            PlanError,
+            "'n | max(a)' holds a max over a that",
+        ),
     ],
 )
 def test_wrong_input(expression, options, error, message):

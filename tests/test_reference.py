@@ -32,7 +32,8 @@ def test_scatter_and_gather_are_inverse_and_addends_are_gathered(data, mesh, sha
 
 
 def test_scatter_under_tags():
-    mesh, x = xs.Mesh(a=2), np.array([3, 4])
+    mesh = xs.Mesh(a=2)
+    x = np.array([3, 4])
     held = {
         kind: [b.tolist() for b in xs.reference.scatter(x, f"n | {kind}(a)", mesh)]
         for kind in ("sum", "mean", "max", "min", "copy")
@@ -43,7 +44,8 @@ def test_scatter_under_tags():
 
 def test_scatter_and_gather_with_halos():
     """A zero boundary is filled with zeros, and gathering reads every row at its owner."""
-    mesh, x = xs.Mesh(a=2), np.arange(1, 7)
+    mesh = xs.Mesh(a=2)
+    x = np.arange(1, 7)
     blocks = xs.reference.scatter(x, "h/a:halo(2,1)", mesh)
     assert [b.tolist() for b in blocks] == [[0, 0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 0]]
     blocks[1][:2] = -1  # the neighbour's rows
@@ -64,14 +66,17 @@ def test_every_dtype_moves(dtype):
 
 @pytest.mark.parametrize("dtype", [d for d in [*NUMPY_DTYPES, "bfloat16"] if d != "bool"])
 def test_every_dtype_but_bool_and_the_shortest_is_summed(dtype):
-    mesh, x = xs.Mesh(a=4), np.arange(4).astype(dtype)
+    mesh = xs.Mesh(a=4)
+    x = np.arange(4).astype(dtype)
     plan = xs.plan("n | sum(a) -> n/a", mesh, (4,), dtype)
     result = xs.reference.run(plan, [x] * 4)
     assert [b.tolist() for b in result] == [[4 * i] for i in range(4)]
     assert {block.dtype for block in result} == {x.dtype}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+)
 def test_means_keep_the_dtype(dtype):
     plan = xs.plan("n | mean(a) -> n", xs.Mesh(a=4), (2,), dtype)
     result = xs.reference.run(plan, [np.array([4 * i, -8]).astype(plan.dtype) for i in range(4)])
@@ -79,10 +84,8 @@ def test_means_keep_the_dtype(dtype):
     assert [block.astype(complex).tolist() for block in result] == [[6, -8]] * 4
 
 
-BOOL, SHORT = (
-    "cast to an integer, or use max (any) or min (all)",
-    "it can only be moved: cast before the reduction",
-)
+BOOL = "cast to an integer, or use max (any) or min (all)"
+SHORT = "it can only be moved: cast before the reduction"
 INTEGERS = "the mean of integers need not be an integer: cast, or use sum"
 KNOWN = "as in float32, bfloat16, int64, bool, complex64"
 
@@ -118,7 +121,8 @@ def test_the_dtype_of_the_blocks_decides_what_may_be_reduced():
         xs.reference.run(plan, [np.ones(4, bool)] * 2)
 
 
-TALL, WIDE = np.zeros((3, 4)), np.zeros((2, 4), np.float32)
+TALL = np.zeros((3, 4))
+WIDE = np.zeros((2, 4), np.float32)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,13 @@ def test_axes_along_which_blocks_are_equal(layout, axes):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [("float64", 2**-26), ("bfloat16", 2**-3.5), ("complex64", 2**-11.5), ("int64", 0), ("bool", 0)],
+    [
+        ("float64", 2**-26),
+        ("bfloat16", 2**-3.5),
+        ("complex64", 2**-11.5),
+        ("int64", 0),
+        ("bool", 0),
+    ],
 )
 def test_tolerance_is_the_root_of_the_precision(dtype, tolerance):
     assert tolerances.replicas(dtype) == tolerance

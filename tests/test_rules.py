@@ -38,7 +38,9 @@ FITS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "fitting", "others"), FITS, ids=[str(pattern) for pattern, *_ in FITS])
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "others"), FITS, ids=[str(pattern) for pattern, *_ in FITS]
+)
 def test_a_pattern_fits_whole_names(pattern: str, fitting: list[str], others: list[str]) -> None:
     rules = Rules({pattern: "..."})
     assert [rules.find(name) for name in fitting] == ["..."] * len(fitting)
@@ -91,7 +93,9 @@ def test_a_rule_that_comes_too_late_is_an_error() -> None:
     names = ["a.weight", "a.bias"]
     with pytest.raises(XshardError, match=r"'\*\*.weight' comes too late: '\*\*' decides a.weight"):
         Rules({"**": "...", "**.weight": "o/tp i"}).match(names)
-    assert Rules({"*.weight": "n", "*.bias": "n", "**": "..."}).match(names)  # `**` is left with nothing
+    assert Rules({"*.weight": "n", "*.bias": "n", "**": "..."}).match(
+        names
+    )  # `**` is left with nothing
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,9 @@ def test_many_stars_do_not_take_for_ever() -> None:
     assert Rules({"*a" * 50 + "b": "..."}).find("a" * 5000) is None
 
 
-PART = st.lists(st.sampled_from(["a", "b", "*", "{a,b}", "{b*,*ab}"]), min_size=1, max_size=3).map("".join)
+PART = st.lists(st.sampled_from(["a", "b", "*", "{a,b}", "{b*,*ab}"]), min_size=1, max_size=3).map(
+    "".join
+)
 PATTERN = st.lists(PART | st.just("**"), min_size=1, max_size=5).map(".".join)
 NAME = st.lists(st.text("ab", min_size=1, max_size=3), max_size=5).map(".".join)
 
@@ -155,7 +161,8 @@ def test_rules_are_public() -> None:
 
 def test_plans_of_transformers() -> None:
     """Each style as rules; numbers in names are stars, unless layers differ."""
-    norm, cut = "replicated_with_grad_allreduce", {"weight": (8, 4), "bias": (8,)}
+    norm = "replicated_with_grad_allreduce"
+    cut = {"weight": (8, 4), "bias": (8,)}
     modules: dict[str, Any] = {
         "a.0.q": ("colwise", cut), "a.1.q": ("colwise", cut), "a.0.o": ("rowwise", cut),
         "e.0": ("moe_tp_experts", {"up": (2, 8, 4), "down": (2, 4, 4)}),
@@ -166,12 +173,21 @@ def test_plans_of_transformers() -> None:
     starred = {re.sub(r"\.\d+", ".*", name): style for name, (style, _) in modules.items() if style}
 
     def model(**more: str) -> Any:
-        rows = [(f"{m}.{own}", Fake(shape=s)) for m, (_, xs) in modules.items() for own, s in xs.items()]
-        plan = {**starred, "e.*.up": "packed_colwise", "e.*.down": "rowwise", **more} if starred else {}
-        return Fake(tp_plan=plan, named_modules=lambda: modules.items(), named_parameters=lambda **_: rows)
+        rows = [
+            (f"{m}.{own}", Fake(shape=s)) for m, (_, xs) in modules.items() for own, s in xs.items()
+        ]
+        plan = (
+            {**starred, "e.*.up": "packed_colwise", "e.*.down": "rowwise", **more}
+            if starred
+            else {}
+        )
+        return Fake(
+            tp_plan=plan, named_modules=lambda: modules.items(), named_parameters=lambda **_: rows
+        )
 
     rules = Rules.from_transformers(model(), "tp")
-    copied, added = "... -> ... | copy(tp)", "... | sum(tp) -> ..."
+    copied = "... -> ... | copy(tp)"
+    added = "... | sum(tp) -> ..."
     assert rules == {
         "parameters": {
             "a.*.q.weight": "d0/tp d1", "a.*.q.bias": "d0/tp",
@@ -187,7 +203,8 @@ def test_plans_of_transformers() -> None:
         "outputs": {"a.*.o": added, "e.*": added, "head": "... o/tp -> ... o"},
     }  # fmt: skip
     with pytest.raises(
-        XshardError, match="unknown style 'diagonal' of 'plain' in the model's plan\n  the styles are: "
+        XshardError,
+        match="unknown style 'diagonal' of 'plain' in the model's plan\n  the styles are: ",
     ):
         Rules.from_transformers(model(plain="diagonal"), "tp")
     starred.clear()

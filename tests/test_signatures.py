@@ -23,10 +23,17 @@ TWINS = {
 }
 TWINS |= {f"ops.{name}": (getattr(xt.ops, name), getattr(xj.ops, name)) for name in OPS.split()}
 TWINS |= {
-    f"nn.{name}": (getattr(xt.nn, name), getattr(xj.nn, name)) for name in ("attention", "cross_entropy")
+    f"nn.{name}": (getattr(xt.nn, name), getattr(xj.nn, name))
+    for name in ("attention", "cross_entropy")
 }
-VERBS = {f"{bridge}.{name}": pair[i] for name, pair in TWINS.items() for i, bridge in enumerate(("xt", "xj"))}
-VERBS |= {f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")}
+VERBS = {
+    f"{bridge}.{name}": pair[i]
+    for name, pair in TWINS.items()
+    for i, bridge in enumerate(("xt", "xj"))
+}
+VERBS |= {
+    f"xj.{name}": getattr(xj, name) for name in ("reshard", "shard_map", "place", "stored_as")
+}
 VERBS |= {"xj.ops.valid_mask": xj.ops.valid_mask, "xt.parallelize": xt.parallelize}
 VERBS |= {"xt.nn.domain_parallel": xt.nn.domain_parallel}
 VERBS |= {f"torch_interop.{name}": getattr(torch_interop, name) for name in ("to_jax", "to_torch")}
@@ -40,7 +47,13 @@ SHARED = ("profile", "progress", "bucket_bytes", "names", "check_replicated")
 # Options of one bridge, by the reason.
 ONLY = {
     "processes are separate programs, which compare their calls": {"debug"},
-    "XLA schedules, fuses and places": {"async_op", "comm_dtype", "device", "memory_limit", "bucket_bytes"},
+    "XLA schedules, fuses and places": {
+        "async_op",
+        "comm_dtype",
+        "device",
+        "memory_limit",
+        "bucket_bytes",
+    },
     "a program of JAX has static shapes, and counts nothing": {"sizes"},
     "a route goes along axes that are manual around it": {"mesh"},
     "a process of torch may be in one of two meshes": {"src_mesh", "dst_mesh", "requires_grad"},
@@ -48,7 +61,11 @@ ONLY = {
     "torch converts and relabels as it moves": {"dtype", "relabel"},
     "autograd keeps what the backward pass needs": {"save"},
     "modes of JAX's differentiation": {"ad"},
-    "options of jax.numpy.einsum and jax.nn": {"preferred_element_type", "precision", "implementation"},
+    "options of jax.numpy.einsum and jax.nn": {
+        "preferred_element_type",
+        "precision",
+        "implementation",
+    },
 }
 DIFFERENT = {
     "mesh": "inside shard_map JAX knows the mesh",
@@ -59,7 +76,9 @@ DIFFERENT = {
 
 def plain(annotation: str) -> str:
     """An annotation without the names that frameworks have for arrays and meshes."""
-    text = re.sub(r"\b(torch\.)?Tensor\b|\bjax\.(Array|typing\.ArrayLike)\b|^(Any|T)$", "Array", annotation)
+    text = re.sub(
+        r"\b(torch\.)?Tensor\b|\bjax\.(Array|typing\.ArrayLike)\b|^(Any|T)$", "Array", annotation
+    )
     return re.sub(r"\b(MeshLike|AnyMesh|(jax\.sharding\.)?(Jax)?Mesh)(?= |$)", "AnyMesh", text)
 
 
@@ -69,10 +88,17 @@ def test_an_option_is_the_same_in_both_bridges(name: str) -> None:
     common = [option for option in ours if option in theirs]
     assert common == [option for option in theirs if option in ours], "another order"
     for option in set(common) - DIFFERENT.keys():
-        a, b = ours[option], theirs[option]
-        assert (a.kind, plain(a.annotation), a.default) == (b.kind, plain(b.annotation), b.default), option
+        a = ours[option]
+        b = theirs[option]
+        assert (a.kind, plain(a.annotation), a.default) == (
+            b.kind,
+            plain(b.annotation),
+            b.default,
+        ), option
     for option in ours.keys() ^ theirs.keys():
-        assert any(option in options for options in ONLY.values()), f"{option} is in one bridge only"
+        assert any(option in options for options in ONLY.values()), (
+            f"{option} is in one bridge only"
+        )
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -92,12 +118,23 @@ def test_an_option_has_one_type_in_all_verbs() -> None:
         for p in inspect.signature(f).parameters.values():
             if p.name in SHARED:
                 types[p.name].add(p.annotation.replace("Profiles", "ProfileLike"))
-    assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(SHARED, 1), types
+    assert {name: len(annotations) for name, annotations in types.items()} == dict.fromkeys(
+        SHARED, 1
+    ), types
 
 
 def test_an_option_says_its_type_unless_it_may_be_any_value() -> None:
     """Trees, batches and functions of users are Any; the types of overloads are in the overloads."""
-    anything = VALUES | {"layouts", "expression", "shape", "like", "batch", "args", "state", "options"}
+    anything = VALUES | {
+        "layouts",
+        "expression",
+        "shape",
+        "like",
+        "batch",
+        "args",
+        "state",
+        "options",
+    }
     for package in (xs, xt, xj):
         functions = {name: getattr(package, name) for name in package.__all__}
         for name, function in filter(lambda item: inspect.isfunction(item[1]), functions.items()):

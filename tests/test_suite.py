@@ -30,16 +30,30 @@ def test_neither(): pass
 def in_pytest(folder: Path, *arguments: str) -> str:
     (folder / "test_loads.py").write_text(LOADS)
     (folder / "test_does.py").write_text(DOES)
-    words = ("-m", "pytest", "-pxdist.plugin", "-ptests.without", "-pno:cacheprovider", "-rs", *arguments)
+    words = (
+        "-m",
+        "pytest",
+        "-pxdist.plugin",
+        "-ptests.without",
+        "-pno:cacheprovider",
+        "-rs",
+        *arguments,
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     options = {"cwd": folder, "env": environment, "text": True}
-    return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=False, **options).stdout
+    return subprocess.run(
+        [sys.executable, *words], stdout=subprocess.PIPE, check=False, **options
+    ).stdout
 
 
 def test_what_a_test_does_is_why_it_is_skipped_and_quick_leaves_out_what_is_long_too(tmp_path):
-    (tmp_path / "test_long.py").write_text("import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n")
+    (tmp_path / "test_long.py").write_text(
+        "import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n"
+    )
     said = in_pytest(tmp_path, "--quick", "-n1")
-    reasons = {line.partition("--without: ")[2] for line in said.splitlines() if "--without: " in line}
+    reasons = {
+        line.partition("--without: ")[2] for line in said.splitlines() if "--without: " in line
+    }
     assert reasons == {"loads torch", "loads jax", "starts an interpreter"}
     assert "--quick: long" in said and "1 passed, 5 skipped" in said
 

@@ -20,7 +20,9 @@ TWO_MESHES = json.loads((Path(__file__).parent / "data" / "reshard_two_meshes.js
 @st.composite
 def crossings(draw):
     """Options of `xs.plan` for two small meshes on the same, other, shuffled or shared devices."""
-    src_mesh, dst_mesh, shape = draw(meshes(8)), draw(meshes(8)), draw(shapes())
+    src_mesh = draw(meshes(8))
+    dst_mesh = draw(meshes(8))
+    shape = draw(shapes())
     src, dst = (draw(layouts(mesh, len(shape))) for mesh in (src_mesh, dst_mesh))
     numbers = draw(st.permutations(range(16)))
     first = draw(st.sampled_from((0, 0, src_mesh.n_devices, 3)))
@@ -56,7 +58,9 @@ def public(case, full=False, disjoint=True):
     ends = tuple(layout_of(case[end], case[f"{end}_partial"]) for end in ("src", "dst"))
     src_mesh, dst_mesh = (xs.Mesh(case[f"{end}_mesh"]) for end in ("src", "dst"))
     parts = [
-        math.lcm(*(mesh.size(*layout.dims[d].axes) for layout, mesh in zip(ends, meshes, strict=True)))
+        math.lcm(
+            *(mesh.size(*layout.dims[d].axes) for layout, mesh in zip(ends, meshes, strict=True))
+        )
         for meshes in [(src_mesh, dst_mesh)]
         for d in range(len(case["shape"]))
     ]
@@ -76,10 +80,13 @@ def run_tree(plan, blocks):
     arrived = {}
     for array in plan.arrays:
         n = plan.dst_mesh.n_devices
-        outs = arrived[array.name] = [np.empty(array.sharding.local_shape(d), array.dtype) for d in range(n)]
+        outs = arrived[array.name] = [
+            np.empty(array.sharding.local_shape(d), array.dtype) for d in range(n)
+        ]
         for move in array.moves:
             parts = [
-                x[move.src.numpy_index(d)].astype(move.plan.dtype) for d, x in enumerate(blocks[move.name])
+                x[move.src.numpy_index(d)].astype(move.plan.dtype)
+                for d, x in enumerate(blocks[move.name])
             ]
             for d, part in enumerate(xs.reference.run(move.plan, parts)):
                 outs[d][move.dst.numpy_index(d)] = part

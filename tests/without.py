@@ -42,7 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: an exhaustive search or a long random one, left out by --quick")
+    config.addinivalue_line(
+        "markers", "long: an exhaustive search or a long random one, left out by --quick"
+    )
     if config.option.quick:
         config.option.without = (*FRAMEWORKS, INTERPRETERS)
         settings.register_profile("quick", settings.default, max_examples=QUICK_EXAMPLES)
@@ -79,7 +81,11 @@ class _Guard:
 
     def audit(self, event: str, details: Sequence[object]) -> None:
         """All Python processes that the tests start are of this interpreter, maybe behind a prefix."""
-        if event == "subprocess.Popen" and INTERPRETERS in self.names and sys.executable in details[1]:
+        if (
+            event == "subprocess.Popen"
+            and INTERPRETERS in self.names
+            and sys.executable in details[1]
+        ):
             self.skip("starts an interpreter")
 
     def skip(self, reason: str) -> None:

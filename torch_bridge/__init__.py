@@ -57,8 +57,12 @@ def __getattr__(name: str) -> Any:
         return import_module(f"torch_bridge.{name}")
     for module, names in _MODULES.items():
         if name in names:
-            return globals().setdefault(name, getattr(import_module(f"torch_bridge.{module}"), name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}")
+            return globals().setdefault(
+                name, getattr(import_module(f"torch_bridge.{module}"), name)
+            )
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}"
+    )
 
 
 def __dir__() -> list[str]:

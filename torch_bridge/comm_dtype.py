@@ -34,7 +34,9 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
     travels = CommDtype(*(block if d is None else d for d in comm_dtypes(comm_dtype)))
     for dtype in travels:
         if dtype != block and _kind(dtype) != _kind(block):
-            hint = "floats travel as floats, complex numbers as complex ones, other dtypes unchanged"
+            hint = (
+                "floats travel as floats, complex numbers as complex ones, other dtypes unchanged"
+            )
             raise DtypeError(f"blocks of {block} do not travel as {dtype}", hint=hint)
     return travels
 

@@ -27,6 +27,11 @@ def _moved(x: Tensor, src: Side, dst: Side, mesh: MeshLike | None, shape: Shape)
 
 
 _operations = Operations(_moved)
-all_gather, all_reduce, all_to_all = _operations.all_gather, _operations.all_reduce, _operations.all_to_all
-copy_to, halo_exchange, trim_halo = _operations.copy_to, _operations.halo_exchange, _operations.trim_halo
-reduce_scatter, shard = _operations.reduce_scatter, _operations.shard
+all_gather = _operations.all_gather
+all_reduce = _operations.all_reduce
+all_to_all = _operations.all_to_all
+copy_to = _operations.copy_to
+halo_exchange = _operations.halo_exchange
+trim_halo = _operations.trim_halo
+reduce_scatter = _operations.reduce_scatter
+shard = _operations.shard

@@ -1,5 +1,6 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. It takes one
-collective of the block's size per axis, and every rank of the mesh raises or none."""
+collective of the block's size per axis, and every rank of the mesh raises or none.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from xshard import Mesh, Plan, replicas, trees
 from xshard.replicas import ReplicaCheck, checks_of
 
 
-def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
+def checked(
+    x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str
+) -> Tensor:
     """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
-    ReplicaError, with the user's expression `text`, on all ranks, here or backward."""
+    ReplicaError, with the user's expression `text`, on all ranks, here or backward.
+    """
     checks = checks_of(executable.plan, processes.mesh, text, name)
     entering, returning = (check and comparison_of(check, processes) for check in checks)
     x = Expect.apply(x, entering, None) if entering else x
@@ -47,7 +51,8 @@ def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Compa
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Call it on a block: raises ReplicaError on all `callers` if replicas differ. `ranks` have blocks;
-    `processes` is their mesh, None on a process without a block."""
+    `processes` is their mesh, None on a process without a block.
+    """
 
     check: ReplicaCheck
     ranks: tuple[int, ...]
@@ -64,9 +69,12 @@ class Comparison:
         compare_all([(self, block)])
 
 
-def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None) -> None:
+def compare_all(
+    pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
+) -> None:
     """Compare blocks, all of the same callers, with few collectives; raises the first ReplicaError.
-    bucket_bytes: how much of the blocks is compared together; None for all."""
+    bucket_bytes: how much of the blocks is compared together; None for all.
+    """
     keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
     shape = len(pairs), len(pairs[0][0].ranks), max(len(axes) for axes, *_ in keys), 2
     differences = torch.zeros(shape, dtype=torch.float64, device=pairs[0][1].device)
@@ -76,7 +84,9 @@ def compare_all(pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | 
             continue
         values = [_comparable(pairs[k][1].detach()) for k in group]
         for i, axis in enumerate(axes):
-            differences[group, processes.device, i] = _differing(values, processes, axis).to(differences)
+            differences[group, processes.device, i] = _differing(values, processes, axis).to(
+                differences
+            )
     callers = pairs[0][0].callers
     everywhere = _largest(differences, callers, callers.mesh.axes).cpu().numpy()
     for (one, _), differs in zip(pairs, everywhere, strict=True):
@@ -89,7 +99,8 @@ def _differing(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> T
     flat = torch.cat([x.reshape(-1) for x in values])
     flipped = flat.neg() if flat.is_floating_point() else flat.bitwise_not()
     both = _largest(torch.stack([flat, flipped]), processes, (axis,))
-    most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
+    most = both[0]
+    least = both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
     # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
     apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
     size = torch.maximum(most.double().abs(), least.double().abs())
@@ -101,7 +112,9 @@ def _differing(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> T
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:
     """The maximum along some axes, element by element."""
     n = (values.numel(),)
-    return Collective("all_reduce", processes.group(axes), n, n, "max").run(values.reshape(-1), values.shape)
+    return Collective("all_reduce", processes.group(axes), n, n, "max").run(
+        values.reshape(-1), values.shape
+    )
 
 
 def comparison_of(check: ReplicaCheck, processes: ProcessMesh) -> Callable[[Tensor], object] | None:

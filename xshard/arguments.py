@@ -64,7 +64,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     n = -1 if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
     if not 0 <= n < 2**63:
-        raise XshardError(f"{shown(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
+        raise XshardError(
+            f"{shown(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB"
+        )
     return n
 
 
@@ -77,7 +79,9 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     is_whole = isinstance(given, float) and given.is_integer()
     limit = int(given) if is_whole else whole_number(given)
     if limit is None:
-        raise PlanError(f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"')
+        raise PlanError(
+            f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+        )
     return limit
 
 
@@ -85,7 +89,8 @@ def explained(**others: str) -> Callable[[_F], _F]:
     """A decorator: unknown and missing arguments raise XshardError. others: their names elsewhere -> here."""
 
     def decorated(function: _F) -> _F:
-        signature, name = inspect.signature(function), function.__name__
+        signature = inspect.signature(function)
+        name = function.__name__
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:

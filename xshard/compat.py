@@ -26,7 +26,7 @@ def all_to_all_single(
     sequence_dim: int = 2,
     even: bool = True,
 ) -> str:
-    """nvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
+    """NvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
 
     even: blocks must be equally large. Raises ShapeError for other lengths and numbers of dims, XshardError.
 
@@ -35,7 +35,9 @@ def all_to_all_single(
     """
     if not 3 <= len(shape) <= 5:
         what = f"{len(shape)} dims, not 3, 4 or 5"
-        raise ShapeError(what, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any")
+        raise ShapeError(
+            what, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any"
+        )
     if direction not in DIRECTIONS:
         known = " or ".join(map(repr, DIRECTIONS))
         raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
@@ -45,7 +47,8 @@ def all_to_all_single(
     text = " -> ".join((split, full) if gathers else (full, split))
     if even:
         hint = "pass shape= (the global shape): blocks may then differ in size"
-        length, chunks = shape[sequence_dim] * (n if gathers else 1), n * (2 if zigzag else 1)
+        length = shape[sequence_dim] * (n if gathers else 1)
+        chunks = n * (2 if zigzag else 1)
         _check_divides("sequence length", length, chunks, text, sequence_dim % len(shape), hint)
         if gathers:
             dim = channel_dim % len(shape)
@@ -56,21 +59,23 @@ def all_to_all_single(
 def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
     if length % parts:
         span = dict(reversed(text_spans(text).dims))[f"d{dim}"]  # the first is on the left side
-        raise ShapeError(f"the {what} {length} is not divisible by {parts}", text=text, span=span, hint=hint)
+        raise ShapeError(
+            f"the {what} {length} is not divisible by {parts}", text=text, span=span, hint=hint
+        )
 
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array."""
+    """NvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array."""
     return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order."""
+    """NvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order."""
     return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """credit's `shard_tensor`: `n` devices keep a part each. Raises ShapeError unless even or `uneven`."""
+    """Credit's `shard_tensor`: `n` devices keep a part each. Raises ShapeError unless even or `uneven`."""
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
@@ -93,7 +98,9 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
         return None
     if dst == "V" and shape[:1] != (n,):
         hint = "V takes the leading dim apart; S(0) cuts it"
-        raise ShapeError(f"a block of shape {shape} lacks an element for each of {n} devices", hint=hint)
+        raise ShapeError(
+            f"a block of shape {shape} lacks an element for each of {n} devices", hint=hint
+        )
     stacked = (1, *shape) if src == "V" else shape
     tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
     sides = (
@@ -114,7 +121,7 @@ def spmd_cut(kind: str) -> int | None:
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
-    """ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order."""
+    """Ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order."""
     return f"{dims(shape, {0: sharded(axis, 'cyclic')})} -> {dims(shape)}"
 
 
@@ -137,8 +144,12 @@ class Style(NamedTuple):
 
 
 def styles_of_transformers(axis: str) -> dict[str, Style]:
-    copied, summed, part = f"... -> ... | copy({axis})", f"... | sum({axis}) -> ...", f"... o/{axis} -> ... o"
-    row, split, kept = f"... i/{axis}", f"... i -> ... i/{axis}", f"... | copy({axis})"
+    copied = f"... -> ... | copy({axis})"
+    summed = f"... | sum({axis}) -> ..."
+    part = f"... o/{axis} -> ... o"
+    row = f"... i/{axis}"
+    split = f"... i -> ... i/{axis}"
+    kept = f"... | copy({axis})"
     return {
         "colwise": Style(-2, copied),
         **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, copied, part)),
@@ -160,13 +171,17 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     """The plan that a model of transformers declares -> the arguments of `parallelize`: see `Rules`."""
-    plan, styles = getattr(model, "tp_plan", None) or {}, styles_of_transformers(axis)
+    plan = getattr(model, "tp_plan", None) or {}
+    styles = styles_of_transformers(axis)
     if not plan:
         hint = "write rules for it: docs/models has some of many families"
         raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
     if other := [name for name, kind in plan.items() if kind not in styles]:
-        what, known = f"{plan[other[0]]!r} of '{other[0]}'", ", ".join(styles)
-        raise XshardError(f"unknown style {what} in the model's plan", hint=f"the styles are: {known}")
+        what = f"{plan[other[0]]!r} of '{other[0]}'"
+        known = ", ".join(styles)
+        raise XshardError(
+            f"unknown style {what} in the model's plan", hint=f"the styles are: {known}"
+        )
     texts: dict[str, dict[str, str]] = {}  # by the name with stars for numbers, and by name
     for name, x in model.named_parameters(remove_duplicate=False):
         path = _starred(name)
@@ -182,7 +197,8 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
     whole = [path for path, kind in plan.items() if kind == "local_params"]
     whole += [path.rpartition(".")[0] for path, kind in plan.items() if kind == "mla_kv_a_proj"]
     for path in dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name):
-        style, copied = styles[plan.get(path, "replicate")], styles["colwise"].inputs
+        style = styles[plan.get(path, "replicate")]
+        copied = styles["colwise"].inputs
         inputs = copied if path in whole else style.inputs
         if inputs == copied and any(path.startswith(f"{around}.") for around in whole):
             inputs = styles["mla_kv_a_proj"].inputs

@@ -18,7 +18,12 @@ from xshard.errors import DtypeError
 
 _NAME = re.compile(r"[<>=|]?[A-Za-z]\w{0,19}", re.ASCII)
 # Floats that numpy does not know without ml_dtypes, with the distance from 1 to the next larger number.
-_PRECISION = {"bfloat16": 2**-7, "float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2, "float8_e4m3fnuz": 2**-3}
+_PRECISION = {
+    "bfloat16": 2**-7,
+    "float8_e4m3fn": 2**-3,
+    "float8_e5m2": 2**-2,
+    "float8_e4m3fnuz": 2**-3,
+}
 _PRECISION |= {"float8_e5m2fnuz": 2**-2, "float8_e8m0fnu": 1.0}
 _PRECISION |= {"float4_e2m1fn": 2**-1, "float4_e2m1fn_x2": 2**-1}
 # All such names, with their item sizes in bytes. Numbers of 4 bits fill a byte each, in numpy and on CPUs;
@@ -57,7 +62,9 @@ def itemsize(name: str) -> int:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "fiubc":
-        meant = did_you_mean(name, ("float32", "bfloat16", "int64", "complex64", *_EXTENDED), _ELSEWHERE)
+        meant = did_you_mean(
+            name, ("float32", "bfloat16", "int64", "complex64", *_EXTENDED), _ELSEWHERE
+        )
         hint = f"{meant}as in float32, bfloat16, int64, bool, complex64"
         raise DtypeError(f"unknown dtype {name!r}", hint=hint)
     return dtype.itemsize
@@ -77,7 +84,9 @@ def check_reduction(name: str, op: str) -> None:
         raise DtypeError(f"dtype {name} cannot be reduced", hint=hint)
     kind = "f" if name in _EXTENDED else np.dtype(name).kind
     if op in ("sum", "mean") and kind == "b":
-        raise DtypeError(f"dtype bool lacks a {op}", hint="cast to an integer, or use max (any) or min (all)")
+        raise DtypeError(
+            f"dtype bool lacks a {op}", hint="cast to an integer, or use max (any) or min (all)"
+        )
     if op == "mean" and kind in "iu":
         hint = "the mean of integers need not be an integer: cast, or use sum"
         raise DtypeError(f"dtype {name} lacks a mean", hint=hint)
@@ -88,7 +97,9 @@ def check_reduction(name: str, op: str) -> None:
 def check_value(name: str, value: float) -> None:
     """Raise DtypeError if the dtype cannot represent the value."""
     if name in _FOUR_BITS and value:
-        raise DtypeError(f"dtype {name} cannot hold {value}", hint="only zeros are written in 4 bits: cast")
+        raise DtypeError(
+            f"dtype {name} cannot hold {value}", hint="only zeros are written in 4 bits: cast"
+        )
     if name in _EXTENDED or np.dtype(name).kind in "fc":
         return
     low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)

@@ -20,12 +20,19 @@ class XshardError(ValueError):
     """
 
     def __init__(
-        self, reason: str, *, text: str | None = None, span: Span | None = None, hint: str | None = None
+        self,
+        reason: str,
+        *,
+        text: str | None = None,
+        span: Span | None = None,
+        hint: str | None = None,
     ) -> None:
         if text is not None and span is not None and "@" in text:
             start, stop = (len(without_digests(text[:end])) for end in span)
             span = start, stop
-        self.reason, self.span, self.hint = reason, span, hint
+        self.reason = reason
+        self.span = span
+        self.hint = hint
         self.text = None if text is None else without_digests(text)
         super().__init__(self._render())
 
@@ -43,7 +50,11 @@ class XshardError(ValueError):
             # tracebacks. A tab or a line break would move the caret.
             start, stop = self.span
             text = re.sub(r"\s", " ", self.text)
-            lines = [f"{self.reason} in", f"    '{text}'", " " * (5 + start) + "^" * max(1, stop - start)]
+            lines = [
+                f"{self.reason} in",
+                f"    '{text}'",
+                " " * (5 + start) + "^" * max(1, stop - start),
+            ]
         if self.hint is not None:
             lines.append(f"  {self.hint}")
         return "\n".join(lines)

@@ -9,7 +9,8 @@ from typing import Any
 
 def format_bytes(n: int) -> str:
     """1536 -> '1.50 KiB'."""
-    value, unit = float(n), "B"
+    value = float(n)
+    unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break

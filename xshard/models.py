@@ -1,6 +1,7 @@
 """Whole models: the sums of gradients that follow from layouts of activations and parameters. By the table of
 `contractions.types`, the gradient of a parameter is summed over the axes along which activations vary (they
-shard, copy or sum where these arrive) and that do not shard the parameter."""
+shard, copy or sum where these arrive) and that do not shard the parameter.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
 
 class ActivationRule(NamedTuple):
     """A rule for one array: its layouts before and after a move; other axes are left alone. routed: axes
-    along which rows go where values say; they come back before the output."""
+    along which rows go where values say; they come back before the output.
+    """
 
     src: Layout
     dst: Layout
@@ -38,7 +40,8 @@ class ActivationRule(NamedTuple):
 
 def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError. routes: allow
-    `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`."""
+    `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`.
+    """
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
         raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
@@ -56,7 +59,9 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
         check_axes(layout, mesh, text)
     dims = *enumerate(src.dims), *enumerate(dst.dims)
     there = [(i, s.axes) for i, dim in dims for s in dim.shards if s.order == ROUTED]
-    shards = (tuple(Shard(s.axes) if s.order == ROUTED else s for s in dim.shards) for dim in dst.dims)
+    shards = (
+        tuple(Shard(s.axes) if s.order == ROUTED else s for s in dim.shards) for dim in dst.dims
+    )
     plain = tuple(replace(dim, shards=own) for dim, own in zip(dst.dims, shards, strict=True))
     placed = replace(dst, dims=plain)
     if there and (src != placed or len(there) > 1 or there[0][0]):
@@ -98,10 +103,15 @@ class KnownDim(NamedTuple):
 
 
 def arriving_shape(
-    rule: ActivationRule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[KnownDim]
+    rule: ActivationRule,
+    mesh: Mesh,
+    device: int,
+    local_shape: tuple[int, ...],
+    known: Iterable[KnownDim],
 ) -> tuple[int, ...]:
     """A block that arrives -> the global shape along the axes of its rule; blocks of dims that are not in
-    `known` are equally long. Raises ShapeError if this block cannot be one."""
+    `known` are equally long. Raises ShapeError if this block cannot be one.
+    """
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
     lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
@@ -115,21 +125,29 @@ def arriving_shape(
         if source := next((each.source for each in known if each.name == dim.name), ""):
             hint += f" as by {source}: it arrives under another layout, or {dim.name!r} names another dim"
             hint += " there, and this one needs a name of its own"
-        raise ShapeError(f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint)
+        raise ShapeError(
+            f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint
+        )
     return shape
 
 
 def known_inside(
-    rule: ActivationRule, shape: Sequence[int], rows: Sequence[int], outside: Iterable[KnownDim], where: str
+    rule: ActivationRule,
+    shape: Sequence[int],
+    rows: Sequence[int],
+    outside: Iterable[KnownDim],
+    where: str,
 ) -> tuple[KnownDim, ...]:
     """The dims with a name inside a module, where `...` has none that rules could share. shape: global shape
-    on arrival; rows: shape of the block after the rule; where: the tensor that the rule is for."""
+    on arrival; rows: shape of the block after the rule; where: the tensor that the rule is for.
+    """
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, n in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
         if dim.name in rule.dst.names:
             before = dims.get(dim.name, KnownDim(dim.name, frozenset(), lengths[dim.name], n))
-            axes, source = frozenset(dim.axes) | before.axes - set(rule.axes), f"'{rule.text}' of the {where}"
+            axes = frozenset(dim.axes) | before.axes - set(rule.axes)
+            source = f"'{rule.text}' of the {where}"
             dims[dim.name] = KnownDim(dim.name, axes, before.length, n, source)
     return tuple(dims.values())
 
@@ -137,12 +155,15 @@ def known_inside(
 def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
     """The sharded dims of a parameter, which its module's output may have, too."""
     rows = zip(sharding.layout.dims, sharding.shape, sharding.local_shape(device), strict=True)
-    return tuple(KnownDim(dim.name, frozenset(dim.axes), n, own) for dim, n, own in rows if dim.axes)
+    return tuple(
+        KnownDim(dim.name, frozenset(dim.axes), n, own) for dim, n, own in rows if dim.axes
+    )
 
 
 class ParameterUse(NamedTuple):
     """A parameter in one module: its layouts in storage and in use, the axes along which inputs vary, and
-    those along which each process uses all of it, by its rule."""
+    those along which each process uses all of it, by its rule.
+    """
 
     stored: Layout
     used: Layout
@@ -168,7 +189,8 @@ class ParameterUse(NamedTuple):
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
     """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError.
-    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`."""
+    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`.
+    """
     rule = rule_of(text, mesh)
     for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy", "mean"})):
         if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
@@ -182,13 +204,17 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
         raise NotationError(what, text=text, hint=hint)
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         hint = "'...' is any number of dims"
-        raise ShapeError(f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint)
+        raise ShapeError(
+            f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint
+        )
     used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] == "sum"))
     varying -= {*rule.dst.tagged("mean")}
     return ParameterUse(rule.src.resolved(ndim), used.resolved(ndim), varying, whole)
 
 
-def repeated(shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]) -> set[str]:
+def repeated(
+    shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]
+) -> set[str]:
     """Axes that shard a parameter with more dims, some of them of `shape`: a weight beside a bias."""
     larger = [(use, iter(lengths)) for use, lengths in beside if len(lengths) > len(shape)]
     around = [use for use, left in larger if all(n in left for n in shape)]  # in this order

@@ -62,7 +62,14 @@ class Operations(Generic[A, M]):
         return self.move(x, {dim: sharded(axis)}, gradient_tag(axis, grad), mesh, shape)
 
     def reduce_scatter(
-        self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, op: str = "sum", shape: Shape = None
+        self,
+        x: A,
+        dim: int,
+        axis: Axes,
+        mesh: M | None = None,
+        *,
+        op: str = "sum",
+        shape: Shape = None,
     ) -> A:
         """Reduce the blocks along `axis`, and shard the result along `dim`: `n | sum(axis) -> n/axis`.
 
@@ -70,7 +77,9 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, tag(op, axis), {dim: sharded(axis)}, mesh, shape)
 
-    def all_reduce(self, x: A, axis: Axes, mesh: M | None = None, *, op: str = "sum", grad: Grad) -> A:
+    def all_reduce(
+        self, x: A, axis: Axes, mesh: M | None = None, *, op: str = "sum", grad: Grad
+    ) -> A:
         """Reduce the blocks along `axis`; every device has the result: `n | sum(axis) -> n`.
 
         op: sum, mean, max or min. grad: "sum": the results' gradients are addends, and the backward pass
@@ -94,7 +103,8 @@ class Operations(Generic[A, M]):
 
         split_order, concat_order: the orders of their rows: block, zigzag, cyclic or balanced.
         """
-        src, dst = {concat_dim: sharded(axis, concat_order)}, {split_dim: sharded(axis, split_order)}
+        src = {concat_dim: sharded(axis, concat_order)}
+        dst = {split_dim: sharded(axis, split_order)}
         return self.move(x, src, dst, mesh, shape)
 
     def shard(self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad) -> A:
@@ -149,7 +159,9 @@ class Operations(Generic[A, M]):
 
 def move(shape: Sequence[int], src: Side, dst: Side) -> str:
     """The expression of a move of a block."""
-    sides = (dims(shape) + side if isinstance(side, str) else dims(shape, side) for side in (src, dst))
+    sides = (
+        dims(shape) + side if isinstance(side, str) else dims(shape, side) for side in (src, dst)
+    )
     return " -> ".join(sides)
 
 
@@ -164,7 +176,9 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     """A shard with blocks widened by `width` rows at both ends, or by (before, after), as text."""
     widths = whole_numbers(width) if whole_number(width) is None else (width, width)
     if widths is None or len(widths) != 2:
-        raise ShapeError(f"a halo of width {shown(width)}", hint="rows at both ends, or (before, after)")
+        raise ShapeError(
+            f"a halo of width {shown(width)}", hint="rows at both ends, or (before, after)"
+        )
     lo, hi = widths
     return f"{sharded(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
 
@@ -180,7 +194,9 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 def tag(kind: str, axis: Axes) -> str:
     """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
     if not isinstance(kind, str):
-        raise XshardError(f"the operation {shown(kind)} is not text", hint='"sum", "mean", "max" or "min"')
+        raise XshardError(
+            f"the operation {shown(kind)} is not text", hint='"sum", "mean", "max" or "min"'
+        )
     return f" | {kind}({_axis_names(axis)})"
 
 
@@ -190,7 +206,9 @@ def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
         return rows
     widths = whole_numbers(width)
     if not widths:
-        raise ShapeError(f"{shown(width)} is not a number of rows", hint="one number, or one per part")
+        raise ShapeError(
+            f"{shown(width)} is not a number of rows", hint="one number, or one per part"
+        )
     return widths
 
 
@@ -198,5 +216,7 @@ def _axis_names(axis: Axes) -> str:
     if isinstance(axis, str):
         return axis
     if not isinstance(axis, list | tuple) or not all(isinstance(name, str) for name in axis):
-        raise MeshError(f"{shown(axis)} is not a mesh axis", hint='its name, as in "cp", or several names')
+        raise MeshError(
+            f"{shown(axis)} is not a mesh axis", hint='its name, as in "cp", or several names'
+        )
     return ",".join(axis)

@@ -119,24 +119,31 @@ def plan(
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
-    expression, profile = as_expression(with_maps(expression, maps)), without_devices(profile)
+    expression = as_expression(with_maps(expression, maps))
+    profile = without_devices(profile)
     if getattr(dtype, "__hash__", None) is None:  # which no cache takes
         name_of(dtype)
     for each in (mesh, src_mesh, dst_mesh):
         if each is not None:
             check_mesh(each)
     two = src_mesh, dst_mesh, src_devices, dst_devices
-    named = sizes is not None or any(isinstance(n, list | tuple) for n in whole_numbers(shape) or ())
+    named = sizes is not None or any(
+        isinstance(n, list | tuple) for n in whole_numbers(shape) or ()
+    )
     if is_contraction(expression, named=named):
         if mesh is None or relabel or two != (None,) * 4:
-            raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
+            raise MeshError(
+                "a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)"
+            )
         operations: Any = flops_limit
         if operations is not None and not isinstance(operations, Real):
             hint = "a number of floating point operations"
             raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
         limits: tuple[Any, ...] = limit_of(memory_limit), operations
         call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
-        return plan_contraction(call, mesh, shapes, dtype, profile, *limits, objective or BOTH, overlap)
+        return plan_contraction(
+            call, mesh, shapes, dtype, profile, *limits, objective or BOTH, overlap
+        )
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
         hint = "shape= is the shape of the array"
@@ -172,19 +179,28 @@ def plan_contraction(
     for layout in (*call.operands, call.result):
         check_axes(layout, mesh, call.text)
     machine = name, load_profile(profile)
-    request = ContractionRequest(call, mesh, shapes, *machine, memory_limit, flops_limit, objective, overlap)
+    request = ContractionRequest(
+        call, mesh, shapes, *machine, memory_limit, flops_limit, objective, overlap
+    )
     with mark_errors(call.text):
         _ = request.shardings, written(call, mesh, shapes)  # errors come before the cache of plans
     return find_contraction(request)
 
 
 @lru_cache(maxsize=4096)  # with the types of lengths, which tell 4 from 4.0
-def _plan(expression: LayoutPair, mesh: Mesh, shape: Shape, _: tuple[type, ...], *options: Any) -> Plan:
+def _plan(
+    expression: LayoutPair, mesh: Mesh, shape: Shape, _: tuple[type, ...], *options: Any
+) -> Plan:
     return _plan_between(expression, (mesh, mesh), shape, (None, None), False, *options)
 
 
 def _plan_between(
-    move: LayoutPair, meshes: tuple[Mesh, Mesh], shape: Shape, devices: Any, relabel: bool, *options: Any
+    move: LayoutPair,
+    meshes: tuple[Mesh, Mesh],
+    shape: Shape,
+    devices: Any,
+    relabel: bool,
+    *options: Any,
 ) -> Plan:
     """options: dtype, profile, memory limit and objective."""
     dtype, profile, memory_limit, objective = options
@@ -200,10 +216,14 @@ def _plan_between(
         hint = f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}"
         raise MeshError("relabel=True is for two meshes over the same devices", hint=hint)
     endpoints = src, dst, *meshes, src_numbers, dst_numbers
-    name, machine = name_of(dtype), load_profile(profile)
+    name = name_of(dtype)
+    machine = load_profile(profile)
     request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
-        _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
+        _ = (
+            request.source,
+            request.target,
+        )  # a wrong shape is found before the cache of plans is asked
     try:
         return find_plan(request, objective)
     except ShapeError as error:  # more pieces of rows than can be compared
@@ -211,7 +231,9 @@ def _plan_between(
             raise error from None
 
 
-def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:
+def _two_meshes(
+    mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None
+) -> tuple[Mesh, Mesh]:
     if mesh is not None and src_mesh is None and dst_mesh is None:
         hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
         raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
@@ -220,11 +242,15 @@ def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None)
         raise MeshError("a mesh beside src_mesh or dst_mesh", hint=hint)
     if src_mesh is None or dst_mesh is None:
         missing = [n for n, m in (("src_mesh", src_mesh), ("dst_mesh", dst_mesh)) if m is None]
-        raise MeshError(f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh=")
+        raise MeshError(
+            f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh="
+        )
     return src_mesh, dst_mesh
 
 
 def _lengths(shape: Sequence[int] | None) -> Shape:
     if shape is None:
-        raise ShapeError("no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)")
+        raise ShapeError(
+            "no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)"
+        )
     return lengths_of(shape)

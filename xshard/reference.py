@@ -30,7 +30,9 @@ from xshard.steps.local import Scale
 Arrays = Sequence[ArrayLike]  # a block per device
 
 
-def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None = None) -> list[Block]:
+def scatter(
+    x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None = None
+) -> list[Block]:
     """A global array -> the block of every device.
 
     Under `sum` the first device along the axis holds the value and the others zeros, in a `fold` the device
@@ -57,7 +59,12 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None
 
 
 def gather(
-    blocks: Arrays, layout: Layout | str, mesh: Mesh, shape: Sequence[int], *, maps: Maps | None = None
+    blocks: Arrays,
+    layout: Layout | str,
+    mesh: Mesh,
+    shape: Sequence[int],
+    *,
+    maps: Maps | None = None,
 ) -> NDArray[np.generic]:
     """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
 
@@ -139,7 +146,9 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
 Operand = list[Block]  # its blocks
 
 
-def _contracted(plan: ContractionPlan, operands: Sequence[Arrays]) -> tuple[Operand, list[list[Operand]]]:
+def _contracted(
+    plan: ContractionPlan, operands: Sequence[Arrays]
+) -> tuple[Operand, list[list[Operand]]]:
     """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
@@ -151,7 +160,9 @@ def _contracted(plan: ContractionPlan, operands: Sequence[Arrays]) -> tuple[Oper
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
         held.append(used)
         names = [move.dst.names for move in part.moves]
-        result = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
+        result = run(
+            part.result, contract(list(zip(names, used, strict=True)), part.result.src.names)
+        )
         left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
     return _as_written(left[0], target, plan.result.target), held
 
@@ -170,7 +181,10 @@ def _pulled(plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Array
 
 def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
     """Blocks of an array as a contraction writes it -> with one dim per name."""
-    return [x.reshape(-1)[places] for x, places in zip(blocks, _places_by_name(array, named), strict=True)]
+    return [
+        x.reshape(-1)[places]
+        for x, places in zip(blocks, _places_by_name(array, named), strict=True)
+    ]
 
 
 def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
@@ -210,9 +224,14 @@ def contract_gradient(
     return contract([*operands, (tuple(names[d] for d in alone), ones)], names)
 
 
-def contract(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]) -> Operand:
+def contract(
+    operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
+) -> Operand:
     """Every operand's dims with its blocks -> the local results; numpy lacks an einsum of bfloat16."""
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))}
+    numbers = {
+        name: n
+        for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))
+    }
     result = []
     for device, first in enumerate(operands[0][1]):
         arguments: list[Any] = []
@@ -233,11 +252,15 @@ def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
         raise ShapeError(f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices", hint=hint)
     for device, array in enumerate(arrays):
         if array.shape != sharding.local_shape(device):
-            hint = f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
+            hint = (
+                f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
+            )
             hint += f"{sharding.local_shape(device)}"
             raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:
-            raise DtypeError(f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}")
+            raise DtypeError(
+                f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
+            )
     return arrays
 
 
@@ -248,7 +271,7 @@ def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[DimEnd,
 
 
 def _places(rows: Sequence[Runs]) -> tuple[Any, Any]:
-    """numpy indices of the rows in a block and in the global array: without FILL."""
+    """Numpy indices of the rows in a block and in the global array: without FILL."""
     numbers = list(map(row_numbers, rows))
     held = [each != FILL for each in numbers]
     return np.ix_(*held), np.ix_(*(each[kept] for each, kept in zip(numbers, held, strict=True)))

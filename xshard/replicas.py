@@ -49,18 +49,22 @@ class ReplicaCheck(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which blocks are equal by contract: axes of replicas and of copies."""
-        layout, mesh = self.sharding.layout, self.sharding.mesh
+        layout = self.sharding.layout
+        mesh = self.sharding.mesh
         apart = set(layout.axes) - set(layout.tagged("copy"))
         return tuple(a for a in mesh.long_axes if a not in apart)
 
-    def fault(self, differences: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
+    def fault(
+        self, differences: ArrayLike, names: Sequence[object] | None = None
+    ) -> ReplicaError | None:
         """The error to raise or None, by (largest difference, largest value): `[devices, axes, 2]`."""
         difference, largest = np.moveaxis(np.asarray(differences, np.float64), -1, 0)
         wrong = difference > tolerances.replicas(self.dtype) * largest
         if not wrong.any():
             return None
         i = int(wrong.any(axis=0).argmax())
-        axis, device = self.axes[i], int(wrong[:, i].argmax())
+        axis = self.axes[i]
+        device = int(wrong[:, i].argmax())
         group = self.mesh.group(device, (axis,))
         called = ", ".join(str(names[d] if names else d) for d in group)
         left, _, right = self.text.partition(ARROW)

@@ -1,7 +1,8 @@
 """Rows that go where values say, as tokens to experts: their groups, and the order in which they arrive. Each
 row chooses groups, and each group is on one part of a mesh axis. A part gets one copy of a row if it has any
 of its groups. Copies lie by the part and the row that they come from; rows, one per choice, lie by group and
-then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first."""
+then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Groups:
         number = n_parts if groups is None else whole_number(groups)
         parts = () if number is not None else whole_numbers(groups) or ()
         if number is not None and number > 0:
-            mesh, layout = Mesh(parts=n_parts), Layout.parse("g/parts")
+            mesh = Mesh(parts=n_parts)
+            layout = Layout.parse("g/parts")
             rows = (layout.positions(mesh, (number,), 0, part) for part in range(n_parts))
             parts = tuple(part for part, own in enumerate(rows) for _ in own)
         if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
@@ -58,7 +60,9 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
     if not is_whole or not len(rows) or len(to) not in (1, 2) or to[0] != rows[0]:
         kind = "" if is_whole else ", of numbers that are not whole,"
         what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
-        raise ShapeError(what, hint="to[row] is a group, or to[row, choice]; a number below 0 is none")
+        raise ShapeError(
+            what, hint="to[row] is a group, or to[row, choice]; a number below 0 is none"
+        )
     for name, limit in limits.items():
         if limit is not None and (whole_number(limit) or 0) < 1:
             raise ShapeError(f"{name}={shown(limit)}", hint="a number of copies, 1 or more")

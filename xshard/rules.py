@@ -37,15 +37,20 @@ class Rules(Mapping[Pattern, Any]):
     A function that takes rules also takes a plain dict; in place of expressions a dict is a tree of them.
     maps: the `Owners` and `Needs` that layouts name. Raises NotationError for a malformed pattern or layout.
 
-    >>> rules = Rules({"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."})
+    >>> rules = Rules(
+    ...     {"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."}
+    ... )
     >>> rules.find("layers.0.q_proj.weight"), rules.find("norm.bias")
     ('o/tp i', '...')
     """
 
     def __init__(self, rules: RulesLike, maps: Maps | None = None) -> None:
         if not isinstance(rules, Mapping):
-            raise NotationError(f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}')
-        self._rules, self._maps = with_maps(dict(rules), maps), maps
+            raise NotationError(
+                f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}'
+            )
+        self._rules = with_maps(dict(rules), maps)
+        self._maps = maps
         self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
         for pattern, value in self._rules.items():
             if isinstance(value, str):
@@ -93,7 +98,9 @@ class Rules(Mapping[Pattern, Any]):
         pattern = self.pattern_for(name)
         return None if pattern is None else self._rules[pattern]
 
-    def match(self, names: Collection[str], *, partial: bool = False, what: str = "name") -> dict[str, Any]:
+    def match(
+        self, names: Collection[str], *, partial: bool = False, what: str = "name"
+    ) -> dict[str, Any]:
         """The layout or expression for each name, in the order of `names`.
 
         partial: leave out names without a rule. what: the word for a name in errors. Raises XshardError for
@@ -107,12 +114,17 @@ class Rules(Mapping[Pattern, Any]):
         decided = {name: self.pattern_for(name) for name in names}
         missing = [name for name, pattern in decided.items() if pattern is None and not partial]
         used = set(decided.values()) if names else set(self._rules)
-        idle = {p: _idle(p, names) for p in self._rules if p not in used or set("{|") & set(text_of(p))}
-        reasons, hints = [], []
+        idle = {
+            p: _idle(p, names) for p in self._rules if p not in used or set("{|") & set(text_of(p))
+        }
+        reasons = []
+        hints = []
         if missing:
             reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {listed(missing)}")
             rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
-            hints.append(f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays")
+            hints.append(
+                f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays"
+            )
         for pattern, alternatives in idle.items():
             for each in alternatives:
                 of = f"'{text_of(each)}' in " if each != pattern else ""
@@ -121,11 +133,17 @@ class Rules(Mapping[Pattern, Any]):
             if not alternatives and pattern not in used and pattern != ALL:  # all of it fits
                 fitted = next(name for name in names if self._fits[pattern].fullmatch(name))
                 earlier = text_of(decided[fitted] or pattern)
-                reasons.append(f"rule '{text_of(pattern)}' comes too late: '{earlier}' decides {fitted}")
-                hints.append("the first pattern that fits decides: write the narrow one before the wide one")
+                reasons.append(
+                    f"rule '{text_of(pattern)}' comes too late: '{earlier}' decides {fitted}"
+                )
+                hints.append(
+                    "the first pattern that fits decides: write the narrow one before the wide one"
+                )
         if reasons:
             raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
-        return {name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None}
+        return {
+            name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None
+        }
 
 
 def owned(
@@ -148,7 +166,8 @@ def owned(
     >>> rules.find("up"), rules.find("down"), rules.find("bias")
     ('o/sizes(fsdp,8,0) i', 'o/sizes(fsdp,0,2) i', 'o/sizes(fsdp,0,4)')
     """
-    lengths, loads = {name: lengths_of(shape) for name, shape in shapes.items()}, [0.0] * mesh.size(axis)
+    lengths = {name: lengths_of(shape) for name, shape in shapes.items()}
+    loads = [0.0] * mesh.size(axis)
     rules = dict[Pattern, Any]()
     for name in sorted(lengths, key=lambda name: -cost(lengths[name])):
         if not lengths[name]:
@@ -182,8 +201,11 @@ def nearest(spelling: Pattern, names: Collection[str]) -> str:
     """
     parts = spelling.split(".") if isinstance(spelling, str) else []
     for i, part in enumerate(parts):
-        wide, star = ".".join((*parts[:i], "*", *parts[i + 1 :])), len(stars_in(".".join(parts[:i])))
-        parts_there = {stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))}
+        wide = ".".join((*parts[:i], "*", *parts[i + 1 :]))
+        star = len(stars_in(".".join(parts[:i])))
+        parts_there = {
+            stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))
+        }
         if meant := did_you_mean(part, parts_there):
             return f"'{spelling}': {meant.strip()}"
     return ""
@@ -224,8 +246,12 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
-        raise NotationError(f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)")
-    return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
+        raise NotationError(
+            f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)"
+        )
+    return re.compile(
+        "|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -246,7 +272,8 @@ def spellings(pattern: str) -> tuple[str, ...]:
                 raise _malformed("'}' closes nothing", pattern, token.span())
             inside, (opened, done, now) = done + now, levels.pop()
         if token[0] == "|" or (token[0] == "," and levels):
-            done, now = done + now, [""]
+            done = done + now
+            now = [""]
         else:
             _check_number(len(now) * len(inside), pattern)
             now = [start + end for start in now for end in inside]
@@ -258,7 +285,10 @@ def spellings(pattern: str) -> tuple[str, ...]:
 
 
 def _check_number(spellings: int, pattern: str) -> None:
-    limits = (spellings, MOST_SPELLINGS, "spellings"), (spellings * len(pattern), MOST_CHARS, "characters")
+    limits = (
+        (spellings, MOST_SPELLINGS, "spellings"),
+        (spellings * len(pattern), MOST_CHARS, "characters"),
+    )
     for n, most, what in limits:
         if n > most:
             raise _malformed(f"a pattern of more than {most} {what}", pattern, (0, len(pattern)))
@@ -288,7 +318,11 @@ def _regex(spelling: str, pattern: str) -> str:
 def _part_regex(part: str, pattern: str) -> str:
     if ALL in part:
         start = pattern.find(part)  # braces may have put the stars beside each other
-        span = (start + part.index(ALL), start + part.index(ALL) + 2) if start >= 0 else (0, len(pattern))
+        span = (
+            (start + part.index(ALL), start + part.index(ALL) + 2)
+            if start >= 0
+            else (0, len(pattern))
+        )
         raise _malformed("'**' stands for whole parts", pattern, span)
     first, *rest = map(re.escape, part.split("*"))
     if not rest:

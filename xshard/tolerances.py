@@ -24,5 +24,6 @@ def rounding(dtypes: Iterable[str]) -> float:
 
 def replicas(dtype: str) -> float:
     """Replicas of one value, added up in different orders by kernels; 0 for whole numbers. The square root of
-    the dtype's precision: gradients of different work differ by as much as they are large."""
+    the dtype's precision: gradients of different work differ by as much as they are large.
+    """
     return math.sqrt(precision(dtype))

@@ -84,12 +84,14 @@ def prefix_branches(
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
     """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`. A dict is
-    rules for a module or state, unless it has a value for each of its parts."""
+    rules for a module or state, unless it has a value for each of its parts.
+    """
     parts = children(tree)
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
-    values, place = children(given), f"{what[0]}{f' at {name!r}' if name else ''}"
+    values = children(given)
+    place = f"{what[0]}{f' at {name!r}' if name else ''}"
     if parts is None or values is None:
         reason = f"{place}: one array, but {what[1]} {shown(given)}"
         raise error(reason, hint=f"one of the {what[1]} for each array")
@@ -108,7 +110,11 @@ def prefix_branches(
 
 
 def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
-    return f"keys {listed(list(map(repr, parts)))}" if isinstance(tree, Mapping) else f"{len(parts)} items"
+    return (
+        f"keys {listed(list(map(repr, parts)))}"
+        if isinstance(tree, Mapping)
+        else f"{len(parts)} items"
+    )
 
 
 def groups(

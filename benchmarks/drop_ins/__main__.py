@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_rank = on_ranks(RANKS, on_a_rank, rounds)
     verbs = []
     for verb, host_s, *ranks in zip(VERBS, hosts, *by_rank, strict=True):
-        figures, ways = largest(ranks), []
+        figures = largest(ranks)
+        ways = []
         for way in verb.ways:
             on_host = {f"host_{key}": value for key, value in host_s[way].items()}
             ways.append({"way": way, **figures[way], **on_host})

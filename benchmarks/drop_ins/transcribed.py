@@ -22,10 +22,16 @@ def zigzag(parts: int) -> Tensor:
 
 def permuted(x: Tensor, order: Tensor) -> Tensor:
     batch, channels, length = x.shape
-    return x.reshape(batch, channels, len(order), -1).index_select(2, order).reshape(batch, channels, length)
+    return (
+        x.reshape(batch, channels, len(order), -1)
+        .index_select(2, order)
+        .reshape(batch, channels, length)
+    )
 
 
-def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[[Tensor], Any]:
+def with_gradient(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[[Tensor], Any]:
     """A function of a block whose gradient is written by hand, as the systems have it."""
 
     class Written(Function):
@@ -106,8 +112,10 @@ def narrowed(gradient: Tensor) -> Tensor:
 
 def _neighbours(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks before and after -> their rows; zeros where there is no such rank."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    received, operations = [], []
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    received = []
+    operations = []
     for rows, other in ((first.contiguous(), rank - 1), (last.contiguous(), rank + 1)):
         received.append(torch.zeros_like(rows))
         if 0 <= other < n:
@@ -120,9 +128,13 @@ def _neighbours(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 # nvSubquadratic's `AllToAllSingleFunction` ("split_to_full"); ksuit's `AllGatherGradAutograd`, and its sum
 # that passes gradients on; CREDIT's `HaloExchange`; poptorch's sum of gradients, and its all-to-all.
-split_to_full = with_gradient(gathered_sequence, lambda gradient: split_sequence(gradient.contiguous()))
+split_to_full = with_gradient(
+    gathered_sequence, lambda gradient: split_sequence(gradient.contiguous())
+)
 all_gather_grad = with_gradient(lambda x: tuple(all_gathered(x)), slots_reduced)
 reduced_sum = with_gradient(all_reduced, lambda gradient: gradient)
 halo = with_gradient(widened, narrowed)
 summed_gradient = with_gradient(lambda x: x.view_as(x), all_reduced)
-all_to_all_single = with_gradient(exchanged, lambda gradient: all_to_all_single(gradient.contiguous()))
+all_to_all_single = with_gradient(
+    exchanged, lambda gradient: all_to_all_single(gradient.contiguous())
+)

@@ -22,7 +22,10 @@ from benchmarks.halo.ways import AXIS, gathered
 from benchmarks.torch_calls import Calls, Figures, calls, compared, fake_group, medians
 from torch_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
-OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
+OURS = "xshard"
+RAW = "transcribed"
+FUNCTIONAL = "nn.functional"
+DTENSOR = "DTensor"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ def _mesh(world: dist.ProcessGroup) -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
 
 
-def _dtensor(src: Placement, dst: Placement, grad: Placement | None = None) -> Callable[[Tensor], Tensor]:
+def _dtensor(
+    src: Placement, dst: Placement, grad: Placement | None = None
+) -> Callable[[Tensor], Tensor]:
     """One redistribution of a DTensor. grad: the placement of the result's gradients."""
 
     def move(x: Tensor) -> Tensor:
@@ -74,7 +79,9 @@ VERBS = (
         "nvSubquadratic",
         (2, 64, 512),
         {
-            OURS: lambda x: nvsubquadratic.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
+            OURS: lambda x: nvsubquadratic.AllToAllSingleFunction.apply(
+                x, None, "split_to_full", True
+            ),
             RAW: transcribed.split_to_full,
             FUNCTIONAL: lambda x: transcribed.gathered_sequence(x, _exchanged),
             DTENSOR: lambda x: _in_natural_order(_dtensor(Shard(2), Shard(1))(x)),

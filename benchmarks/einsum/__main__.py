@@ -23,12 +23,15 @@ from benchmarks.planner.claims import geomean
 
 # The stride through the cases; the number of timed ones, the most operations of all devices in one, its
 # rounds, and the processes in which a case is timed that seems slower than XLA.
-FULL, QUICK = (1, None, 1e9, 7, 3), (28, 1, 1e7, 3, 1)
+FULL = (1, None, 1e9, 7, 3)
+QUICK = (28, 1, 1e7, 3, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.options("einsum", __doc__, quick="five cases, one small timing")
-    parser.add_argument("--live", action="store_true", help="measure the peers' bytes again, and record them")
+    parser.add_argument(
+        "--live", action="store_true", help="measure the peers' bytes again, and record them"
+    )
     options = parser.parse_args(arguments)
     if options.live and options.quick:
         parser.error("--live needs a full run")
@@ -43,11 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = peers.live(cases)
         peers.save(known)
         rows = [
-            row | claims.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
+            row | claims.planned(case, peers.of(case, known))
+            for row, case in zip(rows, cases, strict=True)
         ]
     large = [scaled(case, flops) for case in cases if case.mesh.n_devices == TIMED_DEVICES]
     timed = measure_runs(large[:most_timed], rounds, processes)
-    judged, results = claims.judge(rows, cached_s, timed), {"cases": rows, "timed": timed}
+    judged = claims.judge(rows, cached_s, timed)
+    results = {"cases": rows, "timed": timed}
     show_peers(rows, known)
     facts = {"peers": known["versions"], "cached_s": cached_s}
     return finish(options, "Planned contractions", judged, "jax", "jaxlib", rows=results, **facts)
@@ -71,20 +76,29 @@ def measure_runs(cases: Sequence[Case], rounds: int, processes: int) -> list[Row
 
     runs = [dict(zip(cases, alone(run_time.rows, cases, rounds), strict=True))]
     # One program timed twice differs by as much: in doubt, the middle of more processes counts.
-    doubtful = [case for case, rows in runs[0].items() if min(r["faster"] for r in rows) < claims.LEAST]
+    doubtful = [
+        case for case, rows in runs[0].items() if min(r["faster"] for r in rows) < claims.LEAST
+    ]
     for _ in record.shown(range(processes - 1), "timing the doubtful again"):
         again = alone(run_time.rows, doubtful, rounds)
         runs.append(runs[0] | dict(zip(doubtful, again, strict=True)))
-    return [middle(rows) for case in cases for rows in zip(*(run[case] for run in runs), strict=True)]
+    return [
+        middle(rows) for case in cases for rows in zip(*(run[case] for run in runs), strict=True)
+    ]
 
 
 def show_peers(rows: Sequence[Row], known: Row) -> None:
     """How much more every peer receives than we do, at XLA's operations."""
-    title, lines = "Received bytes of the busiest device / ours, geometric mean", []
+    title = "Received bytes of the busiest device / ours, geometric mean"
+    lines = []
     for peer in rows[0]["peers"]:
         pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
         means = [f"{geomean(value for _, value in named):.2f}" if named else "" for named in pairs]
-        cells = [text for named, mean in zip(pairs, means, strict=True) for text in (str(len(named)), mean)]
+        cells = [
+            text
+            for named, mean in zip(pairs, means, strict=True)
+            for text in (str(len(named)), mean)
+        ]
         lines.append((peer, known["versions"].get(peer, ""), *cells))
     heads = ("", "version", "cases", FORWARD, "cases", BOTH)
     record.console().print(record.table(title, heads, lines, n_left=2))

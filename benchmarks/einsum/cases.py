@@ -32,8 +32,12 @@ class Case:
     def equation(self) -> str:
         """The expression as `numpy.einsum` reads it."""
         letters = dict(zip(dict(self.sizes), string.ascii_letters, strict=False))
-        left = ["".join(letters[name] for name in layout.names) for layout in self.contraction.operands]
-        return f"{','.join(left)}->{''.join(letters[name] for name in self.contraction.result.names)}"
+        left = [
+            "".join(letters[name] for name in layout.names) for layout in self.contraction.operands
+        ]
+        return (
+            f"{','.join(left)}->{''.join(letters[name] for name in self.contraction.result.names)}"
+        )
 
     def shape(self, layout: xs.Layout) -> tuple[int, ...]:
         """The global shape of an operand or of the result."""
@@ -54,7 +58,9 @@ class Case:
     ) -> xs.ContractionPlan:
         """Our plan."""
         options = {"profile": profile, "flops_limit": flops_limit, "objective": objective}
-        return xs.plan(self.expression, self.mesh, sizes=dict(self.sizes), dtype=self.dtype, **options)
+        return xs.plan(
+            self.expression, self.mesh, sizes=dict(self.sizes), dtype=self.dtype, **options
+        )
 
 
 def load() -> tuple[Case, ...]:
@@ -68,8 +74,11 @@ def load() -> tuple[Case, ...]:
 
 def scaled(case: Case, most_flops: float) -> Case:
     """The case with `most_flops` at most: its longest dims are halved while all devices can shard them."""
-    sizes, n = dict(case.sizes), case.mesh.n_devices
+    sizes = dict(case.sizes)
+    n = case.mesh.n_devices
     while 2 * math.prod(sizes.values()) > most_flops:
-        longest = max((name for name in sizes if sizes[name] % (2 * n) == 0), key=lambda name: sizes[name])
+        longest = max(
+            (name for name in sizes if sizes[name] % (2 * n) == 0), key=lambda name: sizes[name]
+        )
         sizes[longest] //= 2
     return replace(case, sizes=tuple(sizes.items()))

@@ -13,15 +13,20 @@ from benchmarks.claim import Claim, Named, Row, mean, none_of, worst
 from benchmarks.einsum.cases import Case
 from benchmarks.planner.timing import look_up_s, quickest
 
-FORWARD, BOTH = "forward", "forward+backward"
+FORWARD = "forward"
+BOTH = "forward+backward"
 TIMED_DEVICES = 8
 SLACK = 1.002  # XLA counts the additions of its collectives, too
-FASTER, LEAST = 1.2, 0.9  # XLA's run time / ours: geometric mean, worst
+FASTER = 1.2
+LEAST = 0.9  # XLA's run time / ours: geometric mean, worst
 
 
 def planned(case: Case, peers: Mapping[str, Row]) -> Row:
     """Our plans for the fewest bytes, with at most a peer's operations, beside the peers' figures."""
-    limits = {"xla": beside_xla(case, peers["xla"]), "plain": _limits(case, case.share, peers["xla"])}
+    limits = {
+        "xla": beside_xla(case, peers["xla"]),
+        "plain": _limits(case, case.share, peers["xla"]),
+    }
     return {
         "case": case.name,
         "expression": case.expression,
@@ -31,7 +36,8 @@ def planned(case: Case, peers: Mapping[str, Row]) -> Row:
         "flops_limits": limits,
         "ours": {
             peer: {
-                objective: _facts(case.plan(objective, limit[0]), objective) for objective in (FORWARD, BOTH)
+                objective: _facts(case.plan(objective, limit[0]), objective)
+                for objective in (FORWARD, BOTH)
             }
             for peer, limit in limits.items()
         },
@@ -80,13 +86,18 @@ def cached_s(cases: Sequence[Case]) -> float:
 
 def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[Claim, ...]:
     """Every claim, in order."""
-    n, claims = len(rows), list[Claim]()
+    n = len(rows)
+    claims = list[Claim]()
     for objective, limit in ((FORWARD, 2.08), (BOTH, 2.67)):
         for peer, title in (("xla", "XLA"), ("plain", "the plain planner")):
             more = [
-                row["case"] for row in rows if _ours(row, objective, peer) > _theirs(row, objective, peer)
+                row["case"]
+                for row in rows
+                if _ours(row, objective, peer) > _theirs(row, objective, peer)
             ]
-            most = 1 if (objective, peer) == (BOTH, "xla") else 0  # XLA contracts each gradient elsewhere
+            most = (
+                1 if (objective, peer) == (BOTH, "xla") else 0
+            )  # XLA contracts each gradient elsewhere
             what = f"{objective}: cases that receive more bytes than {title}"
             claims.append(Claim(what, len(more), most, False, n, tuple(more)))
         statement = f"{objective}: XLA's received bytes / ours, geometric mean"
@@ -111,7 +122,9 @@ def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[C
 def ratios(rows: Sequence[Row], objective: str, peer: str) -> Named:
     """A peer's received bytes over ours, of the cases in which both receive any."""
     known = [row for row in rows if objective in row["peers"][peer].get("received_bytes", ())]
-    pairs = [(row["case"], _theirs(row, objective, peer), _ours(row, objective, "xla")) for row in known]
+    pairs = [
+        (row["case"], _theirs(row, objective, peer), _ours(row, objective, "xla")) for row in known
+    ]
     return [(case, a / b) for case, a, b in pairs if a and b]
 
 
@@ -126,5 +139,6 @@ def _theirs(row: Row, objective: str, peer: str) -> int:
 
 def _repeats(row: Row) -> bool:
     """Whether our plans take more operations than XLA's."""
-    most, plans = row["flops_limits"]["xla"], row["ours"]["xla"].values()
+    most = row["flops_limits"]["xla"]
+    plans = row["ours"]["xla"].values()
     return any(plan["flops"] > most[0] or plan["backward_flops"] > most[1] for plan in plans)

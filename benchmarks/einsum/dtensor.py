@@ -55,9 +55,16 @@ class Counted(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # its operations on blocks come here, too
         result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry and FakeTensor not in types:  # these are shapes only
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
-        if func.namespace in ("_c10d_functional", "_dtensor") and (name := func._opname) not in NOTHING_SENT:
+        if (
+            func._overloadpacket in flop_registry and FakeTensor not in types
+        ):  # these are shapes only
+            self.flops += flop_registry[func._overloadpacket](
+                *args, **(kwargs or {}), out_val=result
+            )
+        if (
+            func.namespace in ("_c10d_functional", "_dtensor")
+            and (name := func._opname) not in NOTHING_SENT
+        ):
             sizes = [x.numel() * x.element_size() for x in (args[0], result)]
             n = distributed.distributed_c10d._resolve_process_group(args[-1]).size()
             self.received_bytes += RECEIVED[name](*sizes, n)

@@ -20,9 +20,11 @@ from benchmarks import by_turns, record
 from benchmarks.claim import Claim, Row, finish, worst
 from benchmarks.torch_redistribute.host import nobody
 
-CALLS, ROUNDS = 1000, 15
+CALLS = 1000
+ROUNDS = 15
 MOST_US = 15.0
-GATHER, SCATTER = "b s/a d -> b s d | copy(a)", "b s d | sum(a) -> b s/a d"
+GATHER = "b s/a d -> b s d | copy(a)"
+SCATTER = "b s d | sum(a) -> b s/a d"
 
 Call = Callable[[], object]
 
@@ -31,24 +33,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options("einsum.host", __doc__, quick="few rounds").parse_args(arguments)
     torch.set_num_threads(1)
     with nobody() as mesh:
-        rows = [_row(name, *forms, 3 if options.quick else ROUNDS) for name, forms in _forms(mesh).items()]
-    title, keys = "Host time of contractions", ("by_hand_s", "ours_s", "beyond_s")
+        rows = [
+            _row(name, *forms, 3 if options.quick else ROUNDS)
+            for name, forms in _forms(mesh).items()
+        ]
+    title = "Host time of contractions"
+    keys = ("by_hand_s", "ours_s", "beyond_s")
     lines = [(row["case"], *(f"{1e6 * row[key]:.1f}" for key in keys)) for row in rows]
     heads = ("contraction", "by hand, us", "xt.einsum, us", "beyond, us")
     record.console().print(record.table(title, heads, lines))
-    return finish(options, title, [judge(rows)], "torch", rows={"cases": rows}, load=os.getloadavg())
+    return finish(
+        options, title, [judge(rows)], "torch", rows={"cases": rows}, load=os.getloadavg()
+    )
 
 
 def judge(rows: Sequence[Row]) -> Claim:
     """The median over rounds of each round's difference."""
     beyond = [(row["case"], 1e6 * row["beyond_s"]) for row in rows]
-    return worst("host us of a cached call beyond its moves and torch.einsum: worst", beyond, MOST_US)
+    return worst(
+        "host us of a cached call beyond its moves and torch.einsum: worst", beyond, MOST_US
+    )
 
 
 def _forms(mesh: DeviceMesh) -> dict[str, tuple[Call, Call]]:
     """For every scheme the planned contraction, and the same by its parts."""
-    rows, part, whole = torch.ones(1, 1, 8), torch.ones(1, 4, 4), torch.ones(1, 4, 8)
-    up, down = torch.ones(8, 4), torch.ones(4, 8)
+    rows = torch.ones(1, 1, 8)
+    part = torch.ones(1, 4, 4)
+    whole = torch.ones(1, 4, 8)
+    up = torch.ones(8, 4)
+    down = torch.ones(4, 8)
     return {
         "column": (
             lambda: xt.einsum("b s d | copy(a), d f/a -> b s f/a", whole, up, mesh=mesh),

@@ -39,7 +39,10 @@ def live(cases: Sequence[Case]) -> Row:
 
     configure(MOST_DEVICES)
     known = recorded()
-    for name, package, measured in (("xla", "jax", xla.measured), ("dtensor", "torch", dtensor.measured)):
+    for name, package, measured in (
+        ("xla", "jax", xla.measured),
+        ("dtensor", "torch", dtensor.measured),
+    ):
         known["versions"][name] = f"{package} {metadata.version(package)}"
         known[name] |= {case.name: measured(case) for case in record.shown(cases, name)}
     return known

@@ -29,20 +29,24 @@ from xshard.cost.model import Link
 from xshard.testing.nodes import nodes
 
 RATE = "400mbit"
-ROWS, WIDTH = 1024, 512  # of the block that travels
+ROWS = 1024
+WIDTH = 512  # of the block that travels
 BALANCES = (0.25, 1.0, 2.0)  # the time of the product, in times of its move
 FORMS = {
     "gather, parts side by side": "s/tp d, d f/tp -> s f/tp",
     "gather, parts added": "f/tp s, s/tp d -> f/tp d",
     "reduce-scatter": "s f/tp, f/tp d -> s/tp d",
 }
-FASTER, LEAST = 1.3, 0.95
+FASTER = 1.3
+LEAST = 0.95
 LONG = "plain time / in rounds, product as long as its move, or twice: geometric mean"
 CHOSEN = 'plain time / in rounds, where "auto" takes rounds: worst'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("einsum.rings", __doc__, quick="1+1 ranks, few rounds").parse_args(arguments)
+    options = record.options("einsum.rings", __doc__, quick="1+1 ranks, few rounds").parse_args(
+        arguments
+    )
     rows: list[Row] = []
     for ranks in (1,) if options.quick else (1, 2):
         with nodes(2, ranks=ranks, rate=RATE) as cluster:
@@ -58,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _rows(per_node: int, rounds: int) -> list[Row]:
     """The rows of all cases, equal on every rank."""
     n = dist.get_world_size()
-    mesh, rows = xs.Mesh(tp=n), list[Row]()
+    mesh = xs.Mesh(tp=n)
+    rows = list[Row]()
     profile = _profile(mesh, per_node)
     flops = dict(profile.flops_per_s)["float32"]
     assert profile.across is not None
@@ -72,7 +77,9 @@ def _rows(per_node: int, rounds: int) -> list[Row]:
 
 def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
     """The profile of gloo, with the link between nodes and the products of all ranks as they are now."""
-    x, y, gloo = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, ROWS), xs.load_profile("gloo")
+    x = torch.ones(ROWS, WIDTH)
+    y = torch.ones(WIDTH, ROWS)
+    gloo = xs.load_profile("gloo")
     calls = {"move": lambda: xt.redistribute(x, "n/tp d -> n d", mesh), "product": lambda: x @ y}
     move_s, product_s = map(statistics.median, by_turns.slowest(calls, 7, warm_up=2).values())
     link = Link(gloo.default.latency_s, (mesh.n_devices - 1) * x.nbytes / move_s)
@@ -81,17 +88,26 @@ def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
 
 
 def _timed(
-    form: str, mesh: xs.Mesh, sizes: dict[str, int], profile: xs.Profile, balance: float, rounds: int
+    form: str,
+    mesh: xs.Mesh,
+    sizes: dict[str, int],
+    profile: xs.Profile,
+    balance: float,
+    rounds: int,
 ) -> list[Row]:
     """A row for the forward pass, and one with all gradients; none if no move can run in rounds."""
-    text, options = FORMS[form], {"sizes": sizes, "dtype": "float32", "profile": profile}
-    plans = {name: xs.plan(text, mesh, overlap=name, **options) for name in ("never", "auto", "always")}
+    text = FORMS[form]
+    options = {"sizes": sizes, "dtype": "float32", "profile": profile}
+    plans = {
+        name: xs.plan(text, mesh, overlap=name, **options) for name in ("never", "auto", "always")
+    }
     never = plans["never"]
     ring = plans["always"].parts[0].ring
     if ring is None:
         return []
     shapes = (move.source.local_shape(dist.get_rank()) for move in never.moves)
-    blocks, rows = [torch.ones(shape).requires_grad_() for shape in shapes], []
+    blocks = [torch.ones(shape).requires_grad_() for shape in shapes]
+    rows = []
     for objective in ("forward", "forward+backward"):
         calls = {
             name: partial(_run, plans[name.split()[0]], blocks, objective != "forward")
@@ -132,7 +148,8 @@ def _run(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor], with_gradient
 
 
 def _show(rows: Sequence[Row]) -> None:
-    heads, lines = ("case", "plain ms", "rounds ms", "faster", "predicted, forward", "noise", "auto"), []
+    heads = ("case", "plain ms", "rounds ms", "faster", "predicted, forward", "noise", "auto")
+    lines = []
     for row in rows:
         ms = (f"{1e3 * row[name]:.0f}" for name in ("plain_s", "rounds_s"))
         ratios = (f"{row[name]:.2f}" for name in ("faster", "predicted", "noise"))

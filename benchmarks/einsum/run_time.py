@@ -57,9 +57,15 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
     rows = []
     for objective, arrays, wrap, shardings in (
         (FORWARD, blocks, lambda einsum: einsum, (tuple(operands), result)),
-        (BOTH, [cotangent, *blocks], _with_gradients, ((result, *operands), (result, tuple(operands)))),
+        (
+            BOTH,
+            [cotangent, *blocks],
+            _with_gradients,
+            ((result, *operands), (result, tuple(operands))),
+        ),
     ):
-        plan, plain = case.plan(objective, None, profile), xla.program(case)
+        plan = case.plan(objective, None, profile)
+        plain = xla.program(case)
         ours = partial(xj.einsum, plan, mesh=result.mesh)
         programs = {
             name: jax.jit(wrap(einsum), in_shardings=shardings[0], out_shardings=shardings[1])

@@ -35,7 +35,8 @@ def measured(case: Case) -> Row:
     def gradients(cotangent: Any, *operands: Any) -> Any:
         return jax.vjp(einsum, *operands)[1](cotangent)
 
-    operands, result = list(case.contraction.operands), case.contraction.result
+    operands = list(case.contraction.operands)
+    result = case.contraction.result
     forward = _figures(case, einsum, operands, result)
     backward = _figures(case, gradients, [result, *operands], tuple(operands))
     return figures(forward, backward)
@@ -54,9 +55,12 @@ def sharding(case: Case, layout: xs.Layout) -> NamedSharding:
 
 def _figures(case: Case, run: Callable[..., Any], operands: list[xs.Layout], results: Any) -> Row:
     arrays = [jax.ShapeDtypeStruct(case.shape(layout), case.dtype) for layout in operands]
-    before, after = (jax.tree.map(partial(sharding, case), layouts) for layouts in (tuple(operands), results))
+    before, after = (
+        jax.tree.map(partial(sharding, case), layouts) for layouts in (tuple(operands), results)
+    )
     compiled = jax.jit(run, in_shardings=before, out_shardings=after).lower(*arrays).compile()
-    text, counts = compiled.as_text(), Counter[str]()
+    text = compiled.as_text()
+    counts = Counter[str]()
     if " while(" in text:
         raise ValueError(f"{case.name}: collectives in a loop would be counted once")
     received = np.zeros(case.mesh.n_devices)

@@ -26,8 +26,10 @@ from benchmarks.torch_redistribute.by_hand import all_gather, reduce_scatter
 from benchmarks.torch_redistribute.host import RANKS, nobody
 from torch_bridge.nn import domain_parallel
 
-ROWS, QUICK_ROWS = 8192, 1024
-COPIES, QUICK_COPIES = (1 << 26, 1 << 30), (1 << 20,)
+ROWS = 8192
+QUICK_ROWS = 1024
+COPIES = (1 << 26, 1 << 30)
+QUICK_COPIES = (1 << 20,)
 # (batch, channels, rows, columns) of a block, and the kernel.
 LAYERS = (((1, 64, 256, 1024), 3), ((4, 128, 128, 256), 3), ((1, 32, 512, 2048), 7))
 CALLS = 20  # between two events
@@ -89,7 +91,8 @@ def _products(rows: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         torch.set_float32_matmul_precision(precision)
         yield name, lambda: a @ b
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        x, y = a.to(dtype), b.to(dtype)
+        x = a.to(dtype)
+        y = b.to(dtype)
         yield str(dtype).removeprefix("torch."), lambda x=x, y=y: x @ y
     one = torch.ones((), device="cuda")
     e, f = (t.to(torch.float8_e4m3fn) for t in (a, b))
@@ -137,7 +140,9 @@ def layers(shapes: Sequence[tuple[tuple[int, ...], int]], rounds: int) -> list[R
     with nobody("cuda") as ranks:
         for shape, kernel in shapes:
             torch.manual_seed(0)
-            ordinary = torch.nn.Conv2d(shape[1], shape[1], kernel, padding=kernel // 2, device="cuda")
+            ordinary = torch.nn.Conv2d(
+                shape[1], shape[1], kernel, padding=kernel // 2, device="cuda"
+            )
             ordinary = ordinary.to(torch.bfloat16)
             layer = domain_parallel(ordinary, "b c h/a w", ranks)
             x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -159,14 +164,18 @@ def products(rounds: int) -> list[Row]:
             x, w = (torch.ones(move.source.local_shape(1), device="cuda") for move in plan.moves)
             a, b = (torch.ones(part.local_shape(1), device="cuda") for part in plan.parts[0].used)
             placed = [
-                DTensor.from_local(t, ranks, xt.dtensor.to_placements(str(layout), ranks), run_check=False)
+                DTensor.from_local(
+                    t, ranks, xt.dtensor.to_placements(str(layout), ranks), run_check=False
+                )
                 for t, layout in zip((x, w), plan.contraction.operands, strict=True)
             ]
             wanted = xt.dtensor.to_placements(str(plan.contraction.result), ranks)
             ways = {
                 "xshard": lambda x=x, w=w, text=text: xt.einsum(text, x, w, mesh=mesh),
                 "torch.einsum of one block": lambda a=a, b=b: torch.einsum("nd,de->ne", a, b),
-                "DTensor": lambda p=placed, q=wanted: torch.matmul(*p).redistribute(placements=q).to_local(),
+                "DTensor": lambda p=placed, q=wanted: (
+                    torch.matmul(*p).redistribute(placements=q).to_local()
+                ),
             }
             times = {}
             for way, call in ways.items():

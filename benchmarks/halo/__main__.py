@@ -26,7 +26,9 @@ HEADS = ("block", "way", "rows", "forward", "", "with gradient", "", "received",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("halo", __doc__, quick="one small array, few rounds").parse_args(arguments)
+    options = record.options("halo", __doc__, quick="one small array, few rounds").parse_args(
+        arguments
+    )
     blocks = BLOCKS[:1] if options.quick else BLOCKS
     rounds, host_rounds = (3, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
     host_s = host(*blocks[0], RANKS, host_rounds)
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape, rows in record.shown(blocks, "arrays"):
         ways = largest(on_ranks(RANKS, end_to_end, shape, rows, rounds))
         cases.append({"block": shape, "rows": rows, "ways": ways, **planned(shape, rows)})
-    console, title = record.console(), f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard"
+    console = record.console()
+    title = f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard"
     console.print(record.table(title, HEADS, _lines(host_s, cases), n_left=2))
     console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
     about = record.about(options, "torch", ranks=RANKS, backend="gloo", host_s=host_s)
@@ -58,16 +61,28 @@ def planned(shape: Sequence[int], rows: int) -> dict[str, float]:
 
 def _lines(host_s: Figures, cases: Sequence[Row]) -> Iterator[Sequence[str]]:
     for case in cases:
-        ways, block = case["ways"], "x".join(map(str, case["block"]))
+        ways = case["ways"]
+        block = "x".join(map(str, case["block"]))
         for way, figures in ways.items():
-            size, rows, least = "", "", ""
+            size = ""
+            rows = ""
+            least = ""
             if way == OURS:
-                size, rows, least = block, str(case["rows"]), format_bytes(round(case["least_bytes"]))
+                size = block
+                rows = str(case["rows"])
+                least = format_bytes(round(case["least_bytes"]))
             received = format_bytes(round(figures["received_bytes"]))
             yield size, way, rows, *_times(figures, ways[OURS]), received, least
         yield ()
     for way, figures in host_s.items():
-        yield "host time alone" if way == OURS else "", way, "", *_times(figures, host_s[OURS]), "", ""
+        yield (
+            "host time alone" if way == OURS else "",
+            way,
+            "",
+            *_times(figures, host_s[OURS]),
+            "",
+            "",
+        )
 
 
 def _times(figures: dict[str, float], reference: dict[str, float]) -> Iterator[str]:

@@ -26,16 +26,24 @@ def ours(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
 
 def index_select(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     """PhysicsNeMo's way: both edges by index_select, one all-to-all of all ranks, a concatenation."""
-    group, rank, n = mesh.get_group(AXIS), mesh.get_local_rank(AXIS), mesh.size()
+    group = mesh.get_group(AXIS)
+    rank = mesh.get_local_rank(AXIS)
+    n = mesh.size()
     length = block.shape[DIM]
-    before, after = rank > 0, rank < n - 1
-    first, last = torch.arange(rows), torch.arange(length - rows, length)
+    before = rank > 0
+    after = rank < n - 1
+    first = torch.arange(rows)
+    last = torch.arange(length - rows, length)
     edges = [block.index_select(DIM, first)] * before + [block.index_select(DIM, last)] * after
-    shape, edge_size = edges[0].shape, edges[0].numel()
-    sizes = [edge_size * ((i == rank - 1 and before) or (i == rank + 1 and after)) for i in range(n)]
+    shape = edges[0].shape
+    edge_size = edges[0].numel()
+    sizes = [
+        edge_size * ((i == rank - 1 and before) or (i == rank + 1 and after)) for i in range(n)
+    ]
     sent = torch.cat([edge.reshape(-1) for edge in edges])
     received = funcol.wait_tensor(funcol.all_to_all_single_autograd(sent, sizes, sizes, group))
-    parts, zeros = iter(received.split(edge_size)), block.new_zeros(shape)
+    parts = iter(received.split(edge_size))
+    zeros = block.new_zeros(shape)
     lo = next(parts).view(shape) if before else zeros
     hi = next(parts).view(shape) if after else zeros
     return torch.cat([lo, block, hi], DIM)
@@ -45,7 +53,8 @@ def gathered(block: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     """DTensor has no layout with overlaps: it gathers, and every rank cuts its rows out."""
     placed = DTensor.from_local(block, mesh, [Shard(DIM)], run_check=False)
     whole = placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    rank, length = mesh.get_local_rank(AXIS), block.shape[DIM]
+    rank = mesh.get_local_rank(AXIS)
+    length = block.shape[DIM]
     padded = torch.nn.functional.pad(whole, (0, 0, rows, rows))
     return padded.narrow(DIM, rank * length, length + 2 * rows)
 

@@ -23,7 +23,9 @@ FLAT = 2.0  # at most so many times as long for the largest block as for the sma
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("interop", __doc__, quick="small blocks, few rounds").parse_args(arguments)
+    options = record.options("interop", __doc__, quick="small blocks, few rounds").parse_args(
+        arguments
+    )
     os.environ.setdefault("PJRT_NPROC", "16")
     from benchmarks.interop import measures  # imports JAX, which reads its environment first
     from benchmarks.jax_devices import configure
@@ -55,14 +57,19 @@ def show(handed: Sequence[Row], called: Sequence[Row], devices: int) -> None:
         copied = row["bytes_copied"]["to_jax"] + row["bytes_copied"]["to_torch"]
         times = (f"{seconds * 1e6:.0f}" for seconds in row["seconds"].values())
         lines.append((format_bytes(row["block_bytes"]), *times, format_bytes(copied)))
-    title, heads = f"{devices} blocks handed over: microseconds, bytes copied", [*handed[0]["seconds"]]
+    title = f"{devices} blocks handed over: microseconds, bytes copied"
+    heads = [*handed[0]["seconds"]]
     record.console().print(record.table(title, ("block", *heads, "copied"), lines, n_left=0))
     lines = []
     for row in called:
         us = [seconds * 1e6 for seconds in row["seconds"].values()]
-        lines.append((str(row["width"]), *(f"{n:.0f}" for n in (*us, us[0] - us[1], us[2] - us[3]))))
+        lines.append(
+            (str(row["width"]), *(f"{n:.0f}" for n in (*us, us[0] - us[1], us[2] - us[3])))
+        )
     heads = ["width", *called[0]["seconds"], "more, forward", "more, both"]
-    record.console().print(record.table("tanh(x @ w), square: microseconds", heads, lines, n_left=0))
+    record.console().print(
+        record.table("tanh(x @ w), square: microseconds", heads, lines, n_left=0)
+    )
 
 
 if __name__ == "__main__":

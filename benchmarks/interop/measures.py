@@ -28,7 +28,9 @@ def hand_over(size: int, rounds: int) -> Row:
             "to_jax": lambda: to_jax(blocks, "n/dp", mesh, copy=False),
             "to_torch": lambda: to_torch(array, "n/dp", copy=False),
             "jax.dlpack.from_dlpack, one block": lambda: jax.dlpack.from_dlpack(blocks[0]),
-            "torch.from_dlpack, one block": lambda: torch.from_dlpack(array.addressable_shards[0].data),
+            "torch.from_dlpack, one block": lambda: torch.from_dlpack(
+                array.addressable_shards[0].data
+            ),
         },
         rounds,
         warm_up=1,
@@ -70,8 +72,10 @@ def call(width: int, rounds: int) -> Row:
 
     mesh = jax.make_mesh((1,), ("dp",))
     f = from_jax(layer, "...", "...", mesh)
-    x, w = torch.randn(width, width), torch.randn(width, width) / width
-    leaf, cotangent = w.clone().requires_grad_(), torch.ones(width, width)
+    x = torch.randn(width, width)
+    w = torch.randn(width, width) / width
+    leaf = w.clone().requires_grad_()
+    cotangent = torch.ones(width, width)
     whole = jax.NamedSharding(mesh, jax.P())
     a, b, c = (jax.device_put(v.numpy(), whole) for v in (x, w, cotangent))
     plain = jax.jit(layer)
@@ -87,7 +91,9 @@ def call(width: int, rounds: int) -> Row:
         {
             "forward, from torch": lambda: f(x, w),
             "forward, jit": lambda: jax.block_until_ready(plain(a, b)),
-            "forward and backward, from torch": lambda: torch.autograd.grad(f(x, leaf), leaf, cotangent),
+            "forward and backward, from torch": lambda: torch.autograd.grad(
+                f(x, leaf), leaf, cotangent
+            ),
             "forward and backward, jit": both,
         },
         rounds,

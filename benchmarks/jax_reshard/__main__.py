@@ -35,12 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PJRT_NPROC", str(MOST_DEVICES))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
     rows, dispatch = measure(*(QUICK if options.quick else FULL))
-    judged, title = claims.judge(**rows, dispatch=dispatch), "The JAX bridge and XLA's own reshard"
+    judged = claims.judge(**rows, dispatch=dispatch)
+    title = "The JAX bridge and XLA's own reshard"
     return finish(options, title, judged, "jax", "jaxlib", rows=rows, dispatch=dispatch)
 
 
 def measure(
-    stride: int, sizes: Sequence[tuple[int, int]], most_timed: int | None, processes: int, calls: int
+    stride: int,
+    sizes: Sequence[tuple[int, int]],
+    most_timed: int | None,
+    processes: int,
+    calls: int,
 ) -> tuple[dict[str, list[Row]], Row]:
     """The rows of dispatch, and of every case that JAX can express: even, on at most 64 devices."""
     from benchmarks.jax_reshard import measures  # imports JAX, which reads its environment first
@@ -56,7 +61,9 @@ def measure(
     for size, rounds in sizes:
         large = [scaled(c, size) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
         distinct = {(c.src, c.dst, c.mesh, c.shape, c.dtype): c for c in large if c.is_even}
-        for case in record.shown([*distinct.values()][:most_timed], f"timing at {format_bytes(size)}"):
+        for case in record.shown(
+            [*distinct.values()][:most_timed], f"timing at {format_bytes(size)}"
+        ):
             row = middle([alone(measures.timed, case, rounds) for _ in range(processes)])
             # One program timed twice differs by as much: in doubt, the middle of more processes counts.
             if row["faster"] < claims.LEAST and processes > 1:

@@ -13,7 +13,9 @@ from xshard.formatting import format_bytes
 
 # The profiles planned for: received bytes and memory are compared in a plan for the fewest bytes, run time in
 # a plan for this machine, everything else in the plan that users get.
-FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
+FEWEST_BYTES = "bandwidth"
+DEFAULT = "h100"
+HOST = "host"
 MOST_DEVICES = 64
 LEAST = 0.9  # our program is at least so many times as fast as XLA's
 # Of temporary memory: tables of indices, and the 64 bytes that XLA rounds every buffer up to.
@@ -36,15 +38,24 @@ def holds_more(ours: Row, xla: Row) -> bool:
 def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple[Claim, ...]:
     """Every claim, in order."""
     moving = [row for row in compiled if _xla_bytes(row)]
-    silent = [row for row in compiled if not _xla_bytes(row) and _within_memory(row)["received_bytes"]]
-    n, larger = len(compiled), [row for row in compiled if holds_more(row["ours"][DEFAULT], row["xla"])]
-    compile_s = [(r["case"], r["ours"][DEFAULT]["compile_s"] / r["xla"]["compile_s"]) for r in compiled]
+    silent = [
+        row for row in compiled if not _xla_bytes(row) and _within_memory(row)["received_bytes"]
+    ]
+    n = len(compiled)
+    larger = [row for row in compiled if holds_more(row["ours"][DEFAULT], row["xla"])]
+    compile_s = [
+        (r["case"], r["ours"][DEFAULT]["compile_s"] / r["xla"]["compile_s"]) for r in compiled
+    ]
     faster = [(f"{row['case']} of {format_bytes(row['bytes'])}", row["faster"]) for row in timed]
     return (
         none_of(UNPLANNED, _breaking(compiled, _is_not_as_planned), n),
         mean("received bytes / XLA's: geometric mean", _bytes_ratios(moving), 0.60),
         worst("received bytes / XLA's: worst", _bytes_ratios([*moving, *silent]), 1.00),
-        none_of(MORE_MEMORY, _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])), n),
+        none_of(
+            MORE_MEMORY,
+            _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])),
+            n,
+        ),
         none_of(
             OVER_LIMIT,
             _breaking(larger, lambda row: holds_more(row["ours"][within(DEFAULT)], row["xla"])),
@@ -59,7 +70,10 @@ def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple
 
 def _xla_bytes(row: Row) -> float:
     xla = row["xla"]
-    scattered = row["ended_sums"] > 1 and row["source_elements"] == row["target_elements"] * row["ended_sums"]
+    scattered = (
+        row["ended_sums"] > 1
+        and row["source_elements"] == row["target_elements"] * row["ended_sums"]
+    )
     return xla["received_bytes"] - (xla["reduced_bytes"] / 2 if scattered else 0)
 
 

@@ -70,8 +70,11 @@ class Move:
         """Our program, jitted and not yet traced."""
         jax.clear_caches()
         make_program.cache_clear()
-        mesh, dtype = ArrayMesh(self.mesh, self.mesh), np.dtype(self.case.dtype)
-        return make_program(((self.plan, self.case.shape, dtype, ""),), mesh, False, self.profile).run
+        mesh = ArrayMesh(self.mesh, self.mesh)
+        dtype = np.dtype(self.case.dtype)
+        return make_program(
+            ((self.plan, self.case.shape, dtype, ""),), mesh, False, self.profile
+        ).run
 
     def xla(self) -> Any:
         """XLA's own program: `jax.reshard` for sums, else the identity between two shardings."""
@@ -82,7 +85,9 @@ class Move:
     @property
     def carrier(self) -> str:
         """The dtype that XLA moves as bits: it would widen 16-bit floats, on CPUs only."""
-        return self.case.dtype if self.case.is_partial else CARRIERS[dtypes.itemsize(self.case.dtype)]
+        return (
+            self.case.dtype if self.case.is_partial else CARRIERS[dtypes.itemsize(self.case.dtype)]
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -104,7 +109,11 @@ class Move:
 
 def addable(case: Case) -> Case:
     """The case with a dtype in which XLA:CPU can add; narrower ones it widens."""
-    return replace(case, dtype="float32") if case.is_partial and dtypes.itemsize(case.dtype) < 4 else case
+    return (
+        replace(case, dtype="float32")
+        if case.is_partial and dtypes.itemsize(case.dtype) < 4
+        else case
+    )
 
 
 def compiled(moves: Sequence[Move]) -> Row:
@@ -113,11 +122,14 @@ def compiled(moves: Sequence[Move]) -> Row:
     moves: the case planned for several machines; XLA's program is the same for all.
     """
     move = moves[0]
-    plan, mesh = move.plan, move.case.mesh
+    plan = move.plan
+    mesh = move.case.mesh
     row = move.case.facts() | {
         "source_elements": plan.source.max_local_size,
         "target_elements": plan.target.max_local_size,
-        "ended_sums": mesh.size(*(a for a in plan.src.tagged("sum") if a not in plan.dst.tagged("sum"))),
+        "ended_sums": mesh.size(
+            *(a for a in plan.src.tagged("sum") if a not in plan.dst.tagged("sum"))
+        ),
     }
     row["ours"] = {planned.profile: _ours(planned) for planned in moves}
     row["xla"] = _figures(move, move.xla, move.case.dtype)
@@ -135,7 +147,8 @@ def _asked_to_hold(move: Move, row: Row) -> Row:
 
     A plan counts its source until the source is read, a program counts it as long as it runs.
     """
-    ours, limit = row["ours"][move.profile], row["xla"]["held_bytes"]
+    ours = row["ours"][move.profile]
+    limit = row["xla"]["held_bytes"]
     with suppress(PlanError):
         while holds_more(ours, row["xla"]):
             limited = Move(move.case, move.profile, limit)
@@ -157,7 +170,8 @@ def timed(case: Case, turns: int) -> Row:
     """Both programs on the same array; to be called in a new process, which gets host devices."""
     configure(MOST_DEVICES, x64=True)
     move = Move(case, HOST)
-    x, xla = move.array(), move.xla()
+    x = move.array()
+    xla = move.xla()
 
     with jax.set_mesh(move.mesh):
         programs = {"ours": move.ours(), "xla": xla, "xla again": xla}
@@ -169,7 +183,9 @@ def timed(case: Case, turns: int) -> Row:
 
 def dispatch(calls: int) -> Row:
     """Host seconds of a cached `reshard` that moves nothing, and of a plain cached `jit` of the identity."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:8])
+    mesh = jax.make_mesh(
+        (2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:8]
+    )
     x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, PartitionSpec("a", "b")))
     identity = jax.jit(lambda x: x)
     ways = {"reshard": lambda: xj.reshard(x, "n/a d/b -> n/a d/b"), "jit": lambda: identity(x)}
@@ -179,23 +195,29 @@ def dispatch(calls: int) -> Row:
 
 def _figures(move: Move, program: Any, dtype: str, compiles: int = COMPILES) -> Row:
     array = jax.ShapeDtypeStruct(move.case.shape, dtype, sharding=move.source)
-    lower_s, compile_s = [], []
+    lower_s = []
+    compile_s = []
     with jax.set_mesh(move.mesh):
         for _ in range(compiles):
-            fresh, start = program(), time.perf_counter()
-            lowered, between = fresh.lower(array), time.perf_counter()
+            fresh = program()
+            start = time.perf_counter()
+            lowered = fresh.lower(array)
+            between = time.perf_counter()
             executable = lowered.compile()
             lower_s.append(between - start)
             compile_s.append(time.perf_counter() - between)
     sent = tuple(collectives(executable.as_text(), move.case.mesh.n_devices))
-    counts, memory = Counter(collective.op for collective in sent), executable.memory_analysis()
+    counts = Counter(collective.op for collective in sent)
+    memory = executable.memory_analysis()
     received = sum((np.array(collective.received) for collective in sent), start=np.zeros(1, int))
     return {
         "counts": dict(sorted(counts.items())),
         "received_bytes": int(received.max()),
         "reduced_bytes": sum(max(c.received) for c in sent if c.op == "all-reduce"),
         "temporary_bytes": memory.temp_size_in_bytes,
-        "held_bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes,
+        "held_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes,
         "lower_s": min(lower_s),
         "compile_s": min(compile_s),
     }

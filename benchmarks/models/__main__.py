@@ -29,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record.console().print(shown(by_kind))
     flat = [(kind, way, row) for kind, ways in by_kind.items() for way, row in ways.items()]
     rows = [{"parameters": kind, "way": way, **row} for kind, way, row in flat]
-    judged, title = claims(by_kind), "Rules beside the other ways"
-    libraries, facts = ("torch", "transformers"), {"ranks": RANKS, "backend": "gloo"}
+    judged = claims(by_kind)
+    title = "Rules beside the other ways"
+    libraries = ("torch", "transformers")
+    facts = {"ranks": RANKS, "backend": "gloo"}
     return finish(options, title, judged, *libraries, rows={"steps": rows}, **facts)
 
 
@@ -47,7 +49,9 @@ def claims(by_kind: dict[str, Figures]) -> list[Claim]:
 
     return [
         worst("collectives, to those of the peer", ratios("collectives"), 1.0),
-        worst("bytes, to those of the peer", ratios("bytes"), 1.001),  # a flag per parameter travels
+        worst(
+            "bytes, to those of the peer", ratios("bytes"), 1.001
+        ),  # a flag per parameter travels
         worst("seconds of a step, to those of the peer", ratios("step_s"), 1.05),
     ]
 

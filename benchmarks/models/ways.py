@@ -48,7 +48,8 @@ OUTPUTS = {"**.{self_attn,mlp}": "b s c | sum(tp) -> b s/tp c", "lm_head": "b s 
 def _step(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
     def step(ids: Tensor) -> Tensor:
         model.zero_grad()
-        logits, following = model(ids).logits[:, :-1], ids[:, 1:]
+        logits = model(ids).logits[:, :-1]
+        following = ids[:, 1:]
         loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
         loss.backward()
         after()
@@ -78,7 +79,9 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
         if dst is not None:
             p.data = xt.redistribute(p.data, f"o i -> {dst}", mesh)
         over = "dp" if dst is not None or "embed" in name else "dp,tp"
-        sums[name] = f"{'i' if p.ndim == 1 else 'o i'} | sum({over}) -> {'i' if p.ndim == 1 else 'o i'}"
+        sums[name] = (
+            f"{'i' if p.ndim == 1 else 'o i'} | sum({over}) -> {'i' if p.ndim == 1 else 'o i'}"
+        )
 
     def moved(expression: str) -> Any:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -103,7 +106,9 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
             part.register_forward_pre_hook(whole, with_kwargs=True)
             part.register_forward_hook(scattered)
     model.lm_head.register_forward_pre_hook(whole, with_kwargs=True)
-    model.lm_head.register_forward_hook(lambda m, a, y: xt.redistribute(y, "b s v/tp -> b s v", mesh))
+    model.lm_head.register_forward_hook(
+        lambda m, a, y: xt.redistribute(y, "b s v/tp -> b s v", mesh)
+    )
 
     def after() -> None:
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -115,7 +120,8 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
 
 def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
     """`parallelize_module` and `fully_shard`."""
-    rows, whole = Shard(1), Replicate()
+    rows = Shard(1)
+    whole = Replicate()
     prepared = {"input_kwarg_layouts": {"hidden_states": rows}}
     prepared |= {"desired_input_kwarg_layouts": {"hidden_states": whole}}
     inside = {
@@ -155,20 +161,28 @@ def steps(layers: int, tokens: int, rounds: int) -> dict[str, Figures]:
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ids = torch.randint(0, SIZES["vocab_size"], (4, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, SIZES["vocab_size"], (4, tokens), generator=torch.Generator().manual_seed(0)
+    )
     own = ids.chunk(2)[dist.get_rank() // 2]
     figures: dict[str, Figures] = {}
     for kind, ways in (("copies", COPIES), ("gathered", GATHERED)):
         step_of: dict[str, Step] = {}
         for name, way in ways.items():
             torch.manual_seed(0)
-            step_of[name] = way(LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES)), mesh)
-        counts, losses = {}, []
+            step_of[name] = way(
+                LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES)), mesh
+            )
+        counts = {}
+        losses = []
         for name, step in step_of.items():
             step(own)
             with Meter() as meter:
                 losses.append(step(own))
-            counts[name] = {"collectives": float(len(meter.received)), "bytes": float(sum(meter.received))}
+            counts[name] = {
+                "collectives": float(len(meter.received)),
+                "bytes": float(sum(meter.received)),
+            }
         assert all(torch.allclose(loss, losses[0], rtol=1e-4) for loss in losses), losses
         calls = {name: (lambda step=step: step(own)) for name, step in step_of.items()}
         times = by_turns.seconds(calls, rounds, before=dist.barrier)

@@ -23,13 +23,18 @@ MBIT = 100, 400, 1600
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options("nodes", __doc__, quick="400 Mbit/s, two moves").parse_args(arguments)
-    quick, rows, profiles, jax = options.quick, list[Row](), list[Row](), list[Row]()
+    quick = options.quick
+    rows = list[Row]()
+    profiles = list[Row]()
+    jax = list[Row]()
     for rate in (400,) if quick else MBIT:
         with nodes(2, ranks=2, rate=f"{rate}mbit") as cluster:
             sizes = rate * 125e3, 2 if quick else 7
             calibration = cluster.run_torch(measures.calibrated, *sizes, timeout_s=900.0)[0]
             profile = calibration.profile
-            profiles.append({"mbit": rate, "error": calibration.error, "profile": profile.to_json()})
+            profiles.append(
+                {"mbit": rate, "error": calibration.error, "profile": profile.to_json()}
+            )
             work = rate * 125e3, profile, 3 if quick else 7, quick
             ours = cluster.run_torch(measures.rows, *work, timeout_s=900.0)[0]
             beside_xla = cluster.run_jax(measures.xla_rows, *work, timeout_s=900.0)[0]
@@ -37,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jax += [{"mbit": rate} | row for row in beside_xla]
     _show(rows)
     _show(jax)
-    judged, files = judge(rows, profiles, jax), {"cases": rows, "profiles": profiles, "jax": jax}
-    return finish(options, "Between nodes", judged, "torch", "jax", rows=files, load=os.getloadavg())
+    judged = judge(rows, profiles, jax)
+    files = {"cases": rows, "profiles": profiles, "jax": jax}
+    return finish(
+        options, "Between nodes", judged, "torch", "jax", rows=files, load=os.getloadavg()
+    )
 
 
 def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> tuple[Claim, ...]:
@@ -46,11 +54,18 @@ def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> t
 
     def faster(way: str) -> list[tuple[str, float]]:
         with_way = [row for row in rows if way in row["seconds"]]
-        return [(f"{r['mbit']} {r['case']}", r["seconds"][way] / r["seconds"][OURS]) for r in with_way]
+        return [
+            (f"{r['mbit']} {r['case']}", r["seconds"][way] / r["seconds"][OURS]) for r in with_way
+        ]
 
     others = [min(s for way, s in row["seconds"].items() if way != OURS) for row in rows]
-    best = [(f"{r['mbit']} {r['case']}", r["seconds"][OURS] / s) for r, s in zip(rows, others, strict=True)]
-    beside_xla = [(f"{r['mbit']} {r['case']}", r["seconds"]["XLA"] / r["seconds"][OURS]) for r in jax]
+    best = [
+        (f"{r['mbit']} {r['case']}", r["seconds"][OURS] / s)
+        for r, s in zip(rows, others, strict=True)
+    ]
+    beside_xla = [
+        (f"{r['mbit']} {r['case']}", r["seconds"]["XLA"] / r["seconds"][OURS]) for r in jax
+    ]
     errors = [(f"{row['mbit']} Mbit/s", row["error"]) for row in profiles]
     return (
         worst("ours / the best of the others: worst", best, measures.CLOSE),

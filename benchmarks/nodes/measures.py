@@ -27,7 +27,8 @@ from xshard.cost.model import DIRECT
 from xshard.layout.layout import parse_expression
 from xshard.runtimes.calibrate import SIZES, Calibration, calibrate
 
-MESH, PER_NODE = xs.Mesh(node=2, x=2), 2
+MESH = xs.Mesh(node=2, x=2)
+PER_NODE = 2
 MOVES = {
     "gather everything": "n/node/x d -> n d",
     "gather across, replicas inside": "n/node d -> n d",
@@ -39,7 +40,10 @@ MOVES = {
     "reduce-scatter": "n d | sum(node,x) -> n/node/x d",
     "reduce across, cut inside": "n/x d | sum(node) -> n/x d",
 }
-OURS, BLIND, DTENSOR, BY_HAND = "nodes known", "blind to nodes", "DTensor", "by hand"
+OURS = "nodes known"
+BLIND = "blind to nodes"
+DTENSOR = "DTensor"
+BY_HAND = "by hand"
 CLOSE = 1.05  # ours / the best of the others
 MOVE_S = 0.08  # seconds in which a link carries one block, so that launches do not count
 
@@ -52,7 +56,9 @@ def calibrated(bytes_per_s: float, rounds: int) -> Calibration:
 
 def rows(bytes_per_s: float, profile: xs.Profile, rounds: int, quick: bool) -> list[Row]:
     """A row per move. On every rank."""
-    placement_types.shard_dim_alltoall = all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+    placement_types.shard_dim_alltoall = (
+        all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+    )
     moves = list(MOVES.items())[: 2 if quick else None]
     return [_row(name, text, _shape(bytes_per_s), profile, rounds) for name, text in moves]
 
@@ -62,22 +68,31 @@ def _shape(bytes_per_s: float) -> tuple[int, int]:
 
 
 def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, rounds: int) -> Row:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.axes)
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.axes)
     case = Case(name, MESH, shape, "float32", *parse_expression(text))
     blind = replace(profile, across=None, node_devices=None)
     plans = {
-        way: xs.plan(text, MESH, shape, profile=machine) for way, machine in ((OURS, profile), (BLIND, blind))
+        way: xs.plan(text, MESH, shape, profile=machine)
+        for way, machine in ((OURS, profile), (BLIND, blind))
     }
     local = plans[OURS].source.local_shape(rank)
     first = MESH.index(rank, case.src.axes)  # replicas are equal; whole numbers add exactly
     block = (torch.arange(local[0] * local[1]) % 13 + first).float().view(local)
-    ways = {way: lambda plan=plan: xt.redistribute(block, plan, MESH) for way, plan in plans.items()}
+    ways = {
+        way: lambda plan=plan: xt.redistribute(block, plan, MESH) for way, plan in plans.items()
+    }
     expected = ways[OURS]()
-    is_one_call = plans[OURS].steps == plans[BLIND].steps and all(s.kind in DIRECT for s in plans[OURS].steps)
+    is_one_call = plans[OURS].steps == plans[BLIND].steps and all(
+        s.kind in DIRECT for s in plans[OURS].steps
+    )
     if is_one_call:  # no step of it has phases
         del ways[BLIND]
     written = by_hand.sequence(plans[BLIND], process_mesh(MESH))
-    others = {BY_HAND: written and (lambda: written(block)), DTENSOR: dtensor_way(case, mesh, block)}
+    others = {
+        BY_HAND: written and (lambda: written(block)),
+        DTENSOR: dtensor_way(case, mesh, block),
+    }
     for way, call in others.items():
         if call is not None and everywhere(torch.equal(call(), expected)):
             ways[way] = call
@@ -118,7 +133,8 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
     # XLA's permutations send before they receive: a device does not have the port to itself, as in torch.
     profile = replace(profile, across=replace(profile.across, topology="switch"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(MESH.sizes), MESH.axes)
-    shape, rows = _shape(bytes_per_s), list[Row]()
+    shape = _shape(bytes_per_s)
+    rows = list[Row]()
     texts = [(name, text) for name, text in MOVES.items() if "sum" not in text]
     for name, text in texts[: 2 if quick else None]:
         src, dst = (xj.specs.to_named_sharding(layout, mesh) for layout in parse_expression(text))
@@ -131,6 +147,9 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
         meet = lambda: multihost_utils.sync_global_devices("turn")  # noqa: E731
         times = by_turns.seconds(ways, rounds, warm_up=1, before=meet)
         slowest = multihost_utils.process_allgather(np.array(list(times.values()))).max(0)
-        seconds = {way: statistics.median(turns) for way, turns in zip(times, slowest.tolist(), strict=True)}
+        seconds = {
+            way: statistics.median(turns)
+            for way, turns in zip(times, slowest.tolist(), strict=True)
+        }
         rows.append({"case": name, "expression": text, "shape": shape, "seconds": seconds})
     return rows

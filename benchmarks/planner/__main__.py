@@ -23,25 +23,38 @@ QUICK_STRIDE = 24  # a quick run takes every 24th case
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    sets = {which: load(which)[:: QUICK_STRIDE if options.quick else 1] for which in ("public", "scaled")}
+    sets = {
+        which: load(which)[:: QUICK_STRIDE if options.quick else 1]
+        for which in ("public", "scaled")
+    }
     # Times come first: live peers load torch and JAX into this process.
     h100 = measures.profiles()["h100"]
     speed = {
         "cached_s": timing.cached_s(sets["public"][::10], h100),
         "large_mesh_s": timing.large_mesh_s(h100),
     }
-    rows, peers = {}, {}
+    rows = {}
+    peers = {}
     for which, cases in sets.items():
-        cold = [timing.cold_s(case, h100) for case in record.shown(cases, f"planning time, {which}")]
+        cold = [
+            timing.cold_s(case, h100) for case in record.shown(cases, f"planning time, {which}")
+        ]
         rows[which] = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
         for row, seconds in zip(rows[which], cold, strict=True):
             row["cold_s"] = seconds
-    for which, cases in sets.items():  # peers have plans for the scaled set and for the public partial sums
+    for (
+        which,
+        cases,
+    ) in sets.items():  # peers have plans for the scaled set and for the public partial sums
         asked = [case for case in cases if which == "scaled" or case.is_partial]
-        peers[which] = collect.answers(which, record.shown(asked, f"peers, {which}"), live=options.live)
+        peers[which] = collect.answers(
+            which, record.shown(asked, f"peers, {which}"), live=options.live
+        )
         for row, case in zip(rows[which], cases, strict=True):
             answers = peers[which].get(case.name, {})
-            row["peers"] = {name: measures.peer_facts(case, answer) for name, answer in answers.items()}
+            row["peers"] = {
+                name: measures.peer_facts(case, answer) for name, answer in answers.items()
+            }
     if options.save_peers:
         collect.save(peers)
     judged = claims.judge(rows["public"], rows["scaled"], speed, quick=options.quick)
@@ -65,10 +78,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = record.options("planner", __doc__, quick="every 24th case, peers as recorded")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--live", dest="live", action="store_true", default=None, help="ask installed peers (default)"
+        "--live",
+        dest="live",
+        action="store_true",
+        default=None,
+        help="ask installed peers (default)",
     )
     source.add_argument("--recorded", dest="live", action="store_false", help="peers as recorded")
-    parser.add_argument("--save-peers", action="store_true", help="record the live plans of the peers")
+    parser.add_argument(
+        "--save-peers", action="store_true", help="record the live plans of the peers"
+    )
     options = parser.parse_args(arguments)
     options.live = not options.quick if options.live is None else options.live
     if options.save_peers and (options.quick or not options.live):

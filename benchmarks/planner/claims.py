@@ -59,7 +59,9 @@ def seconds_ratios(
 ) -> Iterator[tuple[str, float]]:
     """Predicted time of our plan over the best peer's, if a peer's plan can be priced."""
     for row in rows:
-        priced = [row["peers"][p]["seconds"][profile] for p in peers if "seconds" in row["peers"][p]]
+        priced = [
+            row["peers"][p]["seconds"][profile] for p in peers if "seconds" in row["peers"][p]
+        ]
         if priced and min(priced) > 0:
             yield row["case"], row["plans"][profile]["seconds"] / min(priced)
 
@@ -75,7 +77,9 @@ def node_ratios(
                 yield row["case"], crossing / bound
 
 
-def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bool) -> tuple[PeerClaim, ...]:
+def judge(
+    public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bool
+) -> tuple[PeerClaim, ...]:
     """Every claim, in order. quick: planning times are aims."""
     return (
         *_bytes_and_seconds(scaled),
@@ -87,7 +91,8 @@ def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bo
 
 def _bytes_and_seconds(scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     text = "received bytes of the busiest device over the lower bound, planned for bandwidth"
-    ours, peers = list(bytes_ratios(scaled)), {name: list(bytes_ratios(scaled, name)) for name in PEERS}
+    ours = list(bytes_ratios(scaled))
+    peers = {name: list(bytes_ratios(scaled, name)) for name in PEERS}
     yield _mean("bytes_geomean", f"{text}: geometric mean", ours, 1.0, peers=peers)
     yield _worst("bytes_worst", f"{text}: worst case", ours, 1.0, peers=peers)
     for profile in SECONDS_PROFILES:
@@ -103,7 +108,8 @@ def _nodes(scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     peers = {name: list(node_ratios(scaled, name)) for name in PEERS}
     for profile, what in (("network", "planned for what crosses"), ("h100", "planned for h100")):
         text = f"bytes crossing 8-device nodes over those that must, {what}: geometric mean"
-        ours, must = list(node_ratios(scaled, profile=profile)), profile == "network"
+        ours = list(node_ratios(scaled, profile=profile))
+        must = profile == "network"
         yield _mean(f"nodes_geomean_{profile}", text, ours, 1.05, must=must, peers=peers)
     needless = [row for row in scaled if "nodes" in row and not row["nodes"]["bound_bytes"]]
     ours = [(row["case"], max(row["nodes"]["crossing_bytes"].values())) for row in needless]
@@ -120,16 +126,31 @@ def _of_peer(rows: Sequence[Row], peer: str, key: str) -> Named:
 def _sums_peaks_and_values(public: Sequence[Row], scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     sums = [row for row in public if row["partial"] and row["total_bound_bytes"]]
     bounds = {row["case"]: row["total_bound_bytes"] for row in sums}
-    ours = [(row["case"], row["plans"]["bandwidth"]["total_bytes"] / bounds[row["case"]]) for row in sums]
+    ours = [
+        (row["case"], row["plans"]["bandwidth"]["total_bytes"] / bounds[row["case"]])
+        for row in sums
+    ]
     totals = {name: _of_peer(sums, name, "total_bytes") for name in PEERS}
-    peers = {name: [(case, n / bounds[case]) for case, n in pairs] for name, pairs in totals.items()}
-    text = "partial sums: bytes of all devices over the lower bound, planned for bandwidth: worst case"
+    peers = {
+        name: [(case, n / bounds[case]) for case, n in pairs] for name, pairs in totals.items()
+    }
+    text = (
+        "partial sums: bytes of all devices over the lower bound, planned for bandwidth: worst case"
+    )
     yield _worst("partial_worst", text, ours, 1.10, peers=peers)
     every = [*public, *scaled]
-    peaks = [(row["case"], max(p["peak_over_ends"] for p in row["plans"].values())) for row in every]
-    yield _worst("peak_worst", "largest local array over that of the two ends: worst case", peaks, 1.0)
-    plans = [(r["case"], r["plans"]["bandwidth"]) for r in public if not r["even"] and not r["partial"]]
-    uneven = [(case, p["received_bytes"] / p["bound_bytes"]) for case, p in plans if p["bound_bytes"]]
+    peaks = [
+        (row["case"], max(p["peak_over_ends"] for p in row["plans"].values())) for row in every
+    ]
+    yield _worst(
+        "peak_worst", "largest local array over that of the two ends: worst case", peaks, 1.0
+    )
+    plans = [
+        (r["case"], r["plans"]["bandwidth"]) for r in public if not r["even"] and not r["partial"]
+    ]
+    uneven = [
+        (case, p["received_bytes"] / p["bound_bytes"]) for case, p in plans if p["bound_bytes"]
+    ]
     text = "uneven cuts: received bytes of the busiest device over the lower bound: worst case"
     yield _worst("uneven_worst", text, uneven, 1.0)
     for name, which, rows in (
@@ -145,7 +166,8 @@ def _speed(public: Sequence[Row], speed: Row, *, must: bool) -> Iterator[PeerCla
     cold = [(row["case"], row["cold_s"] * 1e3) for row in public]
     large = [(move, seconds * 1e3) for move, seconds in speed["large_mesh_s"].items()]
     cached = [("", speed["cached_s"] * 1e6)] * len(public)
-    took, median = "processor time of a plan", partial(_claim, statistics.median, must=must)
+    took = "processor time of a plan"
+    median = partial(_claim, statistics.median, must=must)
     yield median("cached_us", f"{took} asked for again: median", cached, 5.0, unit="us")
     text = f"{took} with empty caches, public cases: median"
     yield median("cold_median_ms", text, cold, 2.0, unit="ms")
@@ -174,12 +196,18 @@ def _claim(
     measured = float(aggregate([v for _, v in values])) if values else 0.0
     failing: tuple[str, ...] = ()
     is_mean = aggregate in (geomean, statistics.median)
-    if measured > limit * (1 + EXACT) and aggregate is not statistics.median and (must or not is_mean):
+    if (
+        measured > limit * (1 + EXACT)
+        and aggregate is not statistics.median
+        and (must or not is_mean)
+    ):
         ranked = sorted(values, key=lambda pair: -pair[1])
         failing = tuple(f"{case} ({v:.4g})" for case, v in ranked if v > limit * (1 + EXACT))
     others = {p: aggregate([v for _, v in pairs]) for p, pairs in (peers or {}).items() if pairs}
     every = tuple(others.items())
-    return PeerClaim(name, statement, unit, measured, float(limit), must, len(values), failing, every)
+    return PeerClaim(
+        name, statement, unit, measured, float(limit), must, len(values), failing, every
+    )
 
 
 _mean = partial(_claim, geomean)

@@ -50,7 +50,9 @@ def case_row(case: Case) -> Row:
     if case.is_partial:
         row["total_bound_bytes"] = total_elements(case) * itemsize
     elif case.mesh.n_devices > NODE_DEVICES:  # bytes that cross nodes, summed over the nodes
-        crossing = {name: plan_flow(plans[name], NODE_DEVICES).nodes.sum() for name in ("h100", "network")}
+        crossing = {
+            name: plan_flow(plans[name], NODE_DEVICES).nodes.sum() for name in ("h100", "network")
+        }
         row["nodes"] = {
             "bound_bytes": int(node_elements(*case.shardings, NODE_DEVICES).sum()) * itemsize,
             "crossing_bytes": {name: float(n) * itemsize for name, n in crossing.items()},

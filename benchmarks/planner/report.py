@@ -6,14 +6,21 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.claim import Row
-from benchmarks.planner.claims import SECONDS_PROFILES, PeerClaim, bytes_ratios, node_ratios, seconds_ratios
+from benchmarks.planner.claims import (
+    SECONDS_PROFILES,
+    PeerClaim,
+    bytes_ratios,
+    node_ratios,
+    seconds_ratios,
+)
 from benchmarks.planner.peers.collect import PEERS
 from xshard.formatting import format_bytes
 
 
 def print_table(claims: Sequence[PeerClaim]) -> None:
     """Print every claim with the peers' numbers, then the cases that break one."""
-    console, lines = record.console(), []
+    console = record.console()
+    lines = []
     for claim in claims:
         others = dict(claim.peers)
         numbers = (_number(value, claim.unit) for value in (claim.measured, claim.limit))
@@ -65,7 +72,9 @@ def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
     _label(seconds, "predicted time / best peer's")
     _curve(speed, "xshard", (row["cold_s"] * 1e3 for row in scaled), color="black")
     for name, peer in PEERS.items():
-        times = [row["peers"][name]["plan_s"] * 1e3 for row in scaled if "plan_s" in row["peers"][name]]
+        times = [
+            row["peers"][name]["plan_s"] * 1e3 for row in scaled if "plan_s" in row["peers"][name]
+        ]
         _curve(speed, peer.title, times)
     _label(speed, "planning time, ms")
     path = folder / "planner.png"

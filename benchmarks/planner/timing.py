@@ -36,13 +36,17 @@ def cold_s(case: Case, profile: xs.Profile) -> float:
 
 def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
     """Seconds to get a plan again, the median of the cases; layouts are given as text."""
-    return look_up_s(((c.expression, c.mesh, c.shape, c.dtype), {"profile": profile}) for c in cases)
+    return look_up_s(
+        ((c.expression, c.mesh, c.shape, c.dtype), {"profile": profile}) for c in cases
+    )
 
 
 def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
     """Seconds to plan even layouts on LARGE_MESH, cold, by expression."""
     return {
-        move: quickest(lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile))
+        move: quickest(
+            lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile)
+        )
         for move in LARGE_MOVES
     }
 

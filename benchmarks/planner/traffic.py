@@ -66,7 +66,9 @@ def _gathered(step: AllGather, before: xs.Sharding, node_devices: int, flow: Flo
             flow.nodes[node] += whole - home
 
 
-def _reduce_scattered(step: ReduceScatter, before: xs.Sharding, node_devices: int, flow: Flow) -> None:
+def _reduce_scattered(
+    step: ReduceScatter, before: xs.Sharding, node_devices: int, flow: Flow
+) -> None:
     """Every member gets its part from every other member, and from every other node once."""
     sizes = _sizes(step.after(before))
     for group in before.mesh.groups(axes_of(step.shards)):
@@ -94,7 +96,8 @@ def _moved(step: AllToAll, before: xs.Sharding, node_devices: int, flow: Flow) -
     for group in before.mesh.groups(axes_of(step.src_shards)):
         members = Counter(d // node_devices for d in group)
         for d in group:
-            piece, node = sizes[d] / len(group), d // node_devices
+            piece = sizes[d] / len(group)
+            node = d // node_devices
             flow.devices[d] += (len(group) - 1) * piece
             flow.nodes[node] += (len(group) - members[node]) * piece
 
@@ -140,7 +143,9 @@ def node_elements(src: xs.Sharding, dst: xs.Sharding, node_devices: int) -> NDAr
     For contiguous cuts without partial sums. The array is cut into cells wherever a block begins or ends: the
     elements of a cell move together.
     """
-    marks, needed, n = [_marks(d, (src, dst)) for d in range(len(src.shape))], [], src.mesh.n_devices
+    marks = [_marks(d, (src, dst)) for d in range(len(src.shape))]
+    needed = []
+    n = src.mesh.n_devices
     for first in range(0, n, node_devices):
         devices = range(first, min(first + node_devices, n))
         have, want = (_covered(marks, sharding, devices) for sharding in (src, dst))

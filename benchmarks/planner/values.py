@@ -28,7 +28,9 @@ def scaled_down(plan: xs.Plan) -> xs.Plan:
         return plan
     passed = [plan.source, plan.target, *(stage.after for stage in plan.stages)]
     sizes = [[s.mesh.size(*dim.axes) for dim in s.layout.dims] for s in passed]
-    parts = [math.lcm(*column) for column in zip(*sizes, strict=True)]  # every layout on the way has these
+    parts = [
+        math.lcm(*column) for column in zip(*sizes, strict=True)
+    ]  # every layout on the way has these
     error: xs.XshardError | None = None
     for rows in ROWS:
         shape = (min(n, rows * p + n % p) for n, p in zip(plan.shape, parts, strict=True))
@@ -55,9 +57,12 @@ def is_value(blocks: list[NDArray[np.int64]], value: NDArray[np.int64], plan: xs
 
 def _drawn(plan: xs.Plan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Random blocks in the plan's source, addends included, and the array that they hold."""
-    rng, sums = np.random.default_rng(0), plan.src.tagged("sum")
+    rng = np.random.default_rng(0)
+    sums = plan.src.tagged("sum")
     whole = replace(plan.src, tags=())
-    shares = [rng.integers(-1000, 1000, plan.shape) for _ in range(math.prod(plan.mesh.sizes_of(sums)))]
+    shares = [
+        rng.integers(-1000, 1000, plan.shape) for _ in range(math.prod(plan.mesh.sizes_of(sums)))
+    ]
     scattered = [reference.scatter(share, whole, plan.mesh) for share in shares]
     blocks = [scattered[plan.mesh.index(d, sums)][d] for d in range(plan.mesh.n_devices)]
     return blocks, np.sum(shares, axis=0)

@@ -30,19 +30,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, each in zip(names, zip(*ranks, strict=True), strict=True)
     ]  # fmt: skip
     lines = [
-        (r["model"], f"{r['loss']:.1e}", f"{r['parameters']:.1e}", f"{r['held']:.2f}", str(r["rules"]))
+        (
+            r["model"],
+            f"{r['loss']:.1e}",
+            f"{r['parameters']:.1e}",
+            f"{r['held']:.2f}",
+            str(r["rules"]),
+        )
         for r in rows
     ]
     heads = ("model", "losses differ", "parameters differ", "share held", "rules")
     record.console().print(record.table("Three steps by the declared plan, tp=4", heads, lines))
     return finish(
-        options, "As on one device", claims(rows), "torch", "transformers", rows={"models": rows}, ranks=4
+        options,
+        "As on one device",
+        claims(rows),
+        "torch",
+        "transformers",
+        rows={"models": rows},
+        ranks=4,
     )
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     return [
-        worst(f"{what}, relative to one device's", [(r["model"], r[what]) for r in rows], IN_FLOAT32)
+        worst(
+            f"{what}, relative to one device's", [(r["model"], r[what]) for r in rows], IN_FLOAT32
+        )
         for what in ("loss", "parameters")
     ]
 

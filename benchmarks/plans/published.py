@@ -45,7 +45,9 @@ MLA = {
 SMALL = {
     "Llama-3.1-8B": small("Llama", 16, 4),
     "Llama-3.2-1B": small("Llama", 16, 4, tie_word_embeddings=True),
-    "Llama-4-Scout": small("Llama4", 20, 4, width=80, head_dim=8, intermediate_size_mlp=96, **EXPERTS),
+    "Llama-4-Scout": small(
+        "Llama4", 20, 4, width=80, head_dim=8, intermediate_size_mlp=96, **EXPERTS
+    ),
     "Mistral-7B": small("Mistral", 16, 4, sliding_window=4),
     "Mixtral-8x7B": small("Mixtral", 16, 4, **EXPERTS),
     "Qwen2-7B": small("Qwen2", 28, 4, width=112),
@@ -55,7 +57,9 @@ SMALL = {
     "Gemma-2-9B": small("Gemma2", 8, 4, head_dim=16),
     "Gemma-3-4B": small("Gemma3", 8, 4, head_dim=16),
     "GLM-4-9B": small("Glm4", 16, 4, head_dim=8),
-    "GLM-4.5-Air": small("Glm4Moe", 48, 4, width=96, head_dim=8, **EXPERTS | {"n_routed_experts": 8}),
+    "GLM-4.5-Air": small(
+        "Glm4Moe", 48, 4, width=96, head_dim=8, **EXPERTS | {"n_routed_experts": 8}
+    ),
     "Pythia": small("GPTNeoX", 8, 8),
     "Command-R": small("Cohere", 8, 8),
     "OLMo-2-7B": small("Olmo2", 8, 8),
@@ -72,7 +76,13 @@ SMALL = {
     "GLM-4.7-Flash": small("Glm4MoeLite", 20, 20, width=80, **EXPERTS | MLA),
     "MiniCPM3-4B": small("MiniCPM3", 8, 8, **MLA),
     "MiMo-V2-Flash": small(
-        "MiMoV2Flash", 64, 4, width=96, head_dim=8, v_head_dim=8, **EXPERTS | {"n_routed_experts": 8}
+        "MiMoV2Flash",
+        64,
+        4,
+        width=96,
+        head_dim=8,
+        v_head_dim=8,
+        **EXPERTS | {"n_routed_experts": 8},
     ),
     "LongCat-Flash": small(
         "LongcatFlash",
@@ -106,15 +116,20 @@ class Same(NamedTuple):
 
 def built(name: str) -> Any:
     kind, options = SMALL[name]
-    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(
+        transformers, f"{kind}Config"
+    )
     torch.manual_seed(0)
     return getattr(transformers, f"{kind}ForCausalLM")(config(**options)).double()
 
 
 def losses_of(model: nn.Module) -> torch.Tensor:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
     for _ in range(STEPS):
-        losses.append(cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()))
+        losses.append(
+            cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        )
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -123,15 +138,22 @@ def losses_of(model: nn.Module) -> torch.Tensor:
 
 def same_as_on_one_device(name: str) -> Same:
     """Train a model of `SMALL` by its plan and alone, in float64. All processes call it."""
-    whole, model = built(name), built(name)
+    whole = built(name)
+    model = built(name)
     rules = xs.Rules.from_transformers(model, "tp")
     xt.parallelize(model, mesh=xs.Mesh(tp=dist.get_world_size()), **rules)
-    want, found, state = losses_of(whole), losses_of(model), parallel_of(model)
+    want = losses_of(whole)
+    found = losses_of(model)
+    state = parallel_of(model)
     values = dict(whole.named_parameters())
     pairs = [(p, values[p.name].detach()) for p in state.parameters if p.name in values]
-    differ = [((p.tensor - p.cut(x, state.context)).abs().max() / x.abs().max()).item() for p, x in pairs]
+    differ = [
+        ((p.tensor - p.cut(x, state.context)).abs().max() / x.abs().max()).item() for p, x in pairs
+    ]
     held = sum(p.tensor.numel() for p, _ in pairs) / sum(x.numel() for _, x in pairs)
-    return Same(((found - want).abs() / want).max().item(), max(differ), held, sum(map(len, rules.values())))
+    return Same(
+        ((found - want).abs() / want).max().item(), max(differ), held, sum(map(len, rules.values()))
+    )
 
 
 def trained(names: Sequence[str]) -> list[Same]:

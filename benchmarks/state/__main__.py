@@ -39,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         transfers = cluster.run_torch(live.rows, sent, min(rounds, 3), timeout_s=HANG_S)[0]
     for title, rows in (("Loads", loads), ("Between nodes", transfers)):
         record.console().print(record.table(title, HEADS, _lines(rows), n_left=2))
-    libraries, facts = ("torch", "jax", "orbax-checkpoint", "safetensors"), {"rate": live.RATE}
-    files, judged = {"loads": loads, "transfers": transfers}, judge(loads, transfers)
+    libraries = ("torch", "jax", "orbax-checkpoint", "safetensors")
+    facts = {"rate": live.RATE}
+    files = {"loads": loads, "transfers": transfers}
+    judged = judge(loads, transfers)
     return finish(options, "Weights", judged, *libraries, rows=files, **facts, load=os.getloadavg())
 
 
@@ -53,7 +55,10 @@ def _loads(scale: int, rounds: int) -> list[Row]:
             on_ranks(torch_loads.RANKS, torch_loads.resharded, folder, scale, rounds)[0],
         ]
         (folder / "torch.pt").unlink()
-        return [*rows, _alone("jax", DEVICES, "benchmarks.state.jax_loads.resharded", folder, scale, rounds)]
+        return [
+            *rows,
+            _alone("jax", DEVICES, "benchmarks.state.jax_loads.resharded", folder, scale, rounds),
+        ]
 
 
 def _alone(package: str, devices: int, function: str, *arguments: Any) -> Row:
@@ -70,7 +75,12 @@ def _lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
         for way, turns in row["seconds"].items():
             times = f"{1e3 * statistics.median(turns):.1f}", f"{faster(row['seconds'], way):.2f}"
             across = row.get("across_bytes", {}).get(way)
-            yield row.get("part") or row["case"], way, *times, format_bytes(across) if across else ""
+            yield (
+                row.get("part") or row["case"],
+                way,
+                *times,
+                format_bytes(across) if across else "",
+            )
         yield ()
 
 

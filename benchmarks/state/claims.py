@@ -17,7 +17,9 @@ def judge(loads: Sequence[Row], transfers: Sequence[Row]) -> tuple[Claim, ...]:
     slices = [(row["part"], 1 / faster(row["seconds"], weights.SLICES)) for row in loads]
     peers = []
     for peer, least in FASTER.items():
-        ratios = [(row["part"], faster(row["seconds"], peer)) for row in loads if peer in row["seconds"]]
+        ratios = [
+            (row["part"], faster(row["seconds"], peer)) for row in loads if peer in row["seconds"]
+        ]
         if ratios:
             peers.append(worst(f"{peer} / ours", ratios, least, at_least=True))
     odd = [row["part"] for row in loads if row["bytes_read"] != row["bytes_needed"]]
@@ -25,7 +27,9 @@ def judge(loads: Sequence[Row], transfers: Sequence[Row]) -> tuple[Claim, ...]:
     beyond = [(row["part"], row["bytes_beyond"] / weights.BUCKET) for row in counted]
     ways = (weights.DTENSOR, weights.STATE_DICT)
     own = [(row["case"], min(faster(row["seconds"], way) for way in ways)) for row in transfers]
-    across = [(row["case"], row["across_bytes"][weights.OURS] / row["bound_bytes"]) for row in transfers]
+    across = [
+        (row["case"], row["across_bytes"][weights.OURS] / row["bound_bytes"]) for row in transfers
+    ]
     return (
         worst("load / (memcpy + reading)", near, 1.5),
         *peers,
@@ -38,7 +42,9 @@ def judge(loads: Sequence[Row], transfers: Sequence[Row]) -> tuple[Claim, ...]:
 
 
 def to_floor(seconds: Mapping[str, Sequence[float]]) -> float:
-    turns = zip(*(seconds[way] for way in (weights.OURS, weights.READING, weights.MEMCPY)), strict=True)
+    turns = zip(
+        *(seconds[way] for way in (weights.OURS, weights.READING, weights.MEMCPY)), strict=True
+    )
     return statistics.median(ours / (reading + memcpy) for ours, reading, memcpy in turns)
 
 

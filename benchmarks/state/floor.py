@@ -21,10 +21,13 @@ def calls(files: Iterable[Path], n_bytes: int, part: int = 0) -> Calls:
 
     part: how many times n_bytes come first, which others read.
     """
-    buffer, whole, skipped = np.empty(MIB, np.uint8), np.ones(n_bytes, np.uint8), part * n_bytes
+    buffer = np.empty(MIB, np.uint8)
+    whole = np.ones(n_bytes, np.uint8)
+    skipped = part * n_bytes
 
     def reading() -> None:
-        left, start = n_bytes, skipped
+        left = n_bytes
+        start = skipped
         for file in files:
             size = file.stat().st_size
             with file.open("rb", buffering=0) as opened:
@@ -52,7 +55,9 @@ def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of glibc, which keeps up to 32 MiB of freed memory per array
-    before, looks, over = _own_bytes(), list[int](), threading.Event()
+    before = _own_bytes()
+    looks = list[int]()
+    over = threading.Event()
 
     def look() -> None:
         while not over.wait(1e-3):

@@ -30,14 +30,17 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
     served = weights.shardings(weights.SERVED, Mesh(tp=DEVICES), scale)
     target = {
         name: jax.ShapeDtypeStruct(
-            x.shape, "bfloat16", sharding=jax.NamedSharding(mesh, xj.specs.to_partition_spec(x.layout))
+            x.shape,
+            "bfloat16",
+            sharding=jax.NamedSharding(mesh, xj.specs.to_partition_spec(x.layout)),
         )
         for name, x in served.items()
     }
     load = lambda: jax.block_until_ready(xj.load(stored, weights.SERVED, mesh))  # noqa: E731
     with open_checkpoint(stored) as checkpoint:
         loaded = xj.load(checkpoint, weights.SERVED, mesh)
-        read, needed = checkpoint.bytes_read, sum(_own_bytes(x) for x in loaded.values())
+        read = checkpoint.bytes_read
+        needed = sum(_own_bytes(x) for x in loaded.values())
     held = sum(x.data.nbytes for array in loaded.values() for x in array.addressable_shards)
     del loaded
     beyond = floor.bytes_beyond(load, held)
@@ -49,16 +52,22 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
             "xshard, from orbax's files": lambda: jax.block_until_ready(
                 xj.load(folder / "orbax", weights.SERVED, mesh)
             ),
-            weights.ORBAX: lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax", target)),
+            weights.ORBAX: lambda: jax.block_until_ready(
+                checkpointer.restore(folder / "orbax", target)
+            ),
             weights.SLICES: lambda: _slices(stored, target),
         }
         expected = load()
         for name, way in calls.items():
             loaded = way()
-            assert all(np.array_equal(_bits(loaded[key]), _bits(x)) for key, x in expected.items()), name
+            assert all(
+                np.array_equal(_bits(loaded[key]), _bits(x)) for key, x in expected.items()
+            ), name
         del expected, loaded
         calls |= floor.calls(sorted(stored.glob("*.safetensors")), needed)
-        seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(needed))
+        seconds = by_turns.seconds(
+            calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(needed)
+        )
     counts = {"bytes_read": read, "bytes_needed": needed}
     return {"part": f"JAX, {DEVICES} devices", **counts, "bytes_beyond": beyond, "seconds": seconds}
 

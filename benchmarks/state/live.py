@@ -25,10 +25,16 @@ from benchmarks.state.torch_loads import as_dtensor
 from benchmarks.state.weights import DTENSOR, EXCHANGING, OURS, STATE_DICT
 from benchmarks.torch_redistribute.run_time import all_to_all
 
-NODES, PER_NODE, RATE = 2, 2, "400mbit"
-SCALE, QUICK_SCALE = 4, 64  # 130 MiB in float32, or half a MiB
+NODES = 2
+PER_NODE = 2
+RATE = "400mbit"
+SCALE = 4
+QUICK_SCALE = 64  # 130 MiB in float32, or half a MiB
 # The layouts there, and the mesh of the server; along dp, from node to node, it has all weights twice.
-SERVERS = {"to tensor parallelism": xs.Mesh(tp=4), "to two servers, one a node": xs.Mesh(dp=2, tp=2)}
+SERVERS = {
+    "to tensor parallelism": xs.Mesh(tp=4),
+    "to two servers, one a node": xs.Mesh(dp=2, tp=2),
+}
 
 
 def rows(scale: int, rounds: int) -> list[Row]:
@@ -37,27 +43,37 @@ def rows(scale: int, rounds: int) -> list[Row]:
 
 
 def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
-    rank, n = dist.get_rank(), server.n_devices
+    rank = dist.get_rank()
+    n = server.n_devices
     # A DTensor moves on one mesh, so the trainer's has the server's axes; the blocks are as on one axis.
     mesh = init_device_mesh("cpu", server.sizes, mesh_dim_names=server.axes)
     cut = "/".join(("o", *server.axes))
-    src, dst = (weights.shardings(rules, server, scale) for rules in ({"**": f"{cut} ..."}, weights.SERVED))
+    src, dst = (
+        weights.shardings(rules, server, scale) for rules in ({"**": f"{cut} ..."}, weights.SERVED)
+    )
     tree = {}
     for i, (key, sharding) in enumerate(src.items()):
-        block = torch.rand(sharding.local_shape(rank), generator=torch.Generator().manual_seed(n * i + rank))
+        block = torch.rand(
+            sharding.local_shape(rank), generator=torch.Generator().manual_seed(n * i + rank)
+        )
         tree[key] = as_dtensor(block, sharding, mesh)
     placements = {key: xt.dtensor.to_placements(each.layout, mesh) for key, each in dst.items()}
 
     def redistributed() -> dict[str, Tensor]:
-        return {key: x.redistribute(placements=placements[key]).to_local() for key, x in tree.items()}
+        return {
+            key: x.redistribute(placements=placements[key]).to_local() for key, x in tree.items()
+        }
 
     ways: dict[str, Callable[[], dict[str, Tensor]]] = {
-        OURS: lambda: xt.transfer(tree, (None, weights.SERVED), dst_mesh=mesh, profile=f"gloo:{PER_NODE}"),
+        OURS: lambda: xt.transfer(
+            tree, (None, weights.SERVED), dst_mesh=mesh, profile=f"gloo:{PER_NODE}"
+        ),
         DTENSOR: redistributed,
         EXCHANGING: lambda: _exchanging(redistributed),
         STATE_DICT: lambda: _by_state_dict(tree, dst, mesh),
     }
-    expected, across = ways[OURS](), {}
+    expected = ways[OURS]()
+    across = {}
     for way, call in ways.items():
         dist.barrier()
         before = _received()
@@ -65,7 +81,9 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
         dist.barrier()
         across[way] = torch.tensor(_received() - before)
         dist.all_reduce(across[way], dist.ReduceOp.MAX)
-        assert all(torch.equal(_local(received[key]), _local(x)) for key, x in expected.items()), way
+        assert all(torch.equal(_local(received[key]), _local(x)) for key, x in expected.items()), (
+            way
+        )
     lacking = sum(node_elements(src[key], dst[key], PER_NODE) for key in src)
     return {
         "case": name,
@@ -81,9 +99,14 @@ def _exchanging(call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         return call()
 
 
-def _by_state_dict(tree: dict[str, DTensor], dst: dict[str, xs.Sharding], mesh: Any) -> dict[str, Tensor]:
+def _by_state_dict(
+    tree: dict[str, DTensor], dst: dict[str, xs.Sharding], mesh: Any
+) -> dict[str, Tensor]:
     """Gathered on rank 0, and broadcast from there."""
-    blocks = {key: as_dtensor(torch.empty(x.local_shape(dist.get_rank())), x, mesh) for key, x in dst.items()}
+    blocks = {
+        key: as_dtensor(torch.empty(x.local_shape(dist.get_rank())), x, mesh)
+        for key, x in dst.items()
+    }
     trainer, server = (
         nn.ParameterList(nn.Parameter(x, requires_grad=False) for x in each.values())
         for each in (tree, blocks)
@@ -102,4 +125,6 @@ def _local(x: Tensor) -> Tensor:
 def _received() -> int:
     """Bytes that this rank's node has received on its link, with all headers."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return sum(int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("eth0"))
+    return sum(
+        int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("eth0")
+    )

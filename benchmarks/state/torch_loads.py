@@ -32,7 +32,9 @@ def save(folder: Path, scale: int) -> None:
     tree = {}
     for i, (name, sharding) in enumerate(trained.items()):
         local = sharding.local_shape(dist.get_rank())
-        pattern = torch.rand(2**20 + 7, generator=torch.Generator().manual_seed(RANKS * i + dist.get_rank()))
+        pattern = torch.rand(
+            2**20 + 7, generator=torch.Generator().manual_seed(RANKS * i + dist.get_rank())
+        )
         n = torch.Size(local).numel()
         block = pattern.bfloat16().repeat(-(-n // len(pattern)))[:n].view(local)
         tree[name] = as_dtensor(block, sharding, mesh)
@@ -42,7 +44,8 @@ def save(folder: Path, scale: int) -> None:
 
 def resharded(folder: Path, scale: int, rounds: int) -> Row:
     """As a server has them. On every rank; a turn takes as long as on its slowest rank."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     served = weights.shardings(weights.SERVED, Mesh(tp=RANKS), scale)
     blocks = dict[str, Tensor]()
     n_bytes = sum(2 * math.prod(sharding.local_shape(rank)) for sharding in served.values())
@@ -50,7 +53,8 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     def before() -> None:
         """Take memory for DCP to fill, as new as the others' memory."""
         blocks.update(
-            (name, torch.empty(x.local_shape(rank), dtype=torch.bfloat16)) for name, x in served.items()
+            (name, torch.empty(x.local_shape(rank), dtype=torch.bfloat16))
+            for name, x in served.items()
         )
         floor.memory_at_hand(n_bytes)
         dist.barrier()
@@ -62,7 +66,8 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     own = {name: weights.index_of(x, rank) for name, x in served.items()}
     with open_checkpoint(folder / "safetensors") as checkpoint:
         expected = xt.load(checkpoint, weights.SERVED, Mesh(tp=RANKS))
-        read, needed = checkpoint.bytes_read, sum(x.nbytes for x in expected.values())
+        read = checkpoint.bytes_read
+        needed = sum(x.nbytes for x in expected.values())
     load = lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS))  # noqa: E731
     beyond = torch.tensor(floor.bytes_beyond(load, needed))
     dist.all_reduce(beyond, dist.ReduceOp.MAX)
@@ -70,7 +75,9 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
         weights.OURS: load,
         "xshard, from DCP's files": lambda: xt.load(folder / "dcp", weights.SERVED, Mesh(tp=RANKS)),
         weights.DCP: lambda: by_dcp(checkpoint_id=folder / "dcp"),
-        weights.HF: lambda: by_dcp(storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))),
+        weights.HF: lambda: by_dcp(
+            storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))
+        ),
         weights.SLICES: lambda: slices(folder / "safetensors", own),
     }
     for name, way in calls.items():
@@ -87,7 +94,8 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
 
 def whole(folder: Path, rounds: int, _: float) -> Row:
     """All of them, in this process alone."""
-    stored, pickled = folder / "safetensors", folder / "torch.pt"
+    stored = folder / "safetensors"
+    pickled = folder / "torch.pt"
     with open_checkpoint(stored) as checkpoint:
         n_bytes = sum(x.nbytes for x in xt.load(checkpoint).values())
         read = checkpoint.bytes_read
@@ -105,7 +113,9 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
         assert all(torch.equal(loaded[key], x) for key, x in expected.items()), name
     del expected, loaded
     calls |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
-    seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(n_bytes))
+    seconds = by_turns.seconds(
+        calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(n_bytes)
+    )
     return row("torch, one process", seconds, read, n_bytes, beyond)
 
 
@@ -118,13 +128,16 @@ def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]
     return parts
 
 
-def row(part: str, seconds: dict[str, list[float]], read: int, needed: int, beyond: int | None = None) -> Row:
+def row(
+    part: str, seconds: dict[str, list[float]], read: int, needed: int, beyond: int | None = None
+) -> Row:
     counts = {"bytes_read": read, "bytes_needed": needed}
     return {"part": part, **counts, "bytes_beyond": beyond, "seconds": seconds}
 
 
 def as_dtensor(block: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
-    layout, like = sharding.layout, torch.empty(sharding.shape, device="meta")
+    layout = sharding.layout
+    like = torch.empty(sharding.shape, device="meta")
     placements = xt.dtensor.to_placements(layout, mesh)
     return DTensor.from_local(
         block, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -9,22 +9,33 @@ from typing import Any
 from xshard import Layout, Mesh, Sharding
 from xshard.rules import Rules
 
-HIDDEN, FEED, VOCAB, LAYERS = 4096, 11008, 32000, 2  # of Llama 2 7B with two layers: 1 GiB in bfloat16
+HIDDEN = 4096
+FEED = 11008
+VOCAB = 32000
+LAYERS = 2  # of Llama 2 7B with two layers: 1 GiB in bfloat16
 TRAINED = {"**": "o/fsdp ..."}
 SERVED = {"**.{o,down}.weight": "o i/tp", "**.norm": "o", "**": "o/tp i"}
 
 # The names of ways in rows and claims.
 OURS = "xshard"
-TORCH, DCP, HF = "torch.load", "DCP", "DCP's reader of Hugging Face"
-ORBAX, SLICES = "orbax", "safetensors' slices"
-READING, MEMCPY = "reading", "memcpy"
-DTENSOR, EXCHANGING, STATE_DICT = "DTensor", "DTensor with an all-to-all", "DCP's state dict, from rank 0"
+TORCH = "torch.load"
+DCP = "DCP"
+HF = "DCP's reader of Hugging Face"
+ORBAX = "orbax"
+SLICES = "safetensors' slices"
+READING = "reading"
+MEMCPY = "memcpy"
+DTENSOR = "DTensor"
+EXCHANGING = "DTensor with an all-to-all"
+STATE_DICT = "DCP's state dict, from rank 0"
 BUCKET = 256 * 2**20  # bytes that a load may hold beyond its result
 
 
 def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, its lengths divided by `scale`."""
-    d, f, v = HIDDEN // scale, FEED // scale, VOCAB // scale
+    d = HIDDEN // scale
+    f = FEED // scale
+    v = VOCAB // scale
     by_name: dict[str, tuple[int, ...]] = {"embed.weight": (v, d)}
     for i in range(LAYERS):
         layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (d, d) for name in "qkvo"}

@@ -44,14 +44,19 @@ QUICK = CASES[:1]
 def step_of(model: str, batch: int, sequence: int) -> tuple[Any, Mesh]:
     name, _, layers = model.partition("/")
     if name in ("mixtral", "deepseek"):
-        return {"mixtral": mixtral, "deepseek": deepseek}[name](batch, sequence), Mesh(dp=8, ep=8, tp=4)
+        return {"mixtral": mixtral, "deepseek": deepseek}[name](batch, sequence), Mesh(
+            dp=8, ep=8, tp=4
+        )
     return llama(name, batch, sequence, int(layers) if layers else None), Mesh(dp=8, tp=8)
 
 
 def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | None:
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
-    plans, step = list[StepPlan](), step.with_shares
-    for problem in problems(step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap):
+    plans = list[StepPlan]()
+    step = step.with_shares
+    for problem in problems(
+        step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap
+    ):
         flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
         if model.startswith("8B"):
             node = problem.number["model.layers.*.self_attn.o_proj"]
@@ -65,7 +70,8 @@ def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggesti
     import scipy.optimize  # noqa: F401  # not part of what is measured
 
     step, mesh = step_of(model, batch, sequence)
-    start, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     suggested = suggest(step, mesh, memory=GB72, overlap=overlap)
     took = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
@@ -84,7 +90,9 @@ def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggesti
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     """The claims that rows are enough for."""
-    named = [(f"{r['model']} {r['batch']} x {r['sequence']} overlap {r['overlap']}", r) for r in rows]
+    named = [
+        (f"{r['model']} {r['batch']} x {r['sequence']} overlap {r['overlap']}", r) for r in rows
+    ]
     hand = [(name, r["seconds"] / min(r["by_hand"].values())) for name, r in named if r["by_hand"]]
     peer = {
         overlap: [
@@ -102,7 +110,11 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[Claim]:
         ("seconds / AutoParallel's, 8B at 16 x 8192, overlap 0.8", peer[0.8], 0.8),
         ("seconds / AutoParallel's, 8B at 16 x 8192, no overlap", peer[0.0], 0.9),
         ("rules for a Llama", [(name, r["rules"]) for name, r in llamas], 12),
-        ("processor seconds of planning, a Llama", [(name, r["planning_s"]) for name, r in llamas], 8.0),
+        (
+            "processor seconds of planning, a Llama",
+            [(name, r["planning_s"]) for name, r in llamas],
+            8.0,
+        ),
         ("processor seconds of planning, experts on three axes", others, 60.0),
         ("GiB beyond imports", [(name, r["planning_bytes"] / 2**30) for name, r in named], 1.0),
     ]
@@ -111,12 +123,16 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.options("suggest", __doc__, quick="8B at 16 x 8192 alone")
-    parser.add_argument("case", nargs="*", help="model, batch, sequence and, optionally, the overlap")
+    parser.add_argument(
+        "case", nargs="*", help="model, batch, sequence and, optionally, the overlap"
+    )
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
         model, batch, sequence, *overlap = options.case
-        suggested, row = run(model, int(batch), int(sequence), float(overlap[0]) if overlap else 0.8)
+        suggested, row = run(
+            model, int(batch), int(sequence), float(overlap[0]) if overlap else 0.8
+        )
         print(json.dumps(row) if options.row else suggested)
         return 0
     rows = []

@@ -36,11 +36,19 @@ from tests.jax_bridge import losses
 from xshard import Layout, Profile, Rules, load_profile
 
 AXES = {"dp": 4, "tp": 2}
-SUGGESTED, FREE, FSDP, TENSOR = "suggested", "no constraints", "FSDP", "tensor parallel"
+SUGGESTED = "suggested"
+FREE = "no constraints"
+FSDP = "FSDP"
+TENSOR = "tensor parallel"
 SIZES = {"sequence": 32, "c": 256, "heads": 8, "words": 512}
 LONG = {**SIZES, "batch": 4, "sequence": 256}  # fewer sequences than devices
 WIDE = Rules(  # how tensor parallelism stores what it shards
-    {"layers.{q,k,v,up}": "n i o/tp", "layers.{o,down}": "n o/tp i", "embed": "v/tp c", "head": "c v/tp"}
+    {
+        "layers.{q,k,v,up}": "n i o/tp",
+        "layers.{o,down}": "n o/tp i",
+        "embed": "v/tp c",
+        "head": "c v/tp",
+    }
 )
 WRONG = "programs with other values or gradients than one device"
 TOLERANCE = 1e-3  # of values and gradients
@@ -59,14 +67,18 @@ def equinox(**sizes: int) -> losses.Loss:
 
 
 scan = partial(losses.transformer, True)
-CASES: dict[str, tuple[str, Callable[[], losses.Loss]]] = {  # the machine that a step is planned for
+CASES: dict[
+    str, tuple[str, Callable[[], losses.Loss]]
+] = {  # the machine that a step is planned for
     "scan over layers": ("host", partial(scan, batch=32, n=2, **SIZES)),
     "4 long sequences": ("host", partial(scan, n=2, **LONG)),
     "4 long, for h100": ("h100", partial(scan, n=2, **LONG)),
     "flax nnx": ("host", partial(losses.of_nnx, batch=32, **SIZES)),
     "equinox": ("host", partial(equinox, batch=256, width=512)),
 }
-QUICK: dict[str, tuple[str, Callable[[], losses.Loss]]] = {"scan": ("host", partial(scan, batch=16, c=64))}
+QUICK: dict[str, tuple[str, Callable[[], losses.Loss]]] = {
+    "scan": ("host", partial(scan, batch=16, c=64))
+}
 
 
 def filled(args: Any) -> Any:
@@ -76,7 +88,9 @@ def filled(args: Any) -> Any:
     def array(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
-        drawn = rng.normal(0, 0.1, x.shape) if x.dtype == jnp.float32 else rng.integers(0, 6, x.shape)
+        drawn = (
+            rng.normal(0, 0.1, x.shape) if x.dtype == jnp.float32 else rng.integers(0, 6, x.shape)
+        )
         return jnp.asarray(drawn, x.dtype)
 
     return jax.tree.map(array, args)
@@ -91,7 +105,11 @@ def by_hand(loss: Any, way: str) -> Any:
             return to_partition_spec(Layout.parse(layout)) if layout else PartitionSpec()
         longest = sizes.index(max(sizes)) if sizes and is_parameter else 0
         fitting = (axes for axes in (("dp", "tp"), ("dp",)) if way == FSDP or axes == ("dp",))
-        cuts = [axes for axes in fitting if sizes and sizes[longest] % math.prod(AXES[a] for a in axes) == 0]
+        cuts = [
+            axes
+            for axes in fitting
+            if sizes and sizes[longest] % math.prod(AXES[a] for a in axes) == 0
+        ]
         return PartitionSpec(*[None] * longest, *cuts[:1])
 
     parts = enumerate(zip(loss.names, loss.arrays, strict=True))
@@ -100,7 +118,9 @@ def by_hand(loss: Any, way: str) -> Any:
 
 def executed(text: str) -> Iterator[tuple[int, str]]:
     """The lines of a program, and how often each runs: bodies of loops as often as XLA says."""
-    parts = {m[2]: m for m in re.finditer(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$([\s\S]*?)^\}", text, re.M)}
+    parts = {
+        m[2]: m for m in re.finditer(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$([\s\S]*?)^\}", text, re.M)
+    }
 
     def lines(part: re.Match[str], times: int) -> Iterator[tuple[int, str]]:
         for line in part[3].splitlines():
@@ -123,20 +143,27 @@ def scattered(text: str, line: str) -> float:
     parts = [(m[0], m[1]) for m in re.finditer(reads, text)] or [(line, shape)]
     dims = [re.findall(r"\d+", each.partition("[")[2].partition("]")[0]) for _, each in parts]
     sizes = [math.prod(map(int, each)) for each in dims]
-    return sum(n for n, (read, _) in zip(sizes, parts, strict=True) if is_sliced(text, read)) / sum(sizes)
+    return sum(n for n, (read, _) in zip(sizes, parts, strict=True) if is_sliced(text, read)) / sum(
+        sizes
+    )
 
 
 def figures(compiled: Any, profile: Profile) -> Row:
     """What a device receives in a step, and the seconds of its products and collectives by the profile."""
-    text, counts, link = compiled.as_text(), Counter[str](), profile.default
-    received, as_compiled = 0.0, 0
+    text = compiled.as_text()
+    counts = Counter[str]()
+    link = profile.default
+    received = 0.0
+    as_compiled = 0
     for times, line in executed(text):
         for one in collectives(line, math.prod(AXES.values())):
             counts[one.op] += times
             as_compiled += times * max(one.received)
             received += times * max(one.received) * (1 - scattered(text, line) / 2)
     flops = compiled.cost_analysis()["flops"]
-    starts = sum(n * profile.launch(KINDS.get(op, op).replace("-", "_")) for op, n in counts.items())
+    starts = sum(
+        n * profile.launch(KINDS.get(op, op).replace("-", "_")) for op, n in counts.items()
+    )
     moving = starts + counts.total() * link.latency_s + received / link.bytes_per_s
     return {
         "received_bytes": int(received), "as_compiled_bytes": as_compiled, "collectives": dict(counts),
@@ -165,21 +192,34 @@ def rows_of(case: str, machine: str, made: losses.Loss, rounds: int) -> list[Row
     ways |= {way: (loss, by_hand(plan.loss, way)) for way in hand}
     arrays = filled(args)
     expected = jax.jit(jax.value_and_grad(loss))(*arrays)
-    rows, calls = list[Row](), dict[str, Callable[[], Any]]()
+    rows = list[Row]()
+    calls = dict[str, Callable[[], Any]]()
     for way, (f, specs) in ways.items():
-        on = jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        on = jax.tree.map(
+            partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
         placed = jax.device_put(arrays, on)
-        for partitioner in ("Shardy",) if way in hand else ("GSPMD", "Shardy"):  # the last one stays
+        for partitioner in (
+            ("Shardy",) if way in hand else ("GSPMD", "Shardy")
+        ):  # the last one stays
             jax.config.update("jax_use_shardy_partitioner", partitioner == "Shardy")
             step = jax.jit(jax.value_and_grad(f), in_shardings=on, out_shardings=(None, on[0]))
             compiled = step.lower(*args).compile()
-            calls[way] = partial(lambda run, own: jax.block_until_ready(run(*own)), compiled, placed)
+            calls[way] = partial(
+                lambda run, own: jax.block_until_ready(run(*own)), compiled, placed
+            )
             row = {"case": case, "machine": machine, "way": way, "partitioner": partitioner}
-            rows.append(row | figures(compiled, profile) | {"error": difference(calls[way](), expected)})
+            rows.append(
+                row | figures(compiled, profile) | {"error": difference(calls[way](), expected)}
+            )
     seconds = by_turns.medians(calls, rounds, warm_up=1) if machine == "host" else {}
     for row in rows:
         row |= {"planned_s": plan.seconds} if row["way"] == SUGGESTED else {}
-        row |= {"measured_s": seconds[row["way"]]} if seconds and row["partitioner"] == "Shardy" else {}
+        row |= (
+            {"measured_s": seconds[row["way"]]}
+            if seconds and row["partitioner"] == "Shardy"
+            else {}
+        )
     return rows
 
 
@@ -194,18 +234,24 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
         return [(case, ours[key] / theirs[key]) for case, ours, theirs in pairs if key in ours]
 
     received = ratios("received_bytes")
-    wrong = [f"{r['case']}, {r['way']}, {r['partitioner']}" for r in rows if not r["error"] < TOLERANCE]
+    wrong = [
+        f"{r['case']}, {r['way']}, {r['partitioner']}" for r in rows if not r["error"] < TOLERANCE
+    ]
     return [
         none_of(WRONG, wrong, len(rows)),
         mean("received bytes, suggested / without constraints: geometric mean", received, 0.5),
         worst("received bytes, suggested / without constraints: worst", received, 1.0),
         worst("priced seconds, suggested / without constraints: worst", ratios("priced_s"), 1.0),
-        worst("measured seconds, suggested / without constraints: worst", ratios("measured_s"), 1.0),
+        worst(
+            "measured seconds, suggested / without constraints: worst", ratios("measured_s"), 1.0
+        ),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = record.options("suggest.gspmd", __doc__, quick="a small one alone").parse_args(arguments)
+    options = record.options("suggest.gspmd", __doc__, quick="a small one alone").parse_args(
+        arguments
+    )
     configure(math.prod(AXES.values()))
     rows = list[Row]()
     for case, (machine, make) in (QUICK if options.quick else CASES).items():

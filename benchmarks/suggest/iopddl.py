@@ -45,10 +45,15 @@ class Graph:
     @classmethod
     def read(cls, path: Path) -> Graph:
         problem = json.loads(gzip.decompress(path.read_bytes()))["problem"]
-        nodes, edges = problem["nodes"], problem["edges"]
+        nodes = problem["nodes"]
+        edges = problem["edges"]
         costs, usages = ([np.array(x, float) for x in nodes[key]] for key in ("costs", "usages"))
         graph = cls(
-            costs, usages, [tuple(x) for x in nodes["intervals"]], {}, problem.get("usage_limit", np.inf)
+            costs,
+            usages,
+            [tuple(x) for x in nodes["intervals"]],
+            {},
+            problem.get("usage_limit", np.inf),
         )
         for (i, j), table in zip(edges["nodes"], edges["costs"], strict=True):
             graph.add((i, j), np.array(table, float).reshape(len(costs[i]), len(costs[j])))
@@ -73,10 +78,13 @@ class Graph:
     def times(self) -> np.ndarray:
         """For every time that can exceed the limit, and no other time contains, the nodes that count."""
         points = sorted({start for start, end in self.intervals if start < end})
-        most, rows = np.array([u.max() for u in self.usages]), list[frozenset[int]]()
+        most = np.array([u.max() for u in self.usages])
+        rows = list[frozenset[int]]()
         for point in points:
             live = frozenset(
-                v for v, (start, end) in enumerate(self.intervals) if start <= point < end and most[v] > 0
+                v
+                for v, (start, end) in enumerate(self.intervals)
+                if start <= point < end and most[v] > 0
             )
             if sum(most[v] for v in live) > self.limit:
                 rows.append(live)
@@ -101,7 +109,9 @@ def reduce(graph: Graph) -> np.ndarray:
             if not keep.all():
                 select(graph, v, keep, ends[v])
         eliminate(graph, counted)
-        for edge, table in list(graph.tables.items()):  # what depends on one end only belongs to the node
+        for edge, table in list(
+            graph.tables.items()
+        ):  # what depends on one end only belongs to the node
             least = table.min(1)
             table = table - least[:, None]
             other = table.min(0)
@@ -116,14 +126,19 @@ def reduce(graph: Graph) -> np.ndarray:
             return times
 
 
-def undominated(graph: Graph, v: int, edges: Sequence[tuple[int, int]], counted: bool) -> np.ndarray:
+def undominated(
+    graph: Graph, v: int, edges: Sequence[tuple[int, int]], counted: bool
+) -> np.ndarray:
     """Options that no other one can replace for less, whatever the neighbours do (Goldstein 1994)."""
-    cost, usage = graph.costs[v], graph.usages[v]
+    cost = graph.costs[v]
+    usage = graph.usages[v]
     worse = cost[:, None] - cost[None]  # of i in place of j, at most
     for i, j in edges:
         table = graph.tables[i, j] if i == v else graph.tables[i, j].T
         rows, index = np.unique(table, axis=0, return_inverse=True)
-        worse = worse + (rows[:, None] - rows[None]).max(-1)[index.reshape(-1)][:, index.reshape(-1)]
+        worse = (
+            worse + (rows[:, None] - rows[None]).max(-1)[index.reshape(-1)][:, index.reshape(-1)]
+        )
     better = worse <= 0
     if counted:
         better &= usage[:, None] <= usage[None]
@@ -161,7 +176,9 @@ def eliminate(graph: Graph, counted: np.ndarray) -> None:
             continue
         tables = [graph.tables.pop((min(v, w), max(v, w))) for w in near]
         tables = [t.T if v < w else t for t, w in zip(tables, near, strict=True)]  # [neighbour, v]
-        total = graph.costs[v] + (tables[0] if len(near) == 1 else tables[0][:, None] + tables[1][None])
+        total = graph.costs[v] + (
+            tables[0] if len(near) == 1 else tables[0][:, None] + tables[1][None]
+        )
         graph.undo.append((v, near, total.argmin(-1)))
         graph.costs[v], graph.usages[v] = np.zeros(1), np.zeros(1)
         for w in near:
@@ -189,14 +206,20 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, 
     A graph with too many pairs of options has several programs, each of the options of assignments under many
     prices and of the best assignment so far; the bound is then from the prices.
     """
-    times, size = reduce(graph), pairs_of(graph)
-    shares = [usage[:, None] * row / graph.limit for usage, row in zip(graph.usages, times.T, strict=True)]
+    times = reduce(graph)
+    size = pairs_of(graph)
+    shares = [
+        usage[:, None] * row / graph.limit for usage, row in zip(graph.usages, times.T, strict=True)
+    ]
     every = [np.arange(len(cost)) for cost in graph.costs]
-    told = f"{sum(len(o) > 1 for o in every)} nodes with {sum(map(len, every))} options, {size} pairs"
+    told = (
+        f"{sum(len(o) > 1 for o in every)} nodes with {sum(map(len, every))} options, {size} pairs"
+    )
     print(f"  {told}, {len(graph.tables)} edges, {len(times)} times left", flush=True)
     if size <= MOST_PAIRS:
         return solve_among(graph, shares, every, most_nodes, gap)
-    best, bound = None, -np.inf
+    best = None
+    bound = -np.inf
     for steps in STEPS:
         left, below = pool(graph.costs, shares, graph.tables, steps)
         bound = max(bound, below)
@@ -210,17 +233,24 @@ def solve(graph: Graph, most_nodes: int, gap: float) -> tuple[list[int] | None, 
 
 
 def solve_among(
-    graph: Graph, shares: Sequence[np.ndarray], left: Sequence[np.ndarray], most_nodes: int, gap: float
+    graph: Graph,
+    shares: Sequence[np.ndarray],
+    left: Sequence[np.ndarray],
+    most_nodes: int,
+    gap: float,
 ) -> tuple[list[int] | None, float]:
     """The cheapest assignment of some of the options by an integer program, and a bound of all such."""
     values = [
-        np.concatenate([c[own, None], s[own]], 1) for c, s, own in zip(graph.costs, shares, left, strict=True)
+        np.concatenate([c[own, None], s[own]], 1)
+        for c, s, own in zip(graph.costs, shares, left, strict=True)
     ]
     pairs = []
     for (v, w), table in graph.tables.items():
         rows, i = np.unique(table[np.ix_(left[v], left[w])], axis=0, return_inverse=True)
         rows, j = np.unique(rows, axis=1, return_inverse=True)
-        pairs.append(Pairs((v, w), (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2))
+        pairs.append(
+            Pairs((v, w), (i.reshape(-1), j.reshape(-1)), [0], rows[None], rows > NEVER / 2)
+        )
     unit = np.eye(1 + shares[0].shape[1])
     cost = Cost(unit[0], np.zeros(0), np.zeros((0, 1, len(unit))), unit[1:])
     about = sum(float(each.min()) for each in (*graph.costs, *graph.tables.values()))
@@ -232,16 +262,23 @@ def solve_among(
 
 def pairs_of(graph: Graph) -> int:
     """The number of pairs of options that differ, of all edges."""
-    return sum(len(np.unique(t, axis=0)) * len(np.unique(t, axis=1).T) for t in graph.tables.values())
+    return sum(
+        len(np.unique(t, axis=0)) * len(np.unique(t, axis=1).T) for t in graph.tables.values()
+    )
 
 
 def run(path: Path, known: dict[str, Any], most_nodes: int, gap: float) -> dict[str, Any]:
     """An instance solved. known: the best cost that anyone reports, and the contest's limit of seconds."""
     start = time.process_time()
-    whole, graph = Graph.read(path), Graph.read(path)
+    whole = Graph.read(path)
+    graph = Graph.read(path)
     reduced, bound = solve(graph, most_nodes, gap)
     row = {"instance": known["instance"], "seconds": time.process_time() - start, "bound": bound}
-    row |= {"best_known": known["best_known"], "limit_s": known["timeout_s"], "nodes": len(whole.costs)}
+    row |= {
+        "best_known": known["best_known"],
+        "limit_s": known["timeout_s"],
+        "nodes": len(whole.costs),
+    }
     if reduced is None:
         return {**row, "cost": None}
     chosen = restored(graph, reduced)
@@ -263,18 +300,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.options("suggest.iopddl", __doc__, quick="the first instance alone")
     parser.add_argument("instances", type=Path, nargs="+")
     parser.add_argument("--best", type=Path, required=True)
-    parser.add_argument("--nodes", type=int, default=2000, help="most nodes of an integer program's tree")
-    parser.add_argument("--gap", type=float, default=0.0, help="share of the cost that a program may leave")
+    parser.add_argument(
+        "--nodes", type=int, default=2000, help="most nodes of an integer program's tree"
+    )
+    parser.add_argument(
+        "--gap", type=float, default=0.0, help="share of the cost that a program may leave"
+    )
     options = parser.parse_args(arguments)
-    known, rows = {row["instance"]: row for row in json.loads(options.best.read_text())["instances"]}, []
+    known = {row["instance"]: row for row in json.loads(options.best.read_text())["instances"]}
+    rows = []
     for path in options.instances[: 1 if options.quick else None]:
         row = run(path, known[path.name.partition(".")[0]], options.nodes, options.gap)
         rows.append(row)
-        share = f"{row['cost'] / row['best_known']:.4f} of the best known" if row["cost"] else "nothing found"
-        print(f"{row['instance']}: {share}, bound {row['bound']:.0f}, {row['seconds']:.1f} s", flush=True)
+        share = (
+            f"{row['cost'] / row['best_known']:.4f} of the best known"
+            if row["cost"]
+            else "nothing found"
+        )
+        print(
+            f"{row['instance']}: {share}, bound {row['bound']:.0f}, {row['seconds']:.1f} s",
+            flush=True,
+        )
     named = " ".join(path.name for path in options.instances)
     command = f"python -m benchmarks.suggest.iopddl {named} --best {options.best.name}"
-    title, rows_by_name = "A contest's instances", {"instances": rows}
+    title = "A contest's instances"
+    rows_by_name = {"instances": rows}
     return finish(options, title, judge(rows), "scipy", rows=rows_by_name, command=command)
 
 

@@ -40,11 +40,18 @@ MACHINES = {  # mesh, and the rate between two nodes of two
     "8 ranks": (Mesh(dp=4, tp=2), None),
     "2 nodes of 2": (Mesh(dp=2, tp=2), "400mbit"),
 }
-SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8}
-WORDS, CLASSES = {"vocab_size": 2048}, {"num_labels": 1024, "image_size": 64, "patch_size": 8}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+WORDS = {"vocab_size": 2048}
+CLASSES = {"num_labels": 1024, "image_size": 64, "patch_size": 8}
 NONE_DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 128, **WORDS, **NONE_DROPPED}
-BATCH, SEQUENCE = 8, 128
+BATCH = 8
+SEQUENCE = 128
 MODELS: Mapping[str, tuple[str, Row]] = {
     "Llama": ("LlamaForCausalLM", {**SIZES, **WORDS, "num_key_value_heads": 4, "use_cache": False}),
     "GPT-2": ("GPT2LMHeadModel", {**GPT2, "use_cache": False}),
@@ -72,7 +79,11 @@ def build(name: str) -> tuple[nn.Module, Mapping[str, Tensor], Tensor]:
     model = model(model.config_class(**sizes))
     if name == "ViT":
         side = CLASSES["image_size"]
-        return model, {"pixel_values": torch.randn(BATCH, 3, side, side)}, torch.randint(1024, (BATCH,))
+        return (
+            model,
+            {"pixel_values": torch.randn(BATCH, 3, side, side)},
+            torch.randint(1024, (BATCH,)),
+        )
     tokens = torch.randint(WORDS["vocab_size"], (BATCH, SEQUENCE))
     return model, {"input_ids": tokens}, tokens.roll(-1, 1)
 
@@ -90,7 +101,10 @@ def train(
         try:
             step = _step(name, run, mesh)
             step()
-        except (ValueError, RuntimeError) as error:  # on all ranks: code that checks lengths of its own
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # on all ranks: code that checks lengths of its own
             if not dist.get_rank():
                 print(f"{name}, {plan}: does not run: {str(error).splitlines()[0]}", flush=True)
         else:
@@ -109,7 +123,9 @@ def _step(name: str, run: Run, mesh: Mesh) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     def step() -> float:
-        loss = xt.nn.cross_entropy(model(**batch).logits, own, logits, mesh, classes=logits.names[-1])
+        loss = xt.nn.cross_entropy(
+            model(**batch).logits, own, logits, mesh, classes=logits.names[-1]
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +156,9 @@ class Held(TorchDispatchMode):
         storages = [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.there |= {StorageWeakRef(storage): storage.nbytes() for storage in storages}
         # Gloo's threads let go of some: no list of what is freed has them all.
-        self.there = {ref: n for ref, n in self.there.items() if not ref.expired() and ref not in self.kept}
+        self.there = {
+            ref: n for ref, n in self.there.items() if not ref.expired() and ref not in self.kept
+        }
         self.most = max(self.most, sum(self.there.values()))
         return result
 
@@ -194,14 +212,17 @@ def judge(rows: Sequence[Row]) -> list[Claim]:
     cases = dict[str, list[Row]]()
     for row in rows:
         cases.setdefault(f"{row['machine']}, {row['model']}", []).append(row)
-    order, best, memory = [], [], []
+    order = []
+    best = []
+    memory = []
     for case, plans in cases.items():
         predicted, measured = ([p[key] for p in plans] for key in ("predicted_s", "measured_s"))
         order.append((case, float(kendalltau(predicted, measured).statistic)))
         ours = next((p["measured_s"] for p in plans if p["plan"] == SUGGESTED), math.inf)
         best.append((case, ours / min(measured)))
         memory += [
-            (f"{case}, {p['plan']}", abs(p["predicted_bytes"] / p["measured_bytes"] - 1)) for p in plans
+            (f"{case}, {p['plan']}", abs(p["predicted_bytes"] / p["measured_bytes"] - 1))
+            for p in plans
         ]
     return [
         worst("Kendall's tau of predicted and measured orders", order, 0.7, at_least=True),
@@ -217,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # ranks are forks
     rounds = 3 if options.quick else 7
     chosen = "4 ranks" if options.quick else options.machines
-    rows, profiles = list[Row](), list[Row]()
+    rows = list[Row]()
+    profiles = list[Row]()
     for machine, (mesh, rate) in MACHINES.items():
         if chosen and machine not in chosen.split("|"):
             continue

@@ -15,7 +15,17 @@ LLAMA = {
     "70B": {"c": 8192, "g": 8, "r": 8, "d": 128, "f": 28672, "v": 128256, "layers": 80},
 }
 MIXTRAL = {"c": 4096, "g": 8, "r": 4, "d": 128, "m": 14336, "e": 8, "v": 32000}
-DEEPSEEK = {"c": 7168, "i": 1536, "h": 128, "q": 192, "k": 128, "p": 64, "w": 128, "l": 512, "f": 18432}
+DEEPSEEK = {
+    "c": 7168,
+    "i": 1536,
+    "h": 128,
+    "q": 192,
+    "k": 128,
+    "p": 64,
+    "w": 128,
+    "l": 512,
+    "f": 18432,
+}
 DISPATCH = (
     "b/x s c, b/x s e -> e b/x n c",
     "b s/x c, b s/x e -> e b n/x c",
@@ -37,15 +47,21 @@ class Model:
         self.ops: list[Op] = []
         self.parameters: dict[str, str] = {}
         self.times = 1
-        self.last = self.op("model.embed_tokens", "b s, v c -> b s c", ("tokens",), "v c", kind="lookup")
+        self.last = self.op(
+            "model.embed_tokens", "b s, v c -> b s c", ("tokens",), "v c", kind="lookup"
+        )
 
-    def op(self, name: str, text: str, operands: Sequence[str], weight: str = "", **how: Any) -> str:
+    def op(
+        self, name: str, text: str, operands: Sequence[str], weight: str = "", **how: Any
+    ) -> str:
         if weight:
             self.parameters[f"{name}.weight"] = weight
             operands = (*operands, f"{name}.weight")
         if "rules" in how:  # as texts over an axis x
             sides = [parse_sides(rule, "contraction")[:2] for rule in how["rules"]]
-            how["rules"] = tuple(tuple(ways_of(Layout(*s), "x")[0] for s in (*a, *b)) for a, b in sides)
+            how["rules"] = tuple(
+                tuple(ways_of(Layout(*s), "x")[0] for s in (*a, *b)) for a, b in sides
+            )
         self.ops.append(Op(name, text, tuple(operands), times=self.times, **how))
         return name
 
@@ -84,23 +100,36 @@ def grouped_attention(model: Model, name: str, x: str) -> str:
     )
     text = "b s (g r d), b t (g d), b t (g d) -> b s (g r d)"
     scores = model.op(f"{name}.attn", text, (q, k, v), kind="attention", whole=("d", "t"))
-    return model.op(f"{name}.o_proj", "b s (g r d), c (g r d) -> b s c", (scores,), "c (g r d)", whole="d")
+    return model.op(
+        f"{name}.o_proj", "b s (g r d), c (g r d) -> b s c", (scores,), "c (g r d)", whole="d"
+    )
 
 
 def latent_attention(model: Model, name: str, x: str) -> str:
     q = model.norm(
-        f"{name}.q_a_layernorm", model.op(f"{name}.q_a_proj", "b s c, i c -> b s i", (x,), "i c"), "i"
+        f"{name}.q_a_layernorm",
+        model.op(f"{name}.q_a_proj", "b s c, i c -> b s i", (x,), "i c"),
+        "i",
     )
     q = model.op(f"{name}.q_b_proj", "b s i, (h q) i -> b s (h q)", (q,), "(h q) i", whole="q")
     kv = model.norm(
-        f"{name}.kv_a_layernorm", model.op(f"{name}.kv_a_proj", "b s c, l c -> b s l", (x,), "l c"), "l"
+        f"{name}.kv_a_layernorm",
+        model.op(f"{name}.kv_a_proj", "b s c, l c -> b s l", (x,), "l c"),
+        "l",
     )
     p = model.op(f"{name}.k_rope", "b s c, p c -> b s p", (x,), "p c")
     k, v = (
-        model.op(f"{name}.{each}_b_proj", f"b s l, (h {d}) l -> b s (h {d})", (kv,), f"(h {d}) l", whole=d)
+        model.op(
+            f"{name}.{each}_b_proj",
+            f"b s l, (h {d}) l -> b s (h {d})",
+            (kv,),
+            f"(h {d}) l",
+            whole=d,
+        )
         for each, d in (("k", "k"), ("v", "w"))
     )
-    text, whole = "b s (h q), b t (h k), b t p, b t (h w) -> b s (h w)", ("q", "k", "p", "w", "t")
+    text = "b s (h q), b t (h k), b t p, b t (h w) -> b s (h w)"
+    whole = ("q", "k", "p", "w", "t")
     each = {n: DEEPSEEK[n] for n in "qkpw"}  # operations are for q and w, once
     flops = (each["q"] + each["w"]) / (each["q"] * each["k"] * each["p"] * each["w"])
     y = model.op(f"{name}.attn", text, (q, k, p, v), kind="attention", whole=whole, flops=flops)
@@ -109,7 +138,8 @@ def latent_attention(model: Model, name: str, x: str) -> str:
 
 def dense_mlp(model: Model, name: str, x: str, f: str = "f") -> str:
     gate, up = (
-        model.op(f"{name}.{each}_proj", f"b s c, {f} c -> b s {f}", (x,), f"{f} c") for each in ("gate", "up")
+        model.op(f"{name}.{each}_proj", f"b s c, {f} c -> b s {f}", (x,), f"{f} c")
+        for each in ("gate", "up")
     )
     y = model.op(f"{name}.act", f"b s {f}, b s {f} -> b s {f}", (gate, up), kind="pointwise")
     return model.op(f"{name}.down_proj", f"b s {f}, c {f} -> b s c", (y,), f"c {f}")
@@ -138,7 +168,8 @@ def with_shared_expert(model: Model, name: str, x: str) -> str:
 
 def llama(which: str, batch: int, sequence: int, layers: int | None = None) -> TrainingStep:
     lengths = dict(LLAMA[which])
-    times, model = lengths.pop("layers"), Model()
+    times = lengths.pop("layers")
+    model = Model()
     model.layers("model.layers.*", layers or times, grouped_attention, dense_mlp)
     return model.step(batch, sequence, lengths)
 

@@ -39,20 +39,26 @@ class Messages:
         for (i, j), table in self.tables.items():
             self.after[i].append((j, table))
             self.before[j].append((i, np.ascontiguousarray(table.T)))
-            self.received[i, j], self.received[j, i] = np.zeros(table.shape[1]), np.zeros(table.shape[0])
+            self.received[i, j], self.received[j, i] = (
+                np.zeros(table.shape[1]),
+                np.zeros(table.shape[0]),
+            )
 
     def sweep(self, prices: np.ndarray, forward: bool) -> float:
         """Renew the messages in one direction; no assignment within the limits costs less than the result."""
-        bound, count = -float(prices.sum()), len(self.costs)
+        bound = -float(prices.sum())
+        count = len(self.costs)
         for v in range(count) if forward else reversed(range(count)):
             ahead, behind = (self.after[v], self.before[v])[:: 1 if forward else -1]
-            total, parts = self.costs[v] + self.shares[v] @ prices, max(len(ahead), len(behind), 1)
+            total = self.costs[v] + self.shares[v] @ prices
+            parts = max(len(ahead), len(behind), 1)
             for w, _ in (*ahead, *behind):
                 total = total + self.received[w, v]
             for w, table in ahead:
                 message = ((total / parts - self.received[w, v])[:, None] + table).min(0)
                 least = message.min()
-                bound, self.received[v, w] = bound + least, message - least
+                bound = bound + least
+                self.received[v, w] = message - least
             bound += total.min() * (1 - len(ahead) / parts)
         return float(bound)
 
@@ -101,20 +107,29 @@ def pool(
 
     costs, shares, tables: as for `Messages`. steps: of prices, for a shortage of one limit, in bounds.
     """
-    met, highest = [np.full(len(cost), len(cost) <= FEW) for cost in costs], -np.inf
+    met = [np.full(len(cost), len(cost) <= FEW) for cost in costs]
+    highest = -np.inf
     for step in steps:
-        messages, prices = Messages(costs, shares, tables), np.zeros(shares[0].shape[1])
+        messages = Messages(costs, shares, tables)
+        prices = np.zeros(shares[0].shape[1])
         turn = np.zeros(len(prices))
         for i in range(rounds):
             messages.sweep(prices, forward=True)
             bound = messages.sweep(prices, forward=False)
-            highest, chosen = max(highest, bound), messages.assignment(prices)
+            highest = max(highest, bound)
+            chosen = messages.assignment(prices)
             short = messages.used(chosen) - 1
-            improved = messages.improved(chosen, EXCEEDED * abs(bound)) if i % EVERY == EVERY - 1 else chosen
+            improved = (
+                messages.improved(chosen, EXCEEDED * abs(bound))
+                if i % EVERY == EVERY - 1
+                else chosen
+            )
             for flags, *options in zip(met, chosen, improved, strict=True):
                 flags[options] |= i >= FIRST
             turn = KEPT * turn + (1 - KEPT) * short if i else short
             change = np.where((prices <= 0) & (turn < 0), 0, turn)
             if change.any():
-                prices = np.maximum(0, prices + step * max(abs(bound), 1.0) * change / (change @ change))
+                prices = np.maximum(
+                    0, prices + step * max(abs(bound), 1.0) * change / (change @ change)
+                )
     return [np.nonzero(flags)[0] for flags in met], highest

@@ -35,8 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options("torch_redistribute", __doc__, quick=quick).parse_args(arguments)
     rows = measure(quick=options.quick)
     record.console().print(by_size(rows["ends"]))
-    facts = {"backend": "gloo", "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
-    title, judged = "The torch bridge and its peers", claims.judge(**rows)
+    facts = {
+        "backend": "gloo",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    title = "The torch bridge and its peers"
+    judged = claims.judge(**rows)
     return finish(options, title, judged, "torch", rows=rows, **facts)
 
 
@@ -44,13 +48,16 @@ def measure(*, quick: bool) -> dict[str, Any]:
     """The rows of everything."""
     torch.set_num_threads(1)
     cases = [case for case in load("public") if case.mesh.n_devices in RANKS]
-    chosen, rounds = [], []
+    chosen = []
+    rounds = []
     for nbytes, stride, turns in QUICK if quick else SIZES:
         distinct: dict[Any, Any] = {}
         for case in cases:
             large = scaled(case, nbytes)
             if large.is_even or not case.is_even:
-                distinct.setdefault((large.src, large.dst, large.mesh, large.shape, large.dtype), large)
+                distinct.setdefault(
+                    (large.src, large.dst, large.mesh, large.shape, large.dtype), large
+                )
         some = [*distinct.values()][::stride]
         chosen += some
         rounds += [turns] * len(some)
@@ -65,10 +72,13 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def by_size(ends: Sequence[Row]) -> Table:
     """How many times as fast as each peer, by the size of the array; and one program beside itself."""
-    lines, ways = [], sorted({way for row in ends for way in row["faster_than"]})
+    lines = []
+    ways = sorted({way for row in ends for way in row["faster_than"]})
     for nbytes in sorted({_size(row["bytes"]) for row in ends}):
         rows = [row for row in ends if _size(row["bytes"]) == nbytes]
-        by_way = [[row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways]
+        by_way = [
+            [row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways
+        ]
         by_way.append([row["noise"] for row in rows if row["noise"] is not None])
         cells = (f"{statistics.geometric_mean(v):.2f} ({min(v):.2f})" if v else "" for v in by_way)
         lines.append((format_bytes(nbytes), str(len(rows)), *cells))

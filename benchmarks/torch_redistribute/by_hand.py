@@ -38,7 +38,9 @@ def sequence(plan: xs.Plan, processes: ProcessMesh) -> BlockMove | None:
 
 
 def _move(stage: Stage, processes: ProcessMesh) -> BlockMove | None:
-    step, mesh, me = stage.step, processes.mesh, processes.device
+    step = stage.step
+    mesh = processes.mesh
+    me = processes.device
     index = stage.before.dim_index
 
     def group(axes: Sequence[str]) -> dist.ProcessGroup | None:
@@ -55,12 +57,14 @@ def _move(stage: Stage, processes: ProcessMesh) -> BlockMove | None:
         return lambda block: _sent(block, ranks[sender.index(me)], ranks[sender[me]])
     if isinstance(step, Slice):
         cuts = [
-            (index(dim), mesh.size(*axes_of(cut)), mesh.index(me, axes_of(cut))) for dim, cut in step.cuts
+            (index(dim), mesh.size(*axes_of(cut)), mesh.index(me, axes_of(cut)))
+            for dim, cut in step.cuts
         ]
         return lambda block: _sliced(block, cuts)
     if isinstance(step, AllGather | ReduceScatter):
         ranks_ = group(axes_of(step.shards))
-        dim, move = index(step.dim), _gathered if isinstance(step, AllGather) else _scattered
+        dim = index(step.dim)
+        move = _gathered if isinstance(step, AllGather) else _scattered
         return None if ranks_ is None else lambda block: move(block, dim, ranks_)
     if isinstance(step, AllToAll):
         ranks_ = group(axes_of(step.src_shards))

@@ -15,10 +15,16 @@ def judge(
     run_time = []
     for way, least in (("DTensor", 2.0), ("by hand", LEAST)):
         rows = [row for row in ends if way in row["faster_than"]]
-        faster = [(f"{row['case']} of {row['bytes']} bytes", row["faster_than"][way]) for row in rows]
-        run_time.append(mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True))
+        faster = [
+            (f"{row['case']} of {row['bytes']} bytes", row["faster_than"][way]) for row in rows
+        ]
+        run_time.append(
+            mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True)
+        )
         run_time.append(worst(f"run time, {way} / ours: worst", faster, LEAST, at_least=True))
-    packed = [(r["move"], r["extra_bytes"] / r["packed_bytes"]) for r in memory if r["needs_packing"]]
+    packed = [
+        (r["move"], r["extra_bytes"] / r["packed_bytes"]) for r in memory if r["needs_packing"]
+    ]
     flat = [(r["move"], r["extra_bytes"]) for r in memory if not r["needs_packing"]]
     return (
         *host_times(host),
@@ -36,7 +42,9 @@ def host_times(host: Sequence[Row]) -> tuple[Claim, ...]:
     forward, both = (
         [(row["move"], row["xshard"][key] * 1e6) for row in ours] for key in ("forward_s", "both_s")
     )
-    ratios = [(row["move"], row["DTensor"]["forward_s"] / row["xshard"]["forward_s"]) for row in beside]
+    ratios = [
+        (row["move"], row["DTensor"]["forward_s"] / row["xshard"]["forward_s"]) for row in beside
+    ]
     return (
         worst("host time of a forward call, us", forward, 60),
         worst("host time with the gradient, us", both, 200),

@@ -41,7 +41,9 @@ MOVES = {
     "scale and all_reduce": "n d | mean(a) -> n d",
     "retag": "n d -> n d | copy(a)",
 }
-GRAPH = {"exchange of a graph": f"n/by(a,{CELLS}) d -> n/by(a,{CELLS}):reads({NEAR}) d"}  # of 16 rows
+GRAPH = {
+    "exchange of a graph": f"n/by(a,{CELLS}) d -> n/by(a,{CELLS}):reads({NEAR}) d"
+}  # of 16 rows
 
 
 @contextmanager
@@ -59,7 +61,9 @@ def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
             src, dst = parse_expression(text)
             block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1), device=device)
             row: dict[str, Any] = {"move": name, "expression": text}
-            row["xshard"] = _both(lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds)
+            row["xshard"] = _both(
+                lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds
+            )
             try:
                 placements = [xt.dtensor.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
                 row["DTensor"] = _both(
@@ -68,7 +72,8 @@ def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
             except (xs.errors.PlanError, NotImplementedError, RuntimeError):
                 pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
             rows.append(row)
-        out, block = torch.empty(16, 8, device=device), torch.ones(4, 8, device=device)
+        out = torch.empty(16, 8, device=device)
+        block = torch.ones(4, 8, device=device)
         raw = {"forward_s": _median(lambda: all_gather(out, block), rounds)}
         return [*rows, {"move": "dist.all_gather_single", "raw": raw}]
 
@@ -97,7 +102,11 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         before, after = (
-            {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(x) if isinstance(t, Tensor)}
+            {
+                t.untyped_storage()._cdata: t.untyped_storage()
+                for t in tree_leaves(x)
+                if isinstance(t, Tensor)
+            }
             for x in ((args, kwargs), result)
         )
         for key in after.keys() - before.keys() - self._known:
@@ -124,10 +133,13 @@ def memory() -> list[dict[str, Any]]:
                 y = xt.redistribute(block, text, mesh)
             moves = lower(plan, process_mesh(plan.mesh), torch.device("cpu")).moves
             packed = [move for move in moves if isinstance(move, PackedCollective)]
-            copies = [max(sum(move.collective.sent), sum(move.collective.received)) * 4 for move in packed]
+            copies = [
+                max(sum(move.collective.sent), sum(move.collective.received)) * 4 for move in packed
+            ]
             flat = all(move.sent.is_flat and len(move.arriving) > 1 for move in packed)
             if any(isinstance(step, Scale) for step in plan.steps):
-                copies, flat = [block.nbytes], False  # the scaled copy is sent
+                copies = [block.nbytes]
+                flat = False  # the scaled copy is sent
             rows.append(
                 {
                     "move": name,

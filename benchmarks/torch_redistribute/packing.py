@@ -29,7 +29,8 @@ MOVES = {
     "halo of columns": "n d/a -> n d/a:halo(64,64)",
 }
 COLUMNS = 4096
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4  # of glibc's malloc.h
 
 
 def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -43,7 +44,9 @@ def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
 def _rows(name: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     rows = nbytes * MESH.n_devices // (2 * COLUMNS)
     plan = xs.plan(MOVES[name], MESH, (rows, COLUMNS), "bfloat16")
-    (packed,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective))
+    (packed,) = (
+        m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective)
+    )
     block = torch.ones(plan.source.local_shape(1), dtype=torch.bfloat16, device=device)
     messages = packed.sent.pack(block)
     arrived = torch.ones(packed.arriving, dtype=torch.bfloat16, device=device)
@@ -67,7 +70,9 @@ def _rows(name: str, nbytes: int, device: torch.device, rounds: int) -> list[dic
 
     calls = {name: finished(way) for name, way in ways.items()}
     times = by_turns.seconds(calls, rounds, warm_up=2, before=wait)
-    whole, in_pieces = (statistics.median(times[way]) / block.nbytes for way in ("copy", "copy of pieces"))
+    whole, in_pieces = (
+        statistics.median(times[way]) / block.nbytes for way in ("copy", "copy of pieces")
+    )
     # A view takes no time; a few small edges take less than the clock resolves.
     return [
         {

@@ -28,19 +28,27 @@ from torch_bridge.calls.move import MoveCall
 
 WARM_UP = 3
 # Between two readings of the clock: about so many seconds, at most so many calls.
-TARGET_S, MOST_CALLS = 0.02, 16
+TARGET_S = 0.02
+MOST_CALLS = 16
 # The last is the one before once more: it shows how far apart two times of one program are.
-OURS, DTENSOR, BY_HAND, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
+OURS = "xshard"
+DTENSOR = "DTensor"
+BY_HAND = "by hand"
+AGAIN = "by hand again"
 
 
-def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str, least: float) -> list[Row]:
+def end_to_end(
+    cases: Sequence[Case], rounds: Sequence[int], profile: str, least: float
+) -> list[Row]:
     """Time every case on as many gloo ranks as it has devices.
 
     least: a case that is not that many times as fast as by every other way is timed again, in three times the
     rounds, and the second time counts: two times of one program differ by as much.
     """
     rows = dict(enumerate(_rows(cases, rounds, profile)))
-    doubtful = [i for i, row in rows.items() if min(row["faster_than"].values(), default=least) < least]
+    doubtful = [
+        i for i, row in rows.items() if min(row["faster_than"].values(), default=least) < least
+    ]
     again = _rows([cases[i] for i in doubtful], [3 * rounds[i] for i in doubtful], profile)
     return list((rows | dict(zip(doubtful, again, strict=True))).values())
 
@@ -81,8 +89,12 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[Span]]]) -> Row:
     }
 
 
-def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[Span]]]:
-    placement_types.shard_dim_alltoall = all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+def _measured(
+    cases: Sequence[Case], rounds: Sequence[int], profile: str
+) -> list[dict[str, list[Span]]]:
+    placement_types.shard_dim_alltoall = (
+        all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+    )
     return [_times(_ways(case, profile), turns) for case, turns in zip(cases, rounds, strict=True)]
 
 
@@ -118,11 +130,15 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
 
 def dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Tensor] | None:
     try:
-        placed, target = (xt.dtensor.to_placements(end, mesh, case.shape) for end in (case.src, case.dst))
+        placed, target = (
+            xt.dtensor.to_placements(end, mesh, case.shape) for end in (case.src, case.dst)
+        )
     except xs.errors.PlanError:
         return None
     strides = torch.empty(case.shape, device="meta").stride()
-    x = DTensor.from_local(block, mesh, placed, run_check=False, shape=torch.Size(case.shape), stride=strides)
+    x = DTensor.from_local(
+        block, mesh, placed, run_check=False, shape=torch.Size(case.shape), stride=strides
+    )
     try:
         x.redistribute(mesh, target)
     except NotImplementedError:
@@ -143,7 +159,8 @@ def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list
     slowest = torch.tensor(max(span.end - span.start for span in first))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
     calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
-    names, spans = list(ways), {way: list[Span]() for way in ways}
+    names = list(ways)
+    spans = {way: list[Span]() for way in ways}
     for turn in range(rounds):
         # Each way comes first in its turn: the one before leaves traces in caches and memory.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):

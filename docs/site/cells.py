@@ -25,7 +25,9 @@ def outputs_of(code: str) -> list[tuple[str, str]]:
     """Run a cell -> its outputs, each as ("html" or "text", content). Raises CellError if the cell raises."""
     messages: list[dict[str, Any]] = []
     _, client = _kernel()
-    client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=messages.append, store_history=False)
+    client.execute_interactive(
+        code, timeout=TIMEOUT_S, output_hook=messages.append, store_history=False
+    )
     return [output for message in messages if (output := _output(message, code))]
 
 
@@ -70,5 +72,9 @@ def _output(message: dict[str, Any], code: str) -> tuple[str, str] | None:
         return "text", content["text"].rstrip()
     if message["msg_type"] in ("display_data", "execute_result"):
         data = content["data"]
-        return ("html", data["text/html"]) if "text/html" in data else ("text", data["text/plain"].rstrip())
+        return (
+            ("html", data["text/html"])
+            if "text/html" in data
+            else ("text", data["text/plain"].rstrip())
+        )
     return None

@@ -27,8 +27,12 @@ class Examples(griffe.Extension):
                 continue
             prose, mark, rest = obj.docstring.value.partition(">>> ")
             if explained := _parameters(obj):
-                parts = [_shown(part, explained) for part in ERRORS.sub("\n\n", prose).split("\n\n")]
-                prose = "\n\n".join(parts).replace(f"\n\n\n{HEAD}", "\n")  # tables that touch are one
+                parts = [
+                    _shown(part, explained) for part in ERRORS.sub("\n\n", prose).split("\n\n")
+                ]
+                prose = "\n\n".join(parts).replace(
+                    f"\n\n\n{HEAD}", "\n"
+                )  # tables that touch are one
             obj.docstring.value = EXAMPLE.sub(
                 lambda found: f"\n```pycon\n{found[0]}\n```\n", prose + mark + rest
             )
@@ -46,15 +50,21 @@ def _parameters(obj: griffe.Object) -> dict[str, tuple[str, str]]:
     if isinstance(obj, griffe.Function):
         found = {}
         for parameter in obj.parameters:
-            overloads = [each.parameters for each in obj.overloads or () if parameter.name in each.parameters]
+            overloads = [
+                each.parameters for each in obj.overloads or () if parameter.name in each.parameters
+            ]
             all_of = [parameters[parameter.name] for parameters in overloads] or [parameter]
-            types = dict.fromkeys(str(each.annotation) for each in all_of if each.annotation is not None)
+            types = dict.fromkeys(
+                str(each.annotation) for each in all_of if each.annotation is not None
+            )
             default = "" if parameter.default is None else str(parameter.default)
             found[parameter.name] = " | ".join(types), default
         return found
     if isinstance(obj, griffe.Class):
         fields = {
-            name: member for name, member in obj.members.items() if isinstance(member, griffe.Attribute)
+            name: member
+            for name, member in obj.members.items()
+            if isinstance(member, griffe.Attribute)
         }
         values = {
             name: "" if "field(" in str(field.value) else str(field.value or "")
@@ -73,12 +83,18 @@ def _shown(paragraph: str, explained: dict[str, tuple[str, str]]) -> str:
     if parts[0] or len(parts) == 1:
         return paragraph
     rows = zip(parts[1::2], parts[2::2], strict=True)
-    return HEAD + "".join(f"| {_row(names.split(', '), text, explained)} |\n" for names, text in rows)
+    return HEAD + "".join(
+        f"| {_row(names.split(', '), text, explained)} |\n" for names, text in rows
+    )
 
 
 def _row(names: list[str], text: str, explained: dict[str, tuple[str, str]]) -> str:
     types, defaults = (
-        ", ".join(f"`{each}`" for each in dict.fromkeys(explained.get(n, ("", ""))[i] for n in names) if each)
+        ", ".join(
+            f"`{each}`"
+            for each in dict.fromkeys(explained.get(n, ("", ""))[i] for n in names)
+            if each
+        )
         for i in (0, 1)
     )
     cells = ", ".join(f"`{name}`" for name in names), types, defaults, " ".join(text.split())

@@ -47,7 +47,9 @@ def array(layout: xs.Layout, left: int, top: int) -> list[str]:
             (0, start, SHAPE[1], stop - start) if by_rows else (start, 0, stop - start, SHAPE[0])
         )
         x, y, width, height = left + x * CELL, top + y * CELL, width * CELL, height * CELL
-        lines.append(f'<rect class="d{line[start]}" x="{x}" y="{y}" width="{width}" height="{height}"/>')
+        lines.append(
+            f'<rect class="d{line[start]}" x="{x}" y="{y}" width="{width}" height="{height}"/>'
+        )
         middle = f'x="{x + width // 2}" y="{y + height // 2 + 4}" text-anchor="middle"'
         lines.append(f"<text {middle}>{line[start]}</text>")
     return lines
@@ -94,7 +96,14 @@ def figure() -> str:
     size = f'viewBox="0 0 640 {top + height + 28}" width="640" height="{top + height + 28}"'
     title = f"<title>{plan.src} becomes {plan.dst} on four devices</title>".replace("->", "to")
     return "\n".join(
-        [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', title, STYLE, *parts, "</svg>", ""]
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+            title,
+            STYLE,
+            *parts,
+            "</svg>",
+            "",
+        ]
     )
 
 

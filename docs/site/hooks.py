@@ -59,11 +59,15 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_cells_of(notebook)))
     for package in API:
         names = public_names(package)
-        lines = [f"- [`{name}`]({_page(package, name)}): {_first_line(package, name)}" for name in names]
+        lines = [
+            f"- [`{name}`]({_page(package, name)}): {_first_line(package, name)}" for name in names
+        ]
         text = f"# {package}\n\n" + "\n".join(lines) + "\n"
         files.append(File.generated(config, f"api/{package}.md", content=text))
         for name in names:
-            head = f"title: {package}.{name}\ndescription: {description(_first_line(package, name))!r}"
+            head = (
+                f"title: {package}.{name}\ndescription: {description(_first_line(package, name))!r}"
+            )
             content = f"---\n{head}\n---\n{_described(package, name)}\n"
             files.append(File.generated(config, f"api/{_page(package, name)}", content=content))
     return files
@@ -98,7 +102,11 @@ def _shown(found: re.Match[str], file: Any) -> str:
     outputs = outputs_of(found[1])
     kept = (ROOT / "docs" / file.src_uri).parent / found[2]
     if file.generated_by is None and (not kept.exists() or kept.read_text() != picture(outputs)):
-        log.warning("%s: %s is not what its code draws: python docs/site/pictures.py", file.src_uri, found[2])
+        log.warning(
+            "%s: %s is not what its code draws: python docs/site/pictures.py",
+            file.src_uri,
+            found[2],
+        )
     return f"```python\n{found[1]}```\n{as_markdown(outputs)}"
 
 
@@ -122,7 +130,11 @@ def on_env(env: Any, config: Any, **_: Any) -> Any:
     packages = [f"api/{package}.html" for package in API]
     pages = [p for p in config.extra["pages"] if not p.url.startswith("api/") or p.url in packages]
     lines = [f"- [{page.title}]({base}{page.url}): {page.meta['description']}" for page in pages]
-    text = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n" + "\n".join(lines) + "\n"
+    text = (
+        f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
     Path(config.site_dir).mkdir(parents=True, exist_ok=True)
     Path(config.site_dir, "llms.txt").write_text(text)
     return env
@@ -142,7 +154,9 @@ def public_names(package: str) -> list[str]:
     """The names that a package exports, modules apart; else its own, if its parent does not export them."""
     module = importlib.import_module(package)
     around = importlib.import_module(package.partition(".")[0]).__all__
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == package]
+    own = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == package
+    ]
     own = [name for name in own if name not in around]
     names = getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")]
     return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
@@ -150,7 +164,9 @@ def public_names(package: str) -> list[str]:
 
 def description(markdown: str) -> str:
     """The first sentences of a page as plain text, cut at a word."""
-    paragraph = PARAGRAPH.search(re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL))
+    paragraph = PARAGRAPH.search(
+        re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    )
     text = re.sub(r"[*`'\"]", "", LINK.sub(r"\1", paragraph[0] if paragraph else ""))
     text = " ".join(text.split())
     return text if len(text) <= DESCRIPTION else text[:DESCRIPTION].rpartition(" ")[0] + " ..."
@@ -192,7 +208,9 @@ def _cells_of(notebook: Path) -> str:
 
 def _moved(text: str) -> str:
     """Links of a file of the root as its page has them."""
-    return _relinked(text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md"))
+    return _relinked(
+        text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
+    )
 
 
 def _relinked(text: str) -> str:

@@ -20,10 +20,14 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 def notebook(path: Path) -> nbformat.NotebookNode:
     """A source -> its cells with their outputs; pictures as SVG, since GitHub shows no HTML with drawings."""
-    book = nbformat.v4.new_notebook(metadata={"kernelspec": {"display_name": "Python 3", "name": "python3"}})
+    book = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"display_name": "Python 3", "name": "python3"}}
+    )
     for number, cell in enumerate(jupytext.read(path).cells):
         source = re.sub(r"\]\((\w+)\.py\)", r"](\1.ipynb)", cell.source)
-        new = nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell
+        new = (
+            nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell
+        )
         book.cells.append(new(source, id=f"cell-{number}"))
         if cell.cell_type == "code":
             book.cells[-1].outputs = [_shown(output) for output in outputs_of(cell.source)]

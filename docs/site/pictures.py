@@ -21,11 +21,17 @@ DOCS = Path(__file__).parents[1]
 SHOWN = DOCS / "images" / "shown"
 CODE = r"^```python\n{}((?:(?!```).*\n)*)```\n"
 NEW = re.compile(CODE.format("# picture\n"), re.MULTILINE)
-CELL = re.compile(CODE.format("") + r"\n!\[[^\]]*\]\(([\w./]*images/shown/[\w.-]*)\)$", re.MULTILINE)
+CELL = re.compile(
+    CODE.format("") + r"\n!\[[^\]]*\]\(([\w./]*images/shown/[\w.-]*)\)$", re.MULTILINE
+)
 TITLE = re.compile(r"<div style=\"[^\"]*font-weight:bold[^\"]*\">(.*?)</div>")
 DRAWN = re.compile(r"<svg [^>]*viewBox=\"[\d.]+ [\d.]+ ([\d.]+) ([\d.]+)\".*?</svg>", re.DOTALL)
 STYLE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#f0f6fc}}</style>"
-LINE, GAP, LETTER = 18, 8, 7.3  # pixels: a line of text, the space below a picture, the width of a letter
+LINE, GAP, LETTER = (
+    18,
+    8,
+    7.3,
+)  # pixels: a line of text, the space below a picture, the width of a letter
 
 
 def picture(outputs: list[tuple[str, str]]) -> str:
@@ -35,7 +41,9 @@ def picture(outputs: list[tuple[str, str]]) -> str:
         for line, drawing, size in _parts(content) if kind == "html" else _lines(content):
             if drawing:
                 drawing = re.sub(r' style="max-width[^"]*"', "", drawing, count=1)  # is for a page
-                parts.append(drawing.replace("<svg ", f'<svg y="{top + GAP / 2:.0f}" height="{size[1]}" ', 1))
+                parts.append(
+                    drawing.replace("<svg ", f'<svg y="{top + GAP / 2:.0f}" height="{size[1]}" ', 1)
+                )
                 top, width = top + size[1] + GAP, max(width, size[0])
             else:
                 top, width = top + LINE, max(width, LETTER * len(line))
@@ -53,7 +61,9 @@ def _lines(text: str) -> Iterator[tuple[str, str, tuple[float, float]]]:
 
 def _parts(content: str) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """Titles and drawings of a page in their order; steps of a plan have their titles in the drawing."""
-    found = sorted([*TITLE.finditer(content), *DRAWN.finditer(content)], key=lambda match: match.start())
+    found = sorted(
+        [*TITLE.finditer(content), *DRAWN.finditer(content)], key=lambda match: match.start()
+    )
     for match, following in zip(found, [*found[1:], None], strict=True):
         if match.re is DRAWN:
             yield "", match[0], (float(match[1]), float(match[2]))
@@ -64,7 +74,10 @@ def _parts(content: str) -> Iterator[tuple[str, str, tuple[float, float]]]:
 def title(outputs: list[tuple[str, str]]) -> str:
     """A few words in place of the picture, for readers who do not see it."""
     titles = [
-        unescape(title) for kind, content in outputs if kind == "html" for title in TITLE.findall(content)[:1]
+        unescape(title)
+        for kind, content in outputs
+        if kind == "html"
+        for title in TITLE.findall(content)[:1]
     ]
     return re.sub(r"[\[\]]|  +", " ", "; ".join(titles)).strip()
 

@@ -12,10 +12,14 @@ from support.text import windows as text_windows
 
 Array = NDArray[np.float32]
 
-LENGTH, BATCH = 512, 2
-WIDTH, HEADS, KV_HEADS = 48, 6, 2  # six heads over four devices, in two groups
+LENGTH = 512
+BATCH = 2
+WIDTH = 48
+HEADS = 6
+KV_HEADS = 2  # six heads over four devices, in two groups
 LAYERS = ("gathered_attention", "long_convolution", "ulysses_attention")
-LEARNING_RATE, MOMENTUM = 0.03, 0.9
+LEARNING_RATE = 0.03
+MOMENTUM = 0.9
 
 windows = partial(text_windows, batch=BATCH, length=LENGTH)
 
@@ -32,7 +36,9 @@ def initial_weights() -> dict[str, Array]:
     for i, kind in enumerate(LAYERS):
         weights |= {
             f"{i}.norm1": np.ones(WIDTH, np.float32),
-            f"{i}.in": matrix(WIDTH, WIDTH + 2 * KV_HEADS * head if "attention" in kind else 2 * WIDTH),
+            f"{i}.in": matrix(
+                WIDTH, WIDTH + 2 * KV_HEADS * head if "attention" in kind else 2 * WIDTH
+            ),
             f"{i}.out": matrix(WIDTH, WIDTH),
             f"{i}.norm2": np.ones(WIDTH, np.float32),
             f"{i}.up": matrix(WIDTH, 4 * WIDTH),

@@ -8,7 +8,8 @@ from xshard.nn.windows import Frame, interval_frame
 from xshard.notation.parser import Dim, Shard
 
 MESH = Mesh(cp=4)
-ZIGZAG, CONTIGUOUS = "s/zigzag(cp)", "s/cp"
+ZIGZAG = "s/zigzag(cp)"
+CONTIGUOUS = "s/cp"
 
 # Every device uses the weights on tokens of its own: each has a copy, and the copies' gradients add up.
 WEIGHT = "... -> ... | copy(cp)"

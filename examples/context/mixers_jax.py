@@ -16,9 +16,11 @@ def ulysses_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, length
     q: [batch, rows, heads, width]; k, v: [batch, rows, kv heads, width] -> as q.
     """
     batch, _, n_heads, width = q.shape
-    n_kv, group = k.shape[2], n_heads // k.shape[2]
+    n_kv = k.shape[2]
+    group = n_heads // k.shape[2]
     shared = layouts.heads(n_heads, n_kv, jax.lax.axis_size("cp"))
-    shape, kv_shape = (batch, length, n_heads, width), (batch, length, n_kv, width)
+    shape = (batch, length, n_heads, width)
+    kv_shape = (batch, length, n_kv, width)
     q = redistribute(q, layouts.to_heads(cut, shared.result), shape=shape)
     k, v = (redistribute(x, layouts.to_heads(cut, shared.source), shape=kv_shape) for x in (k, v))
     mine = positions(str(shared.result), shape=(n_heads,), dim=0) // group
@@ -28,13 +30,16 @@ def ulysses_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, length
     return redistribute(y, layouts.from_heads(cut, shared.result), shape=shape)
 
 
-def gathered_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, length: int) -> jax.Array:
+def gathered_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, cut: str, length: int
+) -> jax.Array:
     """Causal attention; every device gathers all keys and values for the queries of its own rows.
 
     One program runs on all devices, so all of them look at all keys, and hide those after each row.
     Shapes as in `ulysses_attention`.
     """
-    shape, group = (q.shape[0], length, *k.shape[2:]), q.shape[2] // k.shape[2]
+    shape = (q.shape[0], length, *k.shape[2:])
+    group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(redistribute(x, layouts.gather(cut), shape=shape), group, 2) for x in (k, v))
     return attention(q, k, v, positions(cut, shape=(length,), dim=0)[:, None] >= jnp.arange(length))
 

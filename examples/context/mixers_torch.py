@@ -41,9 +41,11 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tens
     q: [batch, rows, heads, width]; k, v: [batch, rows, kv heads, width] -> as q.
     """
     batch, _, n_heads, width = q.shape
-    n_kv, group = k.shape[2], n_heads // k.shape[2]
+    n_kv = k.shape[2]
+    group = n_heads // k.shape[2]
     shared = layouts.heads(n_heads, n_kv, context.mesh.n_devices)
-    shape, kv_shape = (batch, context.length, n_heads, width), (batch, context.length, n_kv, width)
+    shape = (batch, context.length, n_heads, width)
+    kv_shape = (batch, context.length, n_kv, width)
     q = context.move(q, layouts.to_heads(context.cut, shared.result), shape)
     k, v = (context.move(x, layouts.to_heads(context.cut, shared.source), kv_shape) for x in (k, v))
     mine = context.numbers(str(shared.result), n_heads) // group
@@ -68,9 +70,12 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Ten
         .transpose(1, 2)
         for x in (k, v)
     )
-    rows, done = context.rows, []
+    rows = context.rows
+    done = []
     runs = (rows.diff() != 1).nonzero().flatten() + 1
-    for mine, queries in zip(rows.tensor_split(runs), q.transpose(1, 2).tensor_split(runs, 2), strict=True):
+    for mine, queries in zip(
+        rows.tensor_split(runs), q.transpose(1, 2).tensor_split(runs, 2), strict=True
+    ):
         seen = int(mine[-1]) + 1
         mask = mine[:, None] >= torch.arange(seen)
         done.append(F.scaled_dot_product_attention(queries, k[:, :, :seen], v[:, :, :seen], mask))

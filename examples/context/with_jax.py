@@ -12,7 +12,16 @@ from support.runs import run_in_jax
 from support.text import Characters
 
 from context import layouts, mixers_jax
-from context.data import HEADS, KV_HEADS, LAYERS, LEARNING_RATE, LENGTH, MOMENTUM, initial_weights, windows
+from context.data import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LEARNING_RATE,
+    LENGTH,
+    MOMENTUM,
+    initial_weights,
+    windows,
+)
 from jax_bridge import positions, redistribute
 
 CUT = layouts.ZIGZAG
@@ -26,7 +35,11 @@ def scores(weights: Weights, characters: jax.Array) -> jax.Array:
     }
     x = w["embed"][characters]
     for i, kind in enumerate(LAYERS):
-        layer = {name.removeprefix(f"{i}."): value for name, value in w.items() if name.startswith(f"{i}.")}
+        layer = {
+            name.removeprefix(f"{i}."): value
+            for name, value in w.items()
+            if name.startswith(f"{i}.")
+        }
         x = x + mixed(norm(x, layer["norm1"]), kind, layer) @ layer["out"]
         x = x + jax.nn.gelu(norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
     return norm(x, w["norm"]) @ w["scores"]
@@ -48,7 +61,8 @@ def rotated(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Rotary embedding: [batch, rows, heads, width], each row turned by its place in the whole sequence."""
     half = x.shape[-1] // 2
     angles = rows[:, None, None] * 100.0 ** (-jnp.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
+    a = x[..., :half]
+    b = x[..., half:]
     return jnp.concatenate(
         [a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1
     )
@@ -67,7 +81,8 @@ def mean_loss(weights: Weights, characters: jax.Array, following: jax.Array) -> 
 def train(steps: int) -> Iterator[dict[str, float]]:
     """Train from the shared start: the losses."""
     mesh = jax.make_mesh(layouts.MESH.sizes, layouts.MESH.axes)
-    order, cut = positions(CUT, mesh, shape=(LENGTH,), dim=0), jax.P(None, "cp")
+    order = positions(CUT, mesh, shape=(LENGTH,), dim=0)
+    cut = jax.P(None, "cp")
 
     def place(array: Characters) -> jax.Array:
         """Rows in the order in which the devices have them."""

@@ -16,10 +16,12 @@ Array = NDArray[np.float32]
 
 MESH = Mesh(sp=4)
 LAYOUT = "n c h/sp w"  # rows over the devices; columns, which close up to a ring, are whole
-HEIGHT, WIDTH = 427, int(os.environ.get("DOMAIN_COLUMNS", "640"))
+HEIGHT = 427
+WIDTH = int(os.environ.get("DOMAIN_COLUMNS", "640"))
 WIDTHS = (8, 16)  # features at full and at half resolution
 GROUPS = 4
-LEARNING_RATE, MOMENTUM = 0.02, 0.9
+LEARNING_RATE = 0.02
+MOMENTUM = 0.9
 
 # Kernels by the name of their layer: (features out, in, rows, columns); transposed: (in, out, ...).
 KERNELS = {
@@ -35,7 +37,10 @@ NORMS = {"norm_first": WIDTHS[0], "norm_down": WIDTHS[1], "norm_middle": WIDTHS[
 
 def photographs() -> tuple[Array, Array]:
     """(noisy, clean), both [images, colours, rows, columns]: two real photographs."""
-    clean = np.stack(load_sample_images().images).transpose(0, 3, 1, 2)[..., :WIDTH].astype(np.float32) / 255
+    clean = (
+        np.stack(load_sample_images().images).transpose(0, 3, 1, 2)[..., :WIDTH].astype(np.float32)
+        / 255
+    )
     noise = np.random.default_rng(0).normal(0, 0.2, clean.shape).astype(np.float32)
     return clean + noise, clean
 

@@ -34,7 +34,9 @@ def network(weights: Weights, x: Sharded) -> Sharded:
 def conv(weights: Weights, name: str, x: Sharded, stride: int = 1) -> Sharded:
     """Zeros beyond the first and the last row; without a stride the columns close up to a ring."""
     ring = {"w": "periodic"} if stride == 1 else None
-    y = conv_general_dilated(x, weights[f"{name}.weight"], (stride, stride), ((1, 1), (1, 1)), boundary=ring)
+    y = conv_general_dilated(
+        x, weights[f"{name}.weight"], (stride, stride), ((1, 1), (1, 1)), boundary=ring
+    )
     return shifted(weights, name, y)
 
 
@@ -50,7 +52,8 @@ def shifted(weights: Weights, name: str, x: Sharded) -> Sharded:
 
 
 def activated(weights: Weights, name: str, x: Sharded) -> Sharded:
-    scale, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    scale = weights[f"{name}.weight"]
+    bias = weights[f"{name}.bias"]
     return relu(group_norm(x, data.GROUPS, scale, bias, feature_dim=1))
 
 

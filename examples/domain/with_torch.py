@@ -53,7 +53,9 @@ class UNet(nn.Module):
 def initial(height: int = data.HEIGHT) -> UNet:
     """The network with the first weights."""
     model = UNet(height)
-    model.load_state_dict({name: torch.tensor(value) for name, value in data.initial_weights().items()})
+    model.load_state_dict(
+        {name: torch.tensor(value) for name, value in data.initial_weights().items()}
+    )
     return model
 
 

@@ -10,8 +10,13 @@ from support.text import windows as text_windows
 
 Array = NDArray[np.float64]
 
-BATCH, TOKENS, WIDTH, HIDDEN = 8, 32, 32, 64
-GROUPS, QUERIES, HEAD = 2, 2, 8  # heads of keys, queries to each, and their width
+BATCH = 8
+TOKENS = 32
+WIDTH = 32
+HIDDEN = 64
+GROUPS = 2
+QUERIES = 2
+HEAD = 8  # heads of keys, queries to each, and their width
 LEARNING_RATE = 0.5
 
 windows = partial(text_windows, batch=BATCH, length=TOKENS)

@@ -28,8 +28,10 @@ class Llama(NamedTuple):
     def attention(self, x: jax.Array) -> jax.Array:
         """[batch, tokens, width], causal."""
         heads = self.layer("qkv", x)  # [batch, tokens, group, queries + key + value, width]
-        turned, v = rotated(heads[..., :-1, :]), heads[..., -1, :]
-        q, k = turned[..., :-1, :], turned[..., -1, :]
+        turned = rotated(heads[..., :-1, :])
+        v = heads[..., -1, :]
+        q = turned[..., :-1, :]
+        k = turned[..., -1, :]
         match = self.einsum("match", q, k) * k.shape[-1] ** -0.5
         seen = jnp.tri(match.shape[-1], dtype=bool)
         return self.layer("out", self.einsum("mix", jax.nn.softmax(match, where=seen), v))

@@ -18,7 +18,9 @@ class Llama(NamedTuple):
 
     def loss(self, characters: Tensor, following: Tensor) -> Tensor:
         """Characters and those to be predicted [batch, tokens] -> the mean cross-entropy."""
-        embed = xt.redistribute(self.weights["embed"], self.scheme.expressions["embed"], self.scheme.mesh)
+        embed = xt.redistribute(
+            self.weights["embed"], self.scheme.expressions["embed"], self.scheme.mesh
+        )
         x = embed[characters]
         x = x + self.attention(self.norm("norm1", x))
         x = x + self.feed_forward(self.norm("norm2", x))
@@ -29,11 +31,15 @@ class Llama(NamedTuple):
     def attention(self, x: Tensor) -> Tensor:
         """[batch, tokens, width], causal."""
         heads = self.layer("qkv", x)  # [batch, tokens, group, queries + key + value, width]
-        turned, v = rotated(heads[..., :-1, :]), heads[..., -1, :]
-        q, k = turned[..., :-1, :], turned[..., -1, :]
+        turned = rotated(heads[..., :-1, :])
+        v = heads[..., -1, :]
+        q = turned[..., :-1, :]
+        k = turned[..., -1, :]
         match = self.einsum("match", q, k) * k.shape[-1] ** -0.5
         later = torch.ones(match.shape[-2:], dtype=torch.bool).triu(1)
-        return self.layer("out", self.einsum("mix", match.masked_fill(later, -torch.inf).softmax(-1), v))
+        return self.layer(
+            "out", self.einsum("mix", match.masked_fill(later, -torch.inf).softmax(-1), v)
+        )
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, value = self.layer("up", x)
@@ -46,13 +52,16 @@ class Llama(NamedTuple):
         return self.einsum(name, x, self.weights[name])
 
     def einsum(self, name: str, *operands: Tensor) -> Tensor:
-        mesh, save = self.scheme.mesh, self.scheme.save
+        mesh = self.scheme.mesh
+        save = self.scheme.save
         return xt.einsum(self.scheme.expressions[name], *operands, mesh=mesh, save=save)
 
 
 def rotated(x: Tensor) -> Tensor:
     """Rotary embedding: [batch, tokens, ..., width], every token turned by its place."""
     a, b = x.chunk(2, -1)
-    angles = torch.outer(torch.arange(x.shape[1]), 100.0 ** (-torch.arange(a.shape[-1]).to(x) / a.shape[-1]))
+    angles = torch.outer(
+        torch.arange(x.shape[1]), 100.0 ** (-torch.arange(a.shape[-1]).to(x) / a.shape[-1])
+    )
     cos, sin = (turn(angles)[:, None, None] for turn in (torch.cos, torch.sin))
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

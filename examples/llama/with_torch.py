@@ -19,7 +19,10 @@ def train(schemes: Sequence[Scheme], steps: int) -> list[Run]:
     """One training run per scheme, on one process per device."""
     n = schemes[0].mesh.n_devices
     by_rank = xt.testing.run_ranks(n, lambda: [_train(scheme, steps) for scheme in schemes])
-    return [_whole(scheme, runs) for scheme, runs in zip(schemes, zip(*by_rank, strict=True), strict=True)]
+    return [
+        _whole(scheme, runs)
+        for scheme, runs in zip(schemes, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 def _train(scheme: Scheme, steps: int) -> Run:
@@ -29,9 +32,11 @@ def _train(scheme: Scheme, steps: int) -> Run:
         return torch.tensor(reference.scatter(array, layout, scheme.mesh)[dist.get_rank()])
 
     weights = {
-        name: place(value, scheme.stored(name)).requires_grad_() for name, value in initial_weights().items()
+        name: place(value, scheme.stored(name)).requires_grad_()
+        for name, value in initial_weights().items()
     }
-    model, losses = Llama(weights, scheme), []
+    model = Llama(weights, scheme)
+    losses = []
     for window in windows(steps):
         characters, following = (place(array, scheme.tokens) for array in window)
         with Meter() as meter:
@@ -53,4 +58,6 @@ def _whole(scheme: Scheme, runs: Sequence[Run]) -> Run:
         return reference.gather(blocks, scheme.stored(name), scheme.mesh, shape)
 
     gradients = {name: gathered(name, value.shape) for name, value in initial_weights().items()}
-    return runs[0]._replace(gradients=gradients, received_bytes=max(run.received_bytes for run in runs))
+    return runs[0]._replace(
+        gradients=gradients, received_bytes=max(run.received_bytes for run in runs)
+    )

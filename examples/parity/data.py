@@ -9,12 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-N_LAYERS, N_HEADS, WIDTH, N_CLASSES = 2, 4, 32, 10
+N_LAYERS = 2
+N_HEADS = 4
+WIDTH = 32
+N_CLASSES = 10
 PATCH = 2  # pixels: an 8x8 image is a sequence of 16 patches of 2x2
-N_TEST, BATCH = 360, 128
+N_TEST = 360
+BATCH = 128
 # Rounding differs between runs, and training amplifies the difference: at this rate from 1e-7 to
 # less than 1e-5 in 200 steps, at five times this rate to more than 0.1.
-LEARNING_RATE, MOMENTUM = 0.02, 0.9
+LEARNING_RATE = 0.02
+MOMENTUM = 0.9
 
 Array = NDArray[np.float32]
 
@@ -33,8 +38,11 @@ class Digits:
 def digits() -> tuple[Digits, Digits]:
     """The 1797 handwritten digits that ship with scikit-learn, shuffled: for training, for the test."""
     raw = load_digits()
-    n, side = len(raw.target), 8 // PATCH
-    patches = raw.images.reshape(n, side, PATCH, side, PATCH).swapaxes(2, 3).reshape(n, side**2, PATCH**2)
+    n = len(raw.target)
+    side = 8 // PATCH
+    patches = (
+        raw.images.reshape(n, side, PATCH, side, PATCH).swapaxes(2, 3).reshape(n, side**2, PATCH**2)
+    )
     ordered = Digits((patches / 16).astype(np.float32), raw.target.astype(np.int64))
     shuffled = ordered[np.random.default_rng(0).permutation(n)]
     return shuffled[N_TEST:], shuffled[:N_TEST]
@@ -43,7 +51,8 @@ def digits() -> tuple[Digits, Digits]:
 def batches(train: Digits, steps: int) -> Iterator[Digits]:
     """The same batches in the same order for every run; each epoch drops an incomplete last batch."""
     rng = np.random.default_rng(1)
-    n, yielded = len(train.labels), 0
+    n = len(train.labels)
+    yielded = 0
     while yielded < steps:
         order = rng.permutation(n)
         for start in range(0, n - BATCH + 1, BATCH)[: steps - yielded]:
@@ -62,7 +71,10 @@ def initial_weights() -> dict[str, Array]:
         return normal(n_in, n_out, scale=n_in**-0.5)
 
     ones = np.ones(WIDTH, np.float32)
-    weights = {"embed": matrix(PATCH**2, WIDTH), "positions": normal((8 // PATCH) ** 2, WIDTH, scale=0.1)}
+    weights = {
+        "embed": matrix(PATCH**2, WIDTH),
+        "positions": normal((8 // PATCH) ** 2, WIDTH, scale=0.1),
+    }
     for layer in range(N_LAYERS):
         weights |= {
             f"{layer}.norm1": ones,

@@ -30,7 +30,9 @@ def train(steps: int) -> None:
     torch_interop.initialize()
     mesh = jax.make_mesh(shardings.MESH.sizes, shardings.MESH.axes)
     cut = jax.P("dp", "sp")
-    attention = jax.shard_map(with_jax.attention, mesh=mesh, in_specs=(cut, jax.P(), jax.P()), out_specs=cut)
+    attention = jax.shard_map(
+        with_jax.attention, mesh=mesh, in_specs=(cut, jax.P(), jax.P()), out_specs=cut
+    )
     in_jax = from_jax(attention, (TOKENS, MATRIX, MATRIX), TOKENS, mesh)
 
     def attend(x: Tensor, w_qkv: Tensor, w_out: Tensor, move: with_torch.Move) -> Tensor:
@@ -41,5 +43,9 @@ def train(steps: int) -> None:
 
 if __name__ == "__main__":
     # Forked from a server that has imported both frameworks and run nothing: importing them once is enough.
-    multiprocessing.set_forkserver_preload(["jax_bridge.torch_interop", "parity.with_torch", "torch._dynamo"])
-    xt.testing.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")
+    multiprocessing.set_forkserver_preload(
+        ["jax_bridge.torch_interop", "parity.with_torch", "torch._dynamo"]
+    )
+    xt.testing.run_ranks(
+        shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver"
+    )

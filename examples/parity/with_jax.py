@@ -23,7 +23,10 @@ from xshard import Layout
 
 def logits(weights: Weights, images: jax.Array) -> jax.Array:
     """Images [batch, patches, pixels] -> scores [batch, classes]."""
-    w = {name: redistribute(value, shardings.weight_expression(name)) for name, value in weights.items()}
+    w = {
+        name: redistribute(value, shardings.weight_expression(name))
+        for name, value in weights.items()
+    }
     x = images @ w["embed"] + w["positions"]
     for layer in range(N_LAYERS):
         x = x + attention(norm(x, w[f"{layer}.norm1"]), w[f"{layer}.qkv"], w[f"{layer}.out"])
@@ -67,7 +70,9 @@ def train(steps: int) -> Iterator[dict[str, float]]:
         return jax.device_put(array, to_named_sharding(layout, mesh))
 
     train_set, test_set = digits()
-    weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
+    weights = {
+        name: place(value, shardings.stored(name)) for name, value in initial_weights().items()
+    }
     placed = (
         (place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS))
         for batch in batches(train_set, steps)

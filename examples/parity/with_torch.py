@@ -54,18 +54,25 @@ def norm(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, scale.shape, scale)
 
 
-def mean_loss(weights: Weights, images: Tensor, labels: Tensor, move: Move, attend: Attention) -> Tensor:
+def mean_loss(
+    weights: Weights, images: Tensor, labels: Tensor, move: Move, attend: Attention
+) -> Tensor:
     return move(F.cross_entropy(logits(weights, images, move, attend), labels), shardings.LOSS)
 
 
-def train(steps: int, place: Place, move: Move, attend: Attention = attention) -> Iterator[dict[str, float]]:
+def train(
+    steps: int, place: Place, move: Move, attend: Attention = attention
+) -> Iterator[dict[str, float]]:
     """Train on the shared batches from the shared start; yield each loss, then the accuracy."""
     train_set, test_set = digits()
-    weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
+    weights = {
+        name: place(value, shardings.stored(name)) for name, value in initial_weights().items()
+    }
     leaves = [weight.requires_grad_() for weight in weights.values()]
     momenta = [torch.zeros_like(leaf) for leaf in leaves]
     for batch in batches(train_set, steps):
-        images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
+        images = place(batch.images, shardings.IMAGES)
+        labels = place(batch.labels, shardings.LABELS)
         loss = mean_loss(weights, images, labels, move, attend)
         gradients = torch.autograd.grad(loss, leaves)
         with torch.no_grad():  # SGD works element by element: blocks need nothing from each other

@@ -44,9 +44,14 @@ def norm_without_copies(weights: with_torch.Weights, x: Tensor, mesh: Mesh) -> T
 
 
 BUGS = {
-    "bias": Bug("the last bias is added before the reduce-scatter", "jax", bias_before_scatter, "dp=1,tp=4"),
+    "bias": Bug(
+        "the last bias is added before the reduce-scatter", "jax", bias_before_scatter, "dp=1,tp=4"
+    ),
     "gelu": Bug("GELU is exact, not the approximation by tanh", "torch", other_gelu, "dp=1,tp=4"),
     "norm": Bug(
-        "the gradient of the first norm's scale is not added up", "torch", norm_without_copies, "dp=2,tp=2"
+        "the gradient of the first norm's scale is not added up",
+        "torch",
+        norm_without_copies,
+        "dp=2,tp=2",
     ),
 }

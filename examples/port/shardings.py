@@ -7,11 +7,16 @@ sequence, so that norms and residuals work on different tokens (sequence paralle
 import numpy as np
 
 MESHES = "dp=1,tp=4; dp=2,tp=2"
-N_HEADS, WIDTH, BATCH, TOKENS = 4, 16, 2, 8
+N_HEADS = 4
+WIDTH = 16
+BATCH = 2
+TOKENS = 8
 
 # b: batch, s: tokens, d: width, h: heads, e: width of a head, f: width of the feed-forward.
 X = "b/dp s/tp d"
-GATHER = "b/dp s/tp d -> b/dp s d | copy(tp)"  # each device multiplies all tokens by columns of its own
+GATHER = (
+    "b/dp s/tp d -> b/dp s d | copy(tp)"  # each device multiplies all tokens by columns of its own
+)
 SCATTER = "b/dp s d | sum(tp) -> b/dp s/tp d"  # and adds its share of a product of rows
 
 WEIGHTS = {
@@ -27,14 +32,16 @@ WEIGHTS = {
 # Every device along `dp` uses a weight on tokens of its own, and along `tp` too if that does not cut the
 # weight: each has a copy, and the copies' gradients add up.
 TO_COPIES = {
-    name: f"{cut} -> {cut} | copy({'dp' if 'tp' in cut else 'dp,tp'})" for name, cut in WEIGHTS.items()
+    name: f"{cut} -> {cut} | copy({'dp' if 'tp' in cut else 'dp,tp'})"
+    for name, cut in WEIGHTS.items()
 }
 
 
 def arrays(seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Weights by name, and tokens [batch, tokens, width]: whole arrays."""
     rng = np.random.default_rng(seed)
-    e, f = WIDTH // N_HEADS, 4 * WIDTH
+    e = WIDTH // N_HEADS
+    f = 4 * WIDTH
     shapes = {
         "norm1": (WIDTH,),
         "qkv": (WIDTH, 3, N_HEADS, e),
@@ -45,5 +52,7 @@ def arrays(seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
         "down": (f, WIDTH),
         "down_bias": (WIDTH,),
     }
-    weights = {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+    weights = {
+        name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()
+    }
     return weights, rng.normal(size=(BATCH, TOKENS, WIDTH)).astype(np.float32)

@@ -15,10 +15,13 @@ import torch_bridge as xt
 from xshard import Mesh
 
 CHARACTERS, LETTERS = text()
-WIDTH, HIDDEN, WINDOW = 16, 64, 512
+WIDTH = 16
+HIDDEN = 64
+WINDOW = 512
 SHAPES = {"letters": (LETTERS, WIDTH), "up": (HIDDEN, 2 * WIDTH), "down": (LETTERS, HIDDEN)}
 
-TRAINER, SERVER = Mesh(fsdp=4), Mesh(tp=2)
+TRAINER = Mesh(fsdp=4)
+SERVER = Mesh(tp=2)
 ENDS: dict[str, Any] = {
     "rules": {
         "weights.letters": "v/fsdp c -> v c",

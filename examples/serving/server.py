@@ -24,7 +24,8 @@ class Versions:
     def __init__(self, port: int) -> None:
         self.subscriber = xt.live.Subscriber(store=dist.TCPStore("127.0.0.1", port), **ENDS)
         self.arrived: dict[int, Any] = {}
-        self.bytes, self.lost = 0, ""
+        self.bytes = 0
+        self.lost = ""
 
     def receive(self, last: int) -> None:
         """Until the last version; when a trainer is lost, from the next one."""
@@ -53,7 +54,9 @@ def serve(port: int, last: int) -> None:
     versions = Versions(port)
     receiving = threading.Thread(target=versions.receive, args=(last,))
     receiving.start()
-    number, answers, apart = 0, 0, 0.0
+    number = 0
+    answers = 0
+    apart = 0.0
 
     def tell(**more: Any) -> None:
         if answers and dist.get_rank() == 0:
@@ -61,19 +64,25 @@ def serve(port: int, last: int) -> None:
 
     while number < last:
         time.sleep(PAUSE_S)
-        lost, newest = versions.lost, versions.common()
+        lost = versions.lost
+        newest = versions.common()
         if not newest:
             continue
         if newest != number:
             tell()
-            number, answers, apart = newest, 0, 0.0
+            number = newest
+            answers = 0
+            apart = 0.0
         tree = versions.arrived[number]
         with torch.no_grad():
             answer = loss(tree["weights"], window(0), cut=True)
-        answers, apart = answers + 1, max(apart, abs(answer.item() - tree["loss"].item()))
+        answers = answers + 1
+        apart = max(apart, abs(answer.item() - tree["loss"].item()))
         if lost:
             tell(lost=lost)
-            answers, apart, versions.lost = 0, 0.0, ""
+            answers = 0
+            apart = 0.0
+            versions.lost = ""
     tell()
     receiving.join()
 

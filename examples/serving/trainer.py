@@ -12,13 +12,16 @@ import torch_bridge as xt
 from serving.model import ENDS, KILLED, SHAPES, SHAPES_SENT, TRAINER, initial, loss, window
 from xshard import reference
 
-RATE, STEPS = 2.0, 5  # of a version
+RATE = 2.0
+STEPS = 5  # of a version
 
 
 def train(port: int, last: int, first: int, kill: int) -> None:
     """Publish versions of the weights; a rank is killed in the middle of number `kill`."""
     weights = {
-        name: torch.from_numpy(reference.scatter(x.numpy(), "o/fsdp i", TRAINER)[dist.get_rank()].copy())
+        name: torch.from_numpy(
+            reference.scatter(x.numpy(), "o/fsdp i", TRAINER)[dist.get_rank()].copy()
+        )
         for name, x in initial().items()
     }
     publisher = xt.live.Publisher(store=dist.TCPStore("127.0.0.1", port), **ENDS)
@@ -51,7 +54,9 @@ def trained(weights: dict[str, Tensor], characters: Tensor) -> dict[str, Tensor]
     own = characters.chunk(TRAINER.n_devices)[dist.get_rank()]
     leaves = [x.requires_grad_() for x in weights.values()]
     gradients = torch.autograd.grad(loss(gathered(weights), own) / TRAINER.n_devices, leaves)
-    return {name: x.detach() - RATE * g for (name, x), g in zip(weights.items(), gradients, strict=True)}
+    return {
+        name: x.detach() - RATE * g for (name, x), g in zip(weights.items(), gradients, strict=True)
+    }
 
 
 if __name__ == "__main__":

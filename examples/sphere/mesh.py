@@ -51,6 +51,8 @@ def bands(points: Points, parts: int) -> Rows:
     """The part of each point: equal ranges in the order of latitudes, then of longitudes."""
     owner = np.empty(len(points), np.int64)
     longitude = np.arctan2(points[:, 1], points[:, 0]).round(9)
-    for i, some in enumerate(np.array_split(np.lexsort((longitude, -points[:, 2].round(9))), parts)):
+    for i, some in enumerate(
+        np.array_split(np.lexsort((longitude, -points[:, 2].round(9))), parts)
+    ):
         owner[some] = i
     return owner

@@ -12,8 +12,11 @@ from xshard import Mesh, Needs, Owners, Plan, plan, reference
 
 Array = NDArray[np.float64]
 
-WIDTH, LAYERS = 16, 4
-NODES, HALO, EDGES = "n/by(gp,cells) d", "n/by(gp,cells):reads(near) d", "e/by(gp,edges) c"
+WIDTH = 16
+LAYERS = 4
+NODES = "n/by(gp,cells) d"
+HALO = "n/by(gp,cells):reads(near) d"
+EDGES = "e/by(gp,edges) c"
 
 
 class Arrays(NamedTuple):
@@ -80,7 +83,8 @@ class Parts:
     ) -> Run:
         """Blocks of the output, of the gradients of nodes and of edges; gradients of weights."""
         whole = partial(reference.gather, mesh=self.mesh, maps=self.maps)
-        n, e = self.problem.arrays.nodes.shape, self.problem.arrays.edges.shape
+        n = self.problem.arrays.nodes.shape
+        e = self.problem.arrays.edges.shape
         pulled = {"nodes": whole(nodes, NODES, shape=n), "edges": whole(edges, EDGES, shape=e)}
         return Run(whole(output, NODES, shape=n), {**weights, **pulled}, received_bytes)
 
@@ -109,6 +113,8 @@ def network(
 
     edges = edges @ weights["embed"]
     for layer in range(LAYERS):
-        edges = edges + mlp(f"{layer}.edge", edges, take(read(nodes), sender), take(nodes, receiver))
+        edges = edges + mlp(
+            f"{layer}.edge", edges, take(read(nodes), sender), take(nodes, receiver)
+        )
         nodes = nodes + mlp(f"{layer}.node", nodes, add(nodes, receiver, edges))
     return nodes

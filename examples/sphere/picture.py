@@ -7,22 +7,31 @@ import numpy as np
 from sphere.mesh import Points
 from sphere.network import Parts
 
-SIZE, DOT = 200, 4.2
+SIZE = 200
+DOT = 4.2
 COLOURS = ("#5b8ff9", "#f6903d", "#5ad8a6", "#e86452", "#9270ca", "#f6bd16", "#6dc8ec", "#c2805d")
 
 
 def drawn(several: Sequence[Parts]) -> str:
     """An SVG of spheres, side by side; the part in the middle of each reads the black points."""
     width = SIZE * len(several)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {SIZE}" width="{width}">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {SIZE}" width="{width}">'
+    ]
     for i, parts in enumerate(several):
         points = turned(parts.problem.points)
         places = points[:, :2] * [1, -1] * (SIZE / 2 - 6) + [SIZE * (i + 0.5), SIZE / 2]
-        seen, owner = points[:, 2] > 0, parts.maps["cells"].owner
+        seen = points[:, 2] > 0
+        owner = parts.maps["cells"].owner
         middle = owner[points[:, 2].argmax()]
         near = np.isin(np.arange(len(points)), parts.maps["near"].part(middle))
-        lines.append(f'<circle cx="{SIZE * (i + 0.5)}" cy="{SIZE / 2}" r="{SIZE / 2 - 1}" fill="#ffffff"/>')
-        lines += [dots(places[seen & ~near & (owner == part)], colour) for part, colour in enumerate(COLOURS)]
+        lines.append(
+            f'<circle cx="{SIZE * (i + 0.5)}" cy="{SIZE / 2}" r="{SIZE / 2 - 1}" fill="#ffffff"/>'
+        )
+        lines += [
+            dots(places[seen & ~near & (owner == part)], colour)
+            for part, colour in enumerate(COLOURS)
+        ]
         lines.append(dots(places[seen & near], "#000000"))
     return "\n".join([*lines, "</svg>\n"])
 

@@ -16,24 +16,32 @@ from sphere.network import HALO, NODES, Array, Parts, Run, network
 
 def run(parts: Parts) -> Run:
     """One step, forward and backward, on a device per part."""
-    shape, n = parts.problem.arrays.nodes.shape, parts.mesh.n_devices
+    shape = parts.problem.arrays.nodes.shape
+    n = parts.mesh.n_devices
     mesh = jax.make_mesh((n,), ("gp",), devices=jax.devices()[:n])
 
     def together(blocks: Sequence[Array], fill: int = 0) -> jax.Array:
         """A block for each device -> one array."""
-        most, width = max(map(len, blocks)), [(0, 0)] * (blocks[0].ndim - 1)
-        rows = [np.pad(block, [(0, most - len(block)), *width], constant_values=fill) for block in blocks]
+        most = max(map(len, blocks))
+        width = [(0, 0)] * (blocks[0].ndim - 1)
+        rows = [
+            np.pad(block, [(0, most - len(block)), *width], constant_values=fill)
+            for block in blocks
+        ]
         return jax.device_put(np.concatenate(rows), jax.NamedSharding(mesh, P("gp")))
 
     def apart(array: jax.Array, owners: str) -> list[Array]:
         """The reverse."""
-        blocks, sizes = np.split(np.asarray(array), n), parts.maps[owners].sizes
+        blocks = np.split(np.asarray(array), n)
+        sizes = parts.maps[owners].sizes
         return [block[:size] for block, size in zip(blocks, sizes, strict=True)]
 
     def read(nodes: jax.Array) -> jax.Array:
         return xj.redistribute(nodes, f"{NODES} -> {HALO}", shape=shape, maps=parts.maps)
 
-    def loss(weights: Any, nodes: jax.Array, edges: jax.Array, expected: jax.Array, *graph: jax.Array) -> Any:
+    def loss(
+        weights: Any, nodes: jax.Array, edges: jax.Array, expected: jax.Array, *graph: jax.Array
+    ) -> Any:
         """Padded nodes stay zero, since these MLPs make zeros of zeros; padded edges have no receiver."""
         output = network(
             weights,
@@ -51,10 +59,16 @@ def run(parts: Parts) -> Run:
     nodes, expected, edges = map(together, zip(*parts.blocks(), strict=True))
     _, sender, receiver = zip(*parts.local, strict=True)
     graph = together(sender), together(receiver, fill=len(nodes))
-    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), *[P("gp")] * 5), out_specs=(P(), P("gp")))
+    mapped = jax.shard_map(
+        loss, mesh=mesh, in_specs=(P(), *[P("gp")] * 5), out_specs=(P(), P("gp"))
+    )
     step = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2), has_aux=True))
     (_, output), (weights, *pulled) = step(parts.problem.weights, nodes, edges, expected, *graph)
-    halo = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=P("gp"), out_specs=P("gp"))).lower(nodes).compile()
+    halo = (
+        jax.jit(jax.shard_map(read, mesh=mesh, in_specs=P("gp"), out_specs=P("gp")))
+        .lower(nodes)
+        .compile()
+    )
     return parts.joined(
         apart(output, "cells"),
         apart(pulled[0], "cells"),

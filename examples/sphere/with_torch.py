@@ -37,7 +37,9 @@ def run(parts: Parts) -> Run:
 
 def _part(parts: Parts) -> tuple[tuple[Array, dict[str, Array]], int]:
     """What every process calls: its rows of the output and its gradients; bytes before a layer."""
-    rank, mesh, received = dist.get_rank(), parts.mesh, []
+    rank = dist.get_rank()
+    mesh = parts.mesh
+    received = []
 
     def read(nodes: Tensor) -> Tensor:
         with Meter() as meter:
@@ -81,4 +83,6 @@ def _step(
     )
     share = (output - expected).square().sum() / np.prod(problem.arrays.nodes.shape)
     gradients = torch.autograd.grad(total(share), [*asked.values()])
-    return output.detach().numpy(), {name: g.numpy() for name, g in zip(asked, gradients, strict=True)}
+    return output.detach().numpy(), {
+        name: g.numpy() for name, g in zip(asked, gradients, strict=True)
+    }

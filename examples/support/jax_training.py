@@ -21,7 +21,9 @@ def descend(
     loss_of: takes a device's blocks of weights and of a batch, and returns a replicated loss.
     """
 
-    def step(weights: Weights, momenta: Weights, *batch: jax.Array) -> tuple[Weights, Weights, jax.Array]:
+    def step(
+        weights: Weights, momenta: Weights, *batch: jax.Array
+    ) -> tuple[Weights, Weights, jax.Array]:
         """Element by element, so blocks need nothing from each other."""
         loss, gradients = jax.value_and_grad(loss_of)(weights, *batch)
         momenta = jax.tree.map(lambda m, g: momentum * m + g, momenta, gradients)

@@ -40,9 +40,15 @@ def loss_table(results: Results, rows: int | None = None) -> Table:
     for name, result in results.items():
         accuracy = f"{result.accuracy:.1%}\n" if with_accuracy else ""
         table.add_column(name, f"{accuracy}{result.seconds:.1f}", justify="right")
-    table.add_column("difference", "largest\n" * with_accuracy + f"{relative.max():.1e}", justify="right")
+    table.add_column(
+        "difference", "largest\n" * with_accuracy + f"{relative.max():.1e}", justify="right"
+    )
     last = len(relative) - 1
-    steps = range(last + 1) if rows is None else sorted({round(i * last / (rows - 1)) for i in range(rows)})
+    steps = (
+        range(last + 1)
+        if rows is None
+        else sorted({round(i * last / (rows - 1)) for i in range(rows)})
+    )
     for step in steps:
         losses = [f"{result.losses[step]:.6f}" for result in results.values()]
         table.add_row(str(step + 1), *losses, f"{relative[step]:.1e}")
@@ -52,7 +58,9 @@ def loss_table(results: Results, rows: int | None = None) -> Table:
 def concluded(console: Console, results: Results, complaints: Sequence[str]) -> int:
     """Print the complaints, or how little the losses differ; the exit status."""
     largest = differences(results).max()
-    return verdict(console, complaints, f"The largest relative difference of any loss is {largest:.1e}.")
+    return verdict(
+        console, complaints, f"The largest relative difference of any loss is {largest:.1e}."
+    )
 
 
 def verdict(console: Console, complaints: Sequence[str], good: str) -> int:

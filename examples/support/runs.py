@@ -43,7 +43,8 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
     """
     start = time.perf_counter()
     command = [sys.executable, "-m", *arguments]
-    losses, accuracy = [], float("nan")
+    losses = []
+    accuracy = float("nan")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES) as process:
         for line in process.stdout or ():
             if not line.startswith("{"):  # JAX's gloo prints its connections on stdout
@@ -62,9 +63,17 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
 
 def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
     """Every run, one after the other, under a progress bar. `steps` is added as its last argument."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as progress:
-        tasks = {name: progress.add_task(name, total=steps, start=False, loss=float("nan")) for name in runs}
+        tasks = {
+            name: progress.add_task(name, total=steps, start=False, loss=float("nan"))
+            for name in runs
+        }
         results = {}
         for name, arguments in runs.items():
             progress.start_task(tasks[name])
@@ -92,7 +101,9 @@ def run_in_jax(train: Callable[[int], Iterable[Report]], n_devices: int) -> None
 
 
 def run_in_torch(
-    single: Callable[..., Iterator[Report]], sharded: Callable[..., Iterator[Report]], n_devices: int
+    single: Callable[..., Iterator[Report]],
+    sharded: Callable[..., Iterator[Report]],
+    n_devices: int,
 ) -> None:
     """Train as `{single,sharded} ... STEPS` on the command line says, and report.
 

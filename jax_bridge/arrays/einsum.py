@@ -57,7 +57,10 @@ def einsum(
     Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> x, w = jnp.ones((8, 4)), jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P(None, "tp")))
+    >>> x, w = (
+    ...     jnp.ones((8, 4)),
+    ...     jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P(None, "tp"))),
+    ... )
     >>> y = einsum("n d, d f/tp -> n f/tp", x, w)
     >>> y.sharding.spec, float(y[0, 0])
     (P(None, 'tp'), 4.0)
@@ -68,18 +71,28 @@ def einsum(
     if any(map(are_keys, arrays)):
         raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
     own_shapes = tuple(x.shape for x in arrays)
-    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))[1]
+    shapes = (
+        None
+        if sizes is None and shape is None
+        else shapes_of(call, *whole_lengths(sizes, shape))[1]
+    )
     call = for_operands(call, own_shapes)
     asked = expression if isinstance(expression, ContractionPlan) else call
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
     options = Choices(profile, overlap, preferred, precision)
     axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
-    if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
+    if bound_sizes(axes) and not (
+        axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))
+    ):
         return einsum_blocks(asked, arrays, mesh, shapes, options)
     here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     if shapes is None:
-        shapes = asked.shapes if isinstance(asked, ContractionPlan) else shapes_of(call, None, own_shapes)[1]
+        shapes = (
+            asked.shapes
+            if isinstance(asked, ContractionPlan)
+            else shapes_of(call, None, own_shapes)[1]
+        )
     options = options._replace(profile=machine(profile, here.here))
     plan, sources, run = _program(asked, here, shapes, dtype, options)
     check_shapes(tuple(array.shape for array in plan.arrays), own_shapes, text)
@@ -92,7 +105,11 @@ def einsum(
 
 @lru_cache(maxsize=4096)
 def _program(
-    given: Contraction | ContractionPlan, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+    given: Contraction | ContractionPlan,
+    mesh: ArrayMesh,
+    shapes: Shapes,
+    dtype: np.dtype,
+    options: Choices,
 ) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
     """A plan, the arrays that it expects, and a jitted function of all operands."""
     call = contraction_of(given)
@@ -106,13 +123,24 @@ def _program(
         plan = options.plan(call, free, shapes, dtype)
     *sources, target = (StoredArray.of(array, mesh, text) for array in plan.arrays)
     received = format_bytes(plan.bytes_received)
-    LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
+    LOG.info(
+        "einsum %s, %s%s: %s received by the busiest device",
+        text,
+        dtype.name,
+        list(shapes),
+        received,
+    )
 
     def local(*blocks: jax.Array) -> jax.Array:
         return as_tagged(einsum_blocks(plan, blocks, None, None, options), call.result)
 
-    specs: Any = {"in_specs": tuple(x.sharding.spec for x in sources), "out_specs": target.sharding.spec}
+    specs: Any = {
+        "in_specs": tuple(x.sharding.spec for x in sources),
+        "out_specs": target.sharding.spec,
+    }
     on_devices = jax.shard_map(local, mesh=mesh.here, axis_names=frozenset(free.axes), **specs)
     # A mesh without devices comes from the context: the jit around this one knows the devices.
-    run = jax.jit(on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding)
+    run = jax.jit(
+        on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding
+    )
     return plan, sources, run

@@ -1,6 +1,7 @@
 """One compiled program for all arrays of a `reshard` call, cached for the next call like it. A plan on a
 global array is a primitive that carries the plan and the mesh. A batch is one more dim, so that JAX never has
-to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones."""
+to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from xshard.plans.expression import Expression, check_given, sides
 
 LOG = logging.getLogger("xshard.reshard")
 
-Move = tuple[Expression, tuple[int, ...], np.dtype, str]  # an array's shape, dtype, and name for errors
+Move = tuple[
+    Expression, tuple[int, ...], np.dtype, str
+]  # an array's shape, dtype, and name for errors
 
 
 class Program(NamedTuple):
@@ -44,9 +47,13 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def make_program(moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile: ProfileLike) -> Program:
+def make_program(
+    moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile: ProfileLike
+) -> Program:
     """The program for one array per move."""
-    plans, sources, targets = list[Plan](), list[StoredArray](), list[StoredArray]()
+    plans = list[Plan]()
+    sources = list[StoredArray]()
+    targets = list[StoredArray]()
     for i, (expression, shape, dtype, path) in enumerate(moves, 1):
         src, dst, text = sides(expression)
         with located(path):
@@ -62,16 +69,23 @@ def make_program(moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
-        array, sent = (text, dtype.name, list(shape)), (len(plan.steps), format_bytes(plan.bytes_received))
+        array = (text, dtype.name, list(shape))
+        sent = (len(plan.steps), format_bytes(plan.bytes_received))
         what = "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device"
         LOG.info(what, i, len(moves), *array, *sent)
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
-        LOG.info("tracing one program for %d arrays", len(arrays))  # a compiled program is not traced again
+        LOG.info(
+            "tracing one program for %d arrays", len(arrays)
+        )  # a compiled program is not traced again
         return [_move(x, plan=plan, mesh=mesh.here) for plan, x in zip(plans, arrays, strict=True)]
 
     # Blocks that keep their size can use the memory of donated ones.
-    reusable = [i for i, plan in enumerate(plans) if plan.source.max_local_size == plan.target.max_local_size]
+    reusable = [
+        i
+        for i, plan in enumerate(plans)
+        if plan.source.max_local_size == plan.target.max_local_size
+    ]
     # A mesh without devices comes from the context: the jit around this one knows the devices.
     known = None if isinstance(mesh.here, AbstractMesh) else [x.sharding for x in targets]
     jitted = jax.jit(run, donate_argnums=reusable if donate else [], out_shardings=known)
@@ -83,9 +97,14 @@ def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array
     def local(x: jax.Array) -> jax.Array:
         return as_tagged(BlockCall(sides(plan), plan).run(x), plan.dst)
 
-    specs = storage_sharding(plan.source.layout, mesh).spec, storage_sharding(plan.target.layout, mesh).spec
+    specs = (
+        storage_sharding(plan.source.layout, mesh).spec,
+        storage_sharding(plan.target.layout, mesh).spec,
+    )
     axes = frozenset(free_axes(mesh))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes)(x)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes)(
+        x
+    )
 
 
 def _batched_plan(plan: Plan, along: Batch) -> Plan:
@@ -97,8 +116,12 @@ def _batched_plan(plan: Plan, along: Batch) -> Plan:
         return batched(plan, along.size, along.mesh_axes)
     # The steps borrow an axis of the batch: other steps can do without it.
     dim = batch_dim(plan, along.mesh_axes)
-    src, dst = (replace(side.layout, dims=(dim, *side.layout.dims)) for side in (plan.source, plan.target))
-    return planner.plan((src, dst), plan.mesh, (along.size, *plan.shape), plan.dtype, profile=plan.profile)
+    src, dst = (
+        replace(side.layout, dims=(dim, *side.layout.dims)) for side in (plan.source, plan.target)
+    )
+    return planner.plan(
+        (src, dst), plan.mesh, (along.size, *plan.shape), plan.dtype, profile=plan.profile
+    )
 
 
 def _batch(

@@ -1,6 +1,7 @@
 """`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`. A dim in zigzag
 or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in which the devices
-store them. A global array has one gradient, so `copy` and `sum` need Explicit axes."""
+store them. A global array has one gradient, so `copy` and `sum` need Explicit axes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from numpy.typing import NDArray
 
 from jax_bridge.arrays import stored
 from jax_bridge.arrays.program import make_program
-from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, is_on, known_layout, order_of
+from jax_bridge.arrays.stored import (
+    ArrayMesh,
+    StoredArray,
+    check_order,
+    is_on,
+    known_layout,
+    order_of,
+)
 from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expression, sides_of
 from jax_bridge.mesh.context import jax_mesh, machine
 from jax_bridge.specs import storage_layout
@@ -82,7 +90,9 @@ def reshard(
         if donate and not x.is_deleted():
             x.delete()
     moved = zip(ys, moves, program.plans, strict=True)
-    results = [stored.remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved]
+    results = [
+        stored.remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved
+    ]
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
@@ -97,7 +107,8 @@ class ArrayCall(NamedTuple):
 
 def _array_call(x: Any, expression: Any) -> ArrayCall:
     parsed = sides_of(expression)
-    x, back = as_array(x, parsed.text), None
+    x = as_array(x, parsed.text)
+    back = None
     if isinstance(expression, Plan):
         return ArrayCall(x, parsed, expression)
     if are_keys(x):
@@ -113,7 +124,9 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
             if not is_on(x, target.mesh.own):
                 what = f"the array is not on the mesh: {sharding}"
                 raise MeshError(what, text=target.text, hint="place puts it there")
-            layout = storage_layout(target.array.layout) if order_of(x) is None else target.array.layout
+            layout = (
+                storage_layout(target.array.layout) if order_of(x) is None else target.array.layout
+            )
             x = reshard(x, (known_layout(x, sharding, target.array), layout), target.mesh.own)
         return target.bring(x)
 
@@ -143,7 +156,8 @@ def place(
     >>> place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)["up"]["kernel"].sharding.spec
     P(None, 'tp')
     """
-    array_mesh, layouts = ArrayMesh(jax_mesh(mesh), mesh), with_maps(layouts, maps)
+    array_mesh = ArrayMesh(jax_mesh(mesh), mesh)
+    layouts = with_maps(layouts, maps)
     leaves = array_leaves(Rules(layouts) if isinstance(layouts, Mapping) else layouts, tree)
     targets = []
     for leaf in leaves:
@@ -165,7 +179,8 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
 
 
 def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
-    array, mesh = target.array, target.mesh.own
+    array = target.array
+    mesh = target.mesh.own
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)

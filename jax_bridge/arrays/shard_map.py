@@ -1,5 +1,6 @@
 """`shard_map`: a function of blocks as a function of global arrays, with layouts at the border. At the border
-overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken."""
+overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken.
+"""
 
 from __future__ import annotations
 
@@ -141,19 +142,27 @@ class _MappedFunction:
         taken = [leaf for leaf in leaves if leaf.given is not None]
         arrays = [as_array(leaf.x, leaf.name) for leaf in taken]
         mesh = ArrayMesh.of(arrays, [sides_or_one(leaf.given).text for leaf in taken], self.mesh)
-        constants = tuple((type(leaf.x), leaf.x) for leaf in leaves if leaf.given is None)  # True equals 1
+        constants = tuple(
+            (type(leaf.x), leaf.x) for leaf in leaves if leaf.given is None
+        )  # True equals 1
         key = key, constants, tuple((x.shape, x.dtype) for x in arrays), mesh
         try:
             program = self.programs.get(key)
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
-            raise XshardError(f"an argument that is not an array lacks a hash: {error}", hint=hint) from None
+            raise XshardError(
+                f"an argument that is not an array lacks a hash: {error}", hint=hint
+            ) from None
         arguments = program.arguments if program else []
         for leaf, x in [] if program else zip(taken, arrays, strict=True):
             arguments.append(self._at_border(mesh, f"argument '{leaf.name}'", leaf.given, x.shape))
-        placed = [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
+        placed = [
+            arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
+        ]
         if program is None:
-            program = self.programs[key] = self._program(names, tree, leaves, arguments, mesh, placed)
+            program = self.programs[key] = self._program(
+                names, tree, leaves, arguments, mesh, placed
+            )
         ys = zip(program.run(*placed), program.results, strict=True)
         return program.tree([remember(y, result.outside.array) for y, result in ys])
 
@@ -164,7 +173,9 @@ class _MappedFunction:
             parameters = inspect.signature(self.f).parameters.values()
         except (TypeError, ValueError):
             return []
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
         """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
@@ -172,7 +183,9 @@ class _MappedFunction:
         layouts = stated if isinstance(stated, list | tuple) else [stated] * len(names)
         if len(layouts) != len(names):
             hint = "one for each: a layout, Rules, a tree of these, or None"
-            raise XshardError(f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint)
+            raise XshardError(
+                f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint
+            )
         by_name = {**dict.fromkeys(arguments), **dict(zip(names, layouts, strict=True))}
         leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
@@ -182,7 +195,12 @@ class _MappedFunction:
         return [leaf._replace(x=None) for leaf in leaves]
 
     def _at_border(
-        self, mesh: ArrayMesh, path: str, given: Any, shape: tuple[int, ...], lengths: Lengths | None = None
+        self,
+        mesh: ArrayMesh,
+        path: str,
+        given: Any,
+        shape: tuple[int, ...],
+        lengths: Lengths | None = None,
     ) -> _BorderArray:
         """A global array on its way in, or blocks on their way out. lengths: results' dims, by name."""
         with located(path):
@@ -191,10 +209,13 @@ class _MappedFunction:
             with mark_errors(text):
                 for side in (src, dst):
                     check_axes(side, axes, text)
-                src, dst = src.resolved(len(shape)), dst.resolved(len(shape))
+                src = src.resolved(len(shape))
+                dst = dst.resolved(len(shape))
             if lengths is not None:
                 hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
-                named = dict(zip(src.names, global_shape(src, axes, shape, text, lengths, hint), strict=True))
+                named = dict(
+                    zip(src.names, global_shape(src, axes, shape, text, lengths, hint), strict=True)
+                )
                 shape = tuple(named[name] for name in dst.names)
             array = at_rest(src if lengths is None else dst, axes, shape, text)
             # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
@@ -207,7 +228,13 @@ class _MappedFunction:
             return _BorderArray(call, StoredArray.of(array, mesh, text, path))
 
     def _program(
-        self, names: list[str], tree: Any, leaves: list[Leaf], arguments: _Ends, mesh: ArrayMesh, placed: Any
+        self,
+        names: list[str],
+        tree: Any,
+        leaves: list[Leaf],
+        arguments: _Ends,
+        mesh: ArrayMesh,
+        placed: Any,
     ) -> _Program:
         axes = tuple(free_axes(mesh.here))
         taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]

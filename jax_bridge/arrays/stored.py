@@ -1,6 +1,7 @@
 """A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows. An array of JAX
 is the concatenation of the blocks in device order, so that a dim in zigzag or another order is in storage
-order. A move records that order on the array; the results of JAX and tracers are without."""
+order. A move records that order on the array; the results of JAX and tracers are without.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def stored_as(
     if isinstance(array, Tracer):
         return array
     if (mesh := _own_mesh(array) if mesh is None else mesh) is None:
-        raise MeshError("the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)")
+        raise MeshError(
+            "the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)"
+        )
     return remember(array, Sharding(Layout.parse(layout, maps), xshard_mesh(mesh), array.shape))
 
 
@@ -74,8 +77,12 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
         return
     if (() if known is None else _orders(known)) != _orders(source):
         unknown = f"nothing says that the rows of the array are stored as '{source.layout}'"
-        reason = unknown if known is None else f"the rows of the array are stored as '{known.layout}'"
-        hint = f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
+        reason = (
+            unknown if known is None else f"the rows of the array are stored as '{known.layout}'"
+        )
+        hint = (
+            f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
+        )
         raise ShapeError(reason, text=text, hint=hint)
 
 
@@ -89,8 +96,12 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
 def _orders(stored: Sharding) -> tuple[tuple[int, Shard, tuple[int, ...]], ...]:
     """The shards in another order than their rows' own: the dim, the shard, the sizes of its axes."""
     dims = stored.normal.dims
-    ordered = [i for i, dim in enumerate(dims) if any(shard.order != "block" for shard in dim.shards)]
-    return tuple((i, shard, stored.mesh.sizes_of(shard.axes)) for i in ordered for shard in dims[i].shards)
+    ordered = [
+        i for i, dim in enumerate(dims) if any(shard.order != "block" for shard in dim.shards)
+    ]
+    return tuple(
+        (i, shard, stored.mesh.sizes_of(shard.axes)) for i in ordered for shard in dims[i].shards
+    )
 
 
 class ArrayMesh(NamedTuple):
@@ -100,14 +111,18 @@ class ArrayMesh(NamedTuple):
     here: JaxMesh | AbstractMesh
 
     @classmethod
-    def of(cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None) -> ArrayMesh:
+    def of(
+        cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None
+    ) -> ArrayMesh:
         """The mesh given, or of the arrays, or of the context. texts: for errors, one per array."""
         own = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
         if context.empty or own.abstract_mesh == context:
             return cls(own, own)
         if tuple(own.shape.items()) != tuple(context.shape.items()):
-            reason = f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
+            reason = (
+                f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
+            )
             hint = "leave the context, or let jax.reshard take the array to its mesh first"
             raise MeshError(reason, text=next(iter(texts), None), hint=hint)
         return cls(own, context)
@@ -117,10 +132,13 @@ class ArrayMesh(NamedTuple):
         free = Mesh(free_axes(self.here))
         for axis in axes:
             if axis in self.here.shape and axis not in free.axes:
-                reason, span = f"mesh axis {axis!r} is manual here", axis_span(axis, text)
+                reason = f"mesh axis {axis!r} is manual here"
+                span = axis_span(axis, text)
                 hint = "reshard moves an array along other axes, redistribute its blocks along this one"
                 raise MeshError(reason, text=text, span=span, hint=hint)
-            if planned is not None and (axis not in free.axes or free.size(axis) != planned.size(axis)):
+            if planned is not None and (
+                axis not in free.axes or free.size(axis) != planned.size(axis)
+            ):
                 raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
         return free
 
@@ -163,18 +181,22 @@ class StoredArray(NamedTuple):
             reason = "the array is on devices, the mesh passed lacks them"
             raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")
         else:
-            known, source = x.sharding, NamedSharding(self.mesh.own, self.sharding.spec)
+            known = x.sharding
+            source = NamedSharding(self.mesh.own, self.sharding.spec)
         return None if are_the_same(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
         """The array with this sharding as its type; one without devices is put on a mesh of Explicit axes."""
-        mesh, target = jax.typeof(x).sharding.mesh, self.sharding.mesh
+        mesh = jax.typeof(x).sharding.mesh
+        target = self.sharding.mesh
         if not mesh.empty if isinstance(x, Tracer) else x.committed:
             if self.mesh.here is self.mesh.own or mesh.empty or mesh == target:
                 return x
         elif AxisType.Explicit not in target.axis_types:
             return x
-        spec = with_sharding(jax.typeof(x), self.sharding).sharding.spec  # of the Explicit axes alone
+        spec = with_sharding(
+            jax.typeof(x), self.sharding
+        ).sharding.spec  # of the Explicit axes alone
         return jax.reshard(x, NamedSharding(target, spec))
 
 
@@ -186,7 +208,8 @@ def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
     """The layout that an array is known to have, by its order or `sharding`, with the names of `default`."""
-    known, names = order_of(x), default.layout.names
+    known = order_of(x)
+    names = default.layout.names
     if known is not None:
         return known.layout.named(names)
     if isinstance(sharding, NamedSharding):
@@ -198,7 +221,9 @@ def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
         reason = f"a jax.Array cannot have uneven blocks: {array.shape} does not divide by '{array.layout}'"
-        hint = "pad it, or move it at shard_map's border, as in 's -> s/zigzag(cp)', which pads blocks"
+        hint = (
+            "pad it, or move it at shard_map's border, as in 's -> s/zigzag(cp)', which pads blocks"
+        )
         raise ShapeError(reason, text=text, hint=hint)
 
 
@@ -206,7 +231,9 @@ def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sh
     """The array of blocks of a layout, without tags, overlaps, uneven axes. Raises ShapeError."""
     with mark_errors(text):
         dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
-        return Sharding(Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape)
+        return Sharding(
+            Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape
+        )
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
@@ -216,7 +243,9 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
         return plain
     if stored_rows(alone, 0) is not None:
         reason = f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long"
-        raise ShapeError(reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'")
+        raise ShapeError(
+            reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'"
+        )
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
@@ -248,7 +277,9 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     context = jax.sharding.get_abstract_mesh()
     if common is None and context.empty:
         first = texts[0] if texts else None
-        raise MeshError("JAX does not say on which mesh the array is", text=first, hint="pass mesh=")
+        raise MeshError(
+            "JAX does not say on which mesh the array is", text=first, hint="pass mesh="
+        )
     return context if common is None else common
 
 

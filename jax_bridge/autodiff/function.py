@@ -67,12 +67,16 @@ def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
         layouts = {f.name: getattr(step, f.name) for f in fields(step)}  # type: ignore[arg-type]
         return replace(step, **{k: wider(v) for k, v in layouts.items() if isinstance(v, Layout)})  # type: ignore[type-var]
 
-    src, dst, steps = wider(plan.source.layout), wider(plan.target.layout), tuple(map(stepping, plan.steps))
+    src = wider(plan.source.layout)
+    dst = wider(plan.target.layout)
+    steps = tuple(map(stepping, plan.steps))
     limit = plan.memory_limit and n * plan.memory_limit
     return replace(plan, src=src, dst=dst, shape=(n, *plan.shape), steps=steps, memory_limit=limit)
 
 
-def _run(x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE) -> jax.Array:
+def _run(
+    x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
+) -> jax.Array:
     """The block after the plan. devices: an axis named by `vmap`: the first dim has a block per device."""
     one = partial(run, plan, transport=transport)
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
@@ -82,7 +86,13 @@ _abstract_eval = types_of(_run, ("plan", "devices"))
 
 
 def batch(
-    bind: Callable[..., Any], x: jax.Array, dim: int | None, along: Batch, *, plan: Plan, devices: str | None
+    bind: Callable[..., Any],
+    x: jax.Array,
+    dim: int | None,
+    along: Batch,
+    *,
+    plan: Plan,
+    devices: str | None,
 ) -> tuple[jax.Array, int | None]:
     """Batch an operation that carries a plan: the same operation with the batched plan."""
     if along.name in plan.mesh.axes and along.size > 1:
@@ -97,7 +107,9 @@ _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_move",
     run=_run,
     abstract_eval=_abstract_eval,
-    transpose=lambda cotangent, *, plan, devices: _move(cotangent, plan=plan.backward, devices=devices),
+    transpose=lambda cotangent, *, plan, devices: _move(
+        cotangent, plan=plan.backward, devices=devices
+    ),
     batch=lambda *block, **params: batch(_move, *block, **params),
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_run, transport=RAGGED)),
 )
@@ -108,7 +120,8 @@ Move = Callable[[Plan, jax.Array], jax.Array]
 
 def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`; its gradient is `plan.backward`. x: varying on
-    the axes of `plan.src`, invariant on the plan's others, as is its cotangent. ad: one of `MODES`."""
+    the axes of `plan.src`, invariant on the plan's others, as is its cotangent. ad: one of `MODES`.
+    """
     # The constants of a boundary are not linear in x: they are filled in afterwards.
     linear = plan.tangent
     y = MODES[ad][0](linear, x) if plan.src.is_linear else _extreme(linear, ad, x)
@@ -124,10 +137,13 @@ def _extreme(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
 def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     """Equal shares of the winners' tangents: the transpose of this map is the cotangent plan."""
     (x,), (tangent,), (forward, tangent_map) = primals, tangents, MODES[ad]
-    y, plans = apply(plan, x, ad), max_min_plans(plan)
+    y = apply(plan, x, ad)
+    plans = max_min_plans(plan)
     won = x == forward(plans.result, y if plans.result.src.is_linear else lax.stop_gradient(x))
     count = forward(plans.count, won.astype(x.dtype))
-    share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
+    share = jnp.where(
+        won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x)
+    )  # padding has no winner
     return y, tangent_map(plans.cotangent.backward, share)
 
 
@@ -152,7 +168,9 @@ def _transpose_of_pulled(cotangent: jax.Array, *, plan: Plan, devices: str | Non
 
 
 def _refuse(what: str, plan: Plan) -> NoReturn:
-    hint = 'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
+    hint = (
+        'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
+    )
     raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
 
 
@@ -166,7 +184,9 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
 
 # The identity, which a transposition meets first: it refuses, and the collectives are never transposed.
 _forward: Callable[..., jax.Array] = linear_primitive(
-    "xshard_forward", run=lambda x, *, plan: x, transpose=lambda _, *, plan: _refuse("linear_transpose", plan)
+    "xshard_forward",
+    run=lambda x, *, plan: x,
+    transpose=lambda _, *, plan: _refuse("linear_transpose", plan),
 )
 
 

@@ -1,5 +1,6 @@
 """`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours. Layers are
-functions in `jax_bridge.nn`."""
+functions in `jax_bridge.nn`.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +43,31 @@ def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.
     return jax.lax.slice_in_dim(x, halo_before, x.shape[dim] - halo_after, axis=dim)
 
 
-def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False) -> jax.Array:
+def shard_tensor(
+    x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False
+) -> jax.Array:
     """This device's part of an array that every device has whole: [H, ...] -> [H/P, ...] along `dim`. uneven:
-    allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError."""
-    return calls.redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
+    allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, a ValueError.
+    """
+    return calls.redistribute(
+        x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven)
+    )
 
 
 def gather_tensor(
     x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, shape: Shape = None, grad: Grad = "sum"
 ) -> jax.Array:
     """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`. shape:
-    the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`."""
+    the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`.
+    """
     return ops.all_gather(x, dim, axis, grad=grad, shape=shape)
 
 
 def shard_batch(
-    batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, axis: Axes = AXIS
+    batch: Mapping[str, Any],
+    spatial_dims_5d: int = -2,
+    spatial_dims_4d: int = -2,
+    axis: Axes = AXIS,
 ) -> dict[str, Any]:
     """Apply `shard_tensor` to arrays with 4 and with 5 dims; keep everything else."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}

@@ -21,12 +21,16 @@ from xshard.ops import Axes, Grad, Shape
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
 
 
-def all_gather_grad(x: ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Shape = None) -> jax.Array:
+def all_gather_grad(
+    x: ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Shape = None
+) -> jax.Array:
     """Concatenate all devices' blocks along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
     shape: the global shape, needed if blocks differ in size.
 
-    >>> jax.pmap(lambda x: all_gather_grad(x, "dp"), "dp")(jnp.ones(1)).shape  # one scalar on one device
+    >>> jax.pmap(lambda x: all_gather_grad(x, "dp"), "dp")(
+    ...     jnp.ones(1)
+    ... ).shape  # one scalar on one device
     (1, 1)
     """
     return _gathered(x, axis, "sum", batch_dim, shape)
@@ -85,7 +89,9 @@ def all_reduce_mean_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     return _reduced(stop_gradient(x), axis, mean=True)
 
 
-def _gathered(x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Shape = None) -> jax.Array:
+def _gathered(
+    x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Shape = None
+) -> jax.Array:
     block = jnp.atleast_1d(jnp.asarray(x))  # a scalar is one row
     return block if axis is None else all_gather(block, dim, axis, grad=grad, shape=shape)
 
@@ -94,6 +100,8 @@ def _reduced(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
     block = jnp.asarray(x)
     if axis is None:
         return block
-    total = all_reduce(block.astype(_ADDED_AS.get(block.dtype.name, block.dtype)), axis, grad="replicated")
+    total = all_reduce(
+        block.astype(_ADDED_AS.get(block.dtype.name, block.dtype)), axis, grad="replicated"
+    )
     total = total / axis_size(axis) if mean else total
     return total.astype(block.dtype) if block.dtype.name in _ADDED_AS else total

@@ -44,7 +44,9 @@ def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 
 
     A length that does not divide into 2P chunks is sharded unevenly, like the layout `l/zigzag(cp)`.
 
-    >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jax.numpy.ones((1, 4))).shape
+    >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(
+    ...     jax.numpy.ones((1, 4))
+    ... ).shape
     (1, 4)
     """
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, axis))
@@ -54,5 +56,6 @@ def zigzag_gather_from_group_ranks(
     data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Shape = None
 ) -> jax.Array:
     """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...]. shape: the
-    global shape, needed if L does not divide. Gradients are summed over devices."""
+    global shape, needed if L does not divide. Gradients are summed over devices.
+    """
     return redistribute(data, compat.zigzag_gather(data.shape, seq_dim, axis), shape=shape)

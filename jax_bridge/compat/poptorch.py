@@ -14,7 +14,9 @@ def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     """Stack every replica's array: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
 
     >>> import jax.numpy as jnp
-    >>> jax.pmap(lambda x: all_gather_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
+    >>> jax.pmap(lambda x: all_gather_cross_replica(x, "replica"), "replica")(
+    ...     jnp.ones((1, 2))
+    ... ).shape
     (1, 1, 2)
     """
     return all_gather(x[None], 0, axis, grad="sum")
@@ -22,11 +24,14 @@ def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
 
 def all_gather_cross_replica_identical_grads_in(x: jax.Array, axis: Axes) -> jax.Array:
     """Stack every replica's array: [...] -> [N, ...]; the gradient is the slice of the own cotangent. With
-    types the result is invariant along the axis."""
+    types the result is invariant along the axis.
+    """
     return all_gather(x[None], 0, axis, grad="replicated")
 
 
-def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph: bool = False) -> jax.Array:
+def all_reduce_cross_replica_sum(
+    x: jax.Array, axis: Axes, insert_in_grad_graph: bool = False
+) -> jax.Array:
     """The sum over replicas; the gradient passes unchanged: [...] -> [...].
 
     insert_in_grad_graph: the reverse: x passes unchanged, its gradient is summed. With types x must then be
@@ -37,5 +42,8 @@ def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph:
 
 def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
-    adjoint. Raises ShapeError if N does not divide the leading dim."""
-    return all_to_all(x.reshape(compat.equal_parts(x.shape, axis_size(axis))), 1, 0, axis).reshape(x.shape)
+    adjoint. Raises ShapeError if N does not divide the leading dim.
+    """
+    return all_to_all(x.reshape(compat.equal_parts(x.shape, axis_size(axis))), 1, 0, axis).reshape(
+        x.shape
+    )

@@ -1,6 +1,7 @@
 """The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
 Boxes are handled as slices if all boxes of a round are slices of one shape, else by tables of rows, padded to
-the longest along every dim. Boxes that tile a block are concatenated."""
+the longest along every dim. Boxes that tile a block are concatenated.
+"""
 
 from __future__ import annotations
 
@@ -37,28 +38,44 @@ def exchange(
 ) -> jax.Array:
     """A block before the step -> after it; sums in the order of the rounds, after a device's own box."""
     # A box that stays has the type of one that is sent: all branches of a program have one type.
-    x, out = (as_varying(y, long_axes(after.mesh)) for y in (x, jnp.zeros(after.max_local_shape, x.dtype)))
+    x, out = (
+        as_varying(y, long_axes(after.mesh)) for y in (x, jnp.zeros(after.max_local_shape, x.dtype))
+    )
     return _by_rounds(rounds(step, before), step.op(before), x, out, after, transport)
 
 
 def _by_rounds(
-    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+    schedule: Schedule,
+    op: str | None,
+    x: jax.Array,
+    out: jax.Array,
+    after: Sharding,
+    transport: Transport,
 ) -> jax.Array:
     """The new block: `out` with the boxes that messages bring. op: how boxes at one place combine."""
     if not schedule.every:  # no rows to send
         return out
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
-    if op is not None or any(message.sign < 0 for messages in schedule.every for message in messages):
+    if op is not None or any(
+        message.sign < 0 for messages in schedule.every for message in messages
+    ):
         return by(schedule, op, x, out, after, transport)
     return from_bits(by(schedule, op, to_bits(x), to_bits(out), after, transport), x.dtype)
 
 
 def _by_slices(
-    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+    schedule: Schedule,
+    op: str | None,
+    x: jax.Array,
+    out: jax.Array,
+    after: Sharding,
+    transport: Transport,
 ) -> jax.Array:
     """Cut boxes out of the block and put or add them in place, without a pass over the whole block."""
-    mesh, axes = after.mesh, long_axes(after.mesh)
-    every, n_local = schedule.every, len(schedule.local)
+    mesh = after.mesh
+    axes = long_axes(after.mesh)
+    every = schedule.every
+    n_local = len(schedule.local)
     starts = _my_starts(every, mesh.n_devices, axes)
 
     def cut(r: int) -> jax.Array:
@@ -74,7 +91,8 @@ def _by_slices(
         which = np.array([distinct.index(tiling) for tiling in by_device], np.int32)
         return lax.switch(mine(which, axes), [partial(tiled, tiling, box) for tiling in distinct])
     for r, messages in enumerate(every):
-        new, arrives = box(r), _receivers(messages, mesh.n_devices)
+        new = box(r)
+        arrives = _receivers(messages, mesh.n_devices)
         if op is not None or not arrives.all():
             there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
             new = new if op is None else there + new
@@ -84,11 +102,18 @@ def _by_slices(
 
 
 def _by_tables(
-    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+    schedule: Schedule,
+    op: str | None,
+    x: jax.Array,
+    out: jax.Array,
+    after: Sharding,
+    transport: Transport,
 ) -> jax.Array:
     """Spread every box over a block of its own, and combine the blocks where they have rows."""
-    mesh, axes = after.mesh, long_axes(after.mesh)
-    every, n_local = schedule.every, len(schedule.local)
+    mesh = after.mesh
+    axes = long_axes(after.mesh)
+    every = schedule.every
+    n_local = len(schedule.local)
     tables = [list(_tables(messages, after)) for messages in every]
     packed = []
     for along_dims in tables:
@@ -106,7 +131,8 @@ def _by_tables(
             arrives = arrives & along(mine(placing != VOID, axes), dim, box.ndim)
         if op is not None:
             box = jnp.where(written, COMBINE[op](out, box), box)
-        out, written = jnp.where(arrives, box, out), written | arrives
+        out = jnp.where(arrives, box, out)
+        written = written | arrives
     return out
 
 
@@ -129,7 +155,9 @@ def _are_slices(messages: Round) -> bool:
     return all(m.shape == shape and all(len(segments) == 1 for segments in m.box) for m in messages)
 
 
-def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...]) -> list[list[list[Any]]]:
+def _my_starts(
+    schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...]
+) -> list[list[list[Any]]]:
     """First row of this device's boxes: by round, box (the sent one, the received one) and dim."""
     starts = np.zeros((n_devices, len(schedule), 2, len(schedule[0][0].box)), np.int32)
     for r, messages in enumerate(schedule):
@@ -153,7 +181,9 @@ def _first_rows(message: Message) -> list[list[int]]:
 def _tables(messages: Round, after: Sharding) -> Iterator[tuple[Table, Table]]:
     """A round along each dim, per device: the rows to pack, and the packed row for each result row."""
     n_devices = after.mesh.n_devices
-    for dim, (width, length) in enumerate(zip(box_shape(messages), after.max_local_shape, strict=True)):
+    for dim, (width, length) in enumerate(
+        zip(box_shape(messages), after.max_local_shape, strict=True)
+    ):
         packing = np.full((n_devices, width), VOID, np.int64)
         placing = np.full((n_devices, length), VOID, np.int64)
         # Rows beyond a message are never read. A device that sends nothing packs another device's rows:
@@ -177,7 +207,8 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
         for message in messages:
             tiles[message.dst][tuple(segment.dst for (segment,) in message.box)] = r
     by_device = tuple(tuple(sorted(tiling.items())) for tiling in tiles)
-    covered, block = math.prod(*shapes), math.prod(after.max_local_shape)
+    covered = math.prod(*shapes)
+    block = math.prod(after.max_local_shape)
     fills = all(len(tiling) * covered == block for tiling in by_device)
     return by_device if fills and sum(map(len, set(by_device))) <= MOST_TILES else None
 
@@ -213,10 +244,14 @@ class NewBlock(NamedTuple):
 
 
 def transfer(
-    blocks: Sequence[jax.Array], new_blocks: Sequence[NewBlock], n_devices: int, transport: Transport
+    blocks: Sequence[jax.Array],
+    new_blocks: Sequence[NewBlock],
+    n_devices: int,
+    transport: Transport,
 ) -> Iterator[jax.Array]:
     """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types. Devices
-    of the two meshes are numbers here. Rows that receive nothing are zero."""
+    of the two meshes are numbers here. Rows that receive nothing are zero.
+    """
     for new in new_blocks:
         dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
         after = Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape)

@@ -1,5 +1,6 @@
 """Rows of padded blocks, picked by tables: the local part of every step in an SPMD program. A table is a
-numpy constant with one row of positions per device. Padding with zeros stays zero."""
+numpy constant with one row of positions per device. Padding with zeros stays zero.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ VOID = -1  # the position of no row: it is filled with zeros
 Table = NDArray[np.int64]  # (devices along some axes, rows): positions
 
 
-def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]) -> Table:
+def table(
+    mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]
+) -> Table:
     """Positions for every device along `axes`, padded to `width` with VOID."""
     return table_of([rows_of(device) for device in mesh.group(0, axes)], width)
 
@@ -40,7 +43,8 @@ def along(values: jax.Array, dim: int, ndim: int) -> jax.Array:
 
 def row_table(sharding: Sharding, dim: int) -> Table:
     """The global rows of every device along a dim's axes, padded to the most."""
-    axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
+    axes = sharding.layout.dims[dim].axes
+    width = sharding.max_local_shape[dim]
     rows_of = partial(sharding.layout.positions, sharding.mesh, sharding.shape, dim)
     return table(sharding.mesh, axes, width, rows_of)
 
@@ -54,7 +58,8 @@ def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
     """Pick rows of a dim by a table over `axes`: out[i] = x[positions[my index, i]], zero for VOID."""
-    length, width = x.shape[dim], positions.shape[1]
+    length = x.shape[dim]
+    width = positions.shape[1]
     if width == length and (positions == np.arange(length)).all():
         return x
     if (positions == VOID).all():
@@ -77,7 +82,9 @@ def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
     if (values == values[0]).all():
         return jnp.asarray(values[0])
     index = lax.axis_index(tuple(axes))
-    return lax.dynamic_index_in_dim(jnp.asarray(values), index, keepdims=False, allow_negative_indices=False)
+    return lax.dynamic_index_in_dim(
+        jnp.asarray(values), index, keepdims=False, allow_negative_indices=False
+    )
 
 
 def valid(sharding: Sharding) -> jax.Array:
@@ -102,11 +109,13 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     for dim, length in enumerate(sharding.max_local_shape):
         axes = [axis for axis in sharding.layout.dims[dim].axes if axis in mesh.long_axes]
         devices = mesh.group(0, axes)  # the same along other axes: the type stays invariant
-        values, outside = np.zeros((len(devices), length)), np.zeros((len(devices), length), bool)
+        values = np.zeros((len(devices), length))
+        outside = np.zeros((len(devices), length), bool)
         for i, device in enumerate(devices):
             for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
-                    values[i, start:stop], outside[i, start:stop] = value, True
+                    values[i, start:stop] = value
+                    outside[i, start:stop] = True
         if x.size and outside.any():  # JAX gives an empty array the type of a constant
             constants = along(mine(values, axes).astype(x.dtype), dim, x.ndim)
             x = jnp.where(along(mine(outside, axes), dim, x.ndim), constants, x)
@@ -116,8 +125,10 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
 def _chunk(positions: Table, length: int) -> int:
     """The largest number of rows that always move together, aligned: few large rows copy faster."""
     jumps = np.ones(positions.shape, bool)
-    last, here = positions[:, :-1], positions[:, 1:]
+    last = positions[:, :-1]
+    here = positions[:, 1:]
     jumps[:, 1:] = np.where(last == VOID, here != VOID, here != last + 1)
-    starts, columns = positions[jumps], np.nonzero(jumps)[1]
+    starts = positions[jumps]
+    columns = np.nonzero(jumps)[1]
     aligned = np.gcd.reduce(starts[starts != VOID]), np.gcd.reduce(columns)
     return math.gcd(length, positions.shape[1], *map(int, aligned))

@@ -1,6 +1,7 @@
 """JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block. A block is padded to
 the largest, and varying along all axes of the plan; the end declares replicas once. A step works on the
-normal form of its layouts: all its axes have more than one device."""
+normal form of its layouts: all its axes have more than one device.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class StepContext(NamedTuple):
     def phases(self, axes: Sequence[str], op: str = "sum") -> Phases:
         """The phases of a collective along axes; one if several are no faster, or JAX has no groups."""
         # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
-        has_several = op == "sum" and not any(map(is_vmapped, axes)) and self.fabric.has_phases(axes)
+        has_several = (
+            op == "sum" and not any(map(is_vmapped, axes)) and self.fabric.has_phases(axes)
+        )
         spans = self.fabric.spans if has_several else ()
         return Phases.along(self.before.mesh, axes, spans, range(self.before.mesh.n_devices))
 
@@ -57,18 +60,23 @@ class StepContext(NamedTuple):
         if not phases.are_several:
             return [group(mesh, phases.axes)]
         levels = [[span.axis for span in level] for level in phases.levels]
-        return [subgroups(mesh, axes, partial(phases.members, level=i)) for i, axes in enumerate(levels)]
+        return [
+            subgroups(mesh, axes, partial(phases.members, level=i)) for i, axes in enumerate(levels)
+        ]
 
 
 # Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """A block under `plan.src`, its padding unknown -> the block under `plan.dst`, padded with zeros, and
-    invariant along the plan's axes that `plan.dst` does not name."""
+    invariant along the plan's axes that `plan.dst` does not name.
+    """
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
     stays_varying = axis_types.varying_axes(x).difference(plan.axes).union(plan.dst.axes)
-    axes = sorted(axis_types.varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
+    axes = sorted(
+        axis_types.varying_axes(x).union(plan.axes)
+    )  # a rule's constants are declared varying too
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
@@ -90,17 +98,27 @@ def _explicit_cuts(x: jax.Array) -> list[tuple[str, ...]]:
     return [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
 
 
-def _part_by_part(move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array) -> jax.Array:
+def _part_by_part(
+    move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array
+) -> jax.Array:
     """Move each part of a block that Explicit axes shard, with these axes manual: collectives need that.
-    Raises ShapeError if the plan shards a dim that Explicit axes shard."""
-    sizes, lengths, target = jax.typeof(x).sharding.mesh.shape, [], plan.target.layout
-    for axes, length, dim in zip(_explicit_cuts(x), plan.shape, plan.source.layout.dims, strict=True):
+    Raises ShapeError if the plan shards a dim that Explicit axes shard.
+    """
+    sizes = jax.typeof(x).sharding.mesh.shape
+    lengths = []
+    target = plan.target.layout
+    for axes, length, dim in zip(
+        _explicit_cuts(x), plan.shape, plan.source.layout.dims, strict=True
+    ):
         if axes and (dim.shards or target.dim(dim.name).shards):
-            reason = f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
+            reason = (
+                f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
+            )
             hint = "make that axis manual as well, and name it in the expression"
             raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
         lengths.append(length // math.prod(sizes[axis] for axis in axes))
-    part_plan, spec = replace(plan, shape=tuple(lengths)), jax.typeof(x).sharding.spec
+    part_plan = replace(plan, shape=tuple(lengths))
+    spec = jax.typeof(x).sharding.spec
     entries = [cuts_of(spec)[plan.source.dim_index(name)] for name in target.names]
     after = PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
     specs: Any = {"in_specs": spec, "out_specs": after, "axis_names": explicit_axes(x)}
@@ -108,32 +126,42 @@ def _part_by_part(move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: j
 
 
 def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> jax.Array:
-    dim, block = context.before.dim_index(step.dim), x.shape
+    dim = context.before.dim_index(step.dim)
+    block = x.shape
     phases = context.phases(axes_of(step.shards))
     # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA transposes the
     # blocks before the collective and back after it.
-    for devices in reversed(context.groups(phases)):  # the slowest link first, while blocks are small
+    for devices in reversed(
+        context.groups(phases)
+    ):  # the slowest link first, while blocks are small
         x = lax.all_gather(x, **devices)
     x = _merged(jnp.moveaxis(x.reshape(-1, *block), 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(context.before, step.dim, step.shards, phases))
 
 
 def _slice(step: steps.Slice, x: jax.Array, context: StepContext) -> jax.Array:
-    before, after = context.before, context.after
+    before = context.before
+    after = context.after
     for name, shards in step.cuts:
-        dim, (axes, names) = before.dim_index(name), spanned(before.mesh, after.layout.dim(name).axes)
+        dim, (axes, names) = (
+            before.dim_index(name),
+            spanned(before.mesh, after.layout.dim(name).axes),
+        )
         rows = partial(_own_rows, before, name, shards)
         x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), names)
     return x
 
 
-def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> NDArray[np.int64]:
+def _own_rows(
+    before: Sharding, dim: str, shards: tuple[Shard, ...], device: int
+) -> NDArray[np.int64]:
     return row_numbers(own_part(before, dim, shards, device))
 
 
 def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
     before = context.before
-    dim, axes = before.dim_index(step.dim), before.layout.dim(step.dim).axes
+    dim = before.dim_index(step.dim)
+    axes = before.layout.dim(step.dim).axes
     length = context.after.max_local_shape[dim]
 
     def own_positions(device: int) -> NDArray[np.int64]:
@@ -161,8 +189,10 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
-    before, axes = context.before, axes_of(step.shards)
-    dim, phases = before.dim_index(step.dim), context.phases(axes, step.op)
+    before = context.before
+    axes = axes_of(step.shards)
+    dim = before.dim_index(step.dim)
+    phases = context.phases(axes, step.op)
     x = pick(x, dim, _joined_parts(before, step.dim, step.shards, phases)[None], ())
     pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
     if step.op == "sum":
@@ -170,24 +200,31 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
             pieces = lax.psum_scatter(pieces, **devices, tiled=True)
         return pieces.reshape(pieces.shape[1:])
     # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
-    return ALONG[step.op](as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0)
+    return ALONG[step.op](
+        as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0
+    )
 
 
 def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax.Array:
     before = context.before
-    src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
+    src = before.dim_index(step.src_dim)
+    dst = before.dim_index(step.dst_dim)
     phases = context.phases(axes_of(step.dst_shards), op="")
     x = pick(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, phases)[None], ())
     # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all` makes two.
     x = _split(x, dst, before.mesh.size(*phases.axes))
-    x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, phases.axes))
+    x = lax.all_to_all(
+        x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, phases.axes)
+    )
     x = _merged(jnp.moveaxis(x, dst, src), src)
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, phases))
 
 
 def _permute(_: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     pairs = enumerate(senders(context.before, context.after))
-    return axis_types.ppermute(x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs])
+    return axis_types.ppermute(
+        x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs]
+    )
 
 
 def _scale(step: steps.Scale, x: jax.Array, _: StepContext) -> jax.Array:
@@ -201,11 +238,15 @@ def _scale(step: steps.Scale, x: jax.Array, _: StepContext) -> jax.Array:
     return x / (by if n & (n - 1) == 0 else lax.optimization_barrier(by))
 
 
-def _joined_parts(before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases) -> NDArray[np.int64]:
+def _joined_parts(
+    before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
+) -> NDArray[np.int64]:
     """Rows of a dim's parts under `shards`, part after part in the order that the phases leave them in."""
     parts = even_parts(before, dim, shards)
     devices = phases.reached(0) if phases.are_several else before.mesh.group(0, phases.axes)
-    return np.concatenate([row_numbers(parts[before.mesh.index(d, axes_of(shards))]) for d in devices])
+    return np.concatenate(
+        [row_numbers(parts[before.mesh.index(d, axes_of(shards))]) for d in devices]
+    )
 
 
 def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:

@@ -1,7 +1,8 @@
 """Messages in rounds, and how their boxes travel: one permutation per round, or all rounds in one buffer.
 Every device sends and receives at most one message in a round. Rounds colour the edges of the bipartite graph
 of senders and receivers; the minimum, the most messages at one device, is always reached (König 1916).
-`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs."""
+`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 
 Round = tuple[Message, ...]
-MOST_PADDING = 1.02  # received elements per element of the messages; above it rounds are split by shape
+MOST_PADDING = (
+    1.02  # received elements per element of the messages; above it rounds are split by shape
+)
 
 
 class Schedule(NamedTuple):
     """The messages of an exchange in rounds."""
 
-    local: tuple[Round, ...]  # of devices to themselves, one shape and at most one per device in each round
+    local: tuple[
+        Round, ...
+    ]  # of devices to themselves, one shape and at most one per device in each round
     sent: tuple[Round, ...]  # all others
 
     @property
@@ -42,8 +47,11 @@ class Schedule(NamedTuple):
 @lru_cache(maxsize=1024)
 def rounds(step: Exchange, before: Sharding) -> Schedule:
     """The schedule of an exchange."""
-    after, devices = step.after(before), range(before.mesh.n_devices)
-    messages = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
+    after = step.after(before)
+    devices = range(before.mesh.n_devices)
+    messages = [
+        m for device in devices for m in messages_to(before, after, device, step.node_devices)
+    ]
     return scheduled(messages, adds=step.op(before) is not None)
 
 
@@ -78,7 +86,10 @@ def _is_local(message: Message) -> bool:
 
 
 def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
-    return [[m for m in messages if m.shape == shape] for shape in dict.fromkeys(m.shape for m in messages)]
+    return [
+        [m for m in messages if m.shape == shape]
+        for shape in dict.fromkeys(m.shape for m in messages)
+    ]
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
@@ -123,10 +134,14 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
         elif mine in used[1]:
             # Swap the two colours along the path that starts at the receiver with `mine`: it
             # alternates between them and cannot reach the sender, where `mine` is free.
-            path, side, vertex, colour = [], 1, vertices[1], mine
+            path = []
+            side = 1
+            vertex = vertices[1]
+            colour = mine
             while (step := edge_of[side][vertex].get(colour)) is not None:
                 path.append(step)
-                side, colour = 1 - side, theirs if colour == mine else mine
+                side = 1 - side
+                colour = theirs if colour == mine else mine
                 vertex = edges[step][side]
             for step in path:
                 for side in (0, 1):
@@ -153,19 +168,26 @@ def _first_free(used: dict[int, int]) -> int:
 class Transport(NamedTuple):
     """A way to send the boxes of an exchange."""
 
-    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]  # -> those that arrived
+    send: Callable[
+        [Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]
+    ]  # -> those that arrived
     branches: bool  # devices may take different branches of a program; on GPUs the host would wait for each
 
 
-def _by_ppermute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+def _by_ppermute(
+    boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
+) -> list[jax.Array]:
     """One `ppermute` per round."""
     pairs = ([(m.src, m.dst) for m in messages] for messages in rounds)
     return [ppermute(box, mesh, sent) for box, sent in zip(boxes, pairs, strict=True)]
 
 
-def _by_ragged_all_to_all(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+def _by_ragged_all_to_all(
+    boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
+) -> list[jax.Array]:
     """All rounds in one buffer, sent by one `ragged_all_to_all`, or as many as a pair has messages."""
-    result, axes = list(boxes), long_axes(mesh)
+    result = list(boxes)
+    axes = long_axes(mesh)
     for sent in _once_per_pair(rounds):
         shapes = [boxes[i].shape for i in sent]
         arguments = ragged_arguments([rounds[i] for i in sent], shapes, mesh.n_devices)
@@ -197,7 +219,8 @@ def ragged_arguments(
     rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
 ) -> tuple[NDArray[np.int32], ...]:
     """Input offsets, send sizes, output offsets and receive sizes in elements, by device and partner, of the
-    messages in a buffer with one box per round. Padding along the first dim of a box is not sent."""
+    messages in a buffer with one box per round. Padding along the first dim of a box is not sent.
+    """
     offsets, sizes = np.zeros((2, n_devices, n_devices), np.int32)
     start = 0
     for messages, shape in zip(rounds, shapes, strict=True):
@@ -209,5 +232,8 @@ def ragged_arguments(
     return offsets, sizes, offsets, sizes.T.copy()
 
 
-PERMUTE, RAGGED = Transport(_by_ppermute, branches=True), Transport(_by_ragged_all_to_all, branches=False)
-PERMUTE_UNBRANCHED = Transport(_by_ppermute, branches=False)  # for programs that do not know their platform
+PERMUTE = Transport(_by_ppermute, branches=True)
+RAGGED = Transport(_by_ragged_all_to_all, branches=False)
+PERMUTE_UNBRANCHED = Transport(
+    _by_ppermute, branches=False
+)  # for programs that do not know their platform

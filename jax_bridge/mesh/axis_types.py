@@ -1,6 +1,7 @@
 """Mesh axes around a call: which are manual, in what order, their sub-axes, and a value's type along them.
 Under `check_vma=True` a value is invariant, varying, unreduced or reduced along every manual axis. Under
-`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing."""
+`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # under vmap every device must take part
-        idle = [set(range(mesh.size(*axes))).difference(busy) for busy in zip(*indexed, strict=True)]
+        idle = [
+            set(range(mesh.size(*axes))).difference(busy) for busy in zip(*indexed, strict=True)
+        ]
         indexed += zip(*map(sorted, idle), strict=True)
     return as_bits(lambda x: lax.ppermute(x, tuple(axes), indexed), x)
 
@@ -104,7 +107,9 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     block_type = manual_type(x)
     if invariant := tuple(a for a in axes if a not in block_type.vur):
         x = lax.pcast(x, invariant, to="varying")  # its cotangents are added up
-    return _retyped(x, "varying", (a for a in axes if a in block_type.unreduced | block_type.reduced))
+    return _retyped(
+        x, "varying", (a for a in axes if a in block_type.unreduced | block_type.reduced)
+    )
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -114,11 +119,14 @@ def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
     """Declare that varying blocks are addends or copies along the axes that the layout tags so."""
-    return _retyped(_retyped(x, "unreduced", layout.tagged("sum")), "reduced", layout.tagged("copy"))
+    return _retyped(
+        _retyped(x, "unreduced", layout.tagged("sum")), "reduced", layout.tagged("copy")
+    )
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
-    before, changed = manual_type(x), frozenset(axes)
+    before = manual_type(x)
+    changed = frozenset(axes)
     kinds = {k: getattr(before, k) - changed for k in ("varying", "unreduced", "reduced")}
     if kind in kinds:
         kinds[kind] |= changed
@@ -128,7 +136,9 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
 def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:
     if before.vur != after.vur:
         raise NotImplementedError("the cast to invariant cannot be transposed: the plan can")
-    return _retype(cotangent, before=versions.cotangent_type(after), after=versions.cotangent_type(before))
+    return _retype(
+        cotangent, before=versions.cotangent_type(after), after=versions.cotangent_type(before)
+    )
 
 
 # The identity on blocks; only the type changes.
@@ -158,11 +168,15 @@ def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
     return subgroups(mesh, axes, lambda device: mesh.group(device, axes))
 
 
-def subgroups(mesh: Mesh, axes: Sequence[str], members: Callable[[int], Sequence[int]]) -> dict[str, Any]:
+def subgroups(
+    mesh: Mesh, axes: Sequence[str], members: Callable[[int], Sequence[int]]
+) -> dict[str, Any]:
     """Arguments of a collective among the members that each device has along the axes, in their order."""
     parts, names = spanned(mesh, [axis for axis in mesh.axes if axis in axes])
     # JAX names the devices of a group by their index along the axes that span it.
-    groups = {tuple(mesh.index(d, parts) for d in members(device)): () for device in mesh.group(0, parts)}
+    groups = {
+        tuple(mesh.index(d, parts) for d in members(device)): () for device in mesh.group(0, parts)
+    }
     if tuple(groups) == (tuple(range(mesh.size(*parts))),):
         return {"axis_name": names}
     return {"axis_name": names, "axis_index_groups": tuple(groups)}

@@ -33,7 +33,9 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
     if isinstance(mesh, JaxMesh | AbstractMesh):
         return mesh
     why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
-    raise MeshError(f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing if JAX knows the mesh")
+    raise MeshError(
+        f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing if JAX knows the mesh"
+    )
 
 
 def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
@@ -61,9 +63,12 @@ def block_sharding_here(
     return block_sharding(x, layout, here, shape)
 
 
-def block_sharding(x: jax.Array, layout: Layout, mesh: Mesh, shape: Sequence[int | None] | None) -> Sharding:
+def block_sharding(
+    x: jax.Array, layout: Layout, mesh: Mesh, shape: Sequence[int | None] | None
+) -> Sharding:
     """The same on all of a mesh."""
-    text, lengths = str(layout), x.ndim * (None,) if shape is None else lengths_of(shape)
+    text = str(layout)
+    lengths = x.ndim * (None,) if shape is None else lengths_of(shape)
     if len(lengths) != x.ndim:
         raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
     known = dict(zip(layout.resolved(x.ndim).names, lengths, strict=True))
@@ -78,8 +83,11 @@ def check_block_here(
 ) -> None:
     """Raise ShapeError for another shape, marking a dim of the layout, which is at `start` in the text."""
     hint = f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}"
-    expected, names = sharding.max_local_shape, sharding.layout.names
-    check_block("the block", local_shape, expected, names, text, hint, inferred=inferred, start=start)
+    expected = sharding.max_local_shape
+    names = sharding.layout.names
+    check_block(
+        "the block", local_shape, expected, names, text, hint, inferred=inferred, start=start
+    )
 
 
 def machine_here(
@@ -118,7 +126,9 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
     manual = bound_sizes(named)
     for axis in named:
         if axis not in mesh.axes:
-            raise MeshError(f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text)
+            raise MeshError(
+                f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text
+            )
         size = mesh.size(axis)
         if axis not in manual and size > 1:
             raise _not_manual(axis, manual, text)
@@ -127,22 +137,29 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
             raise MeshError(reason, text=text, span=axis_span(axis, text))
     here = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
     for axis in filter(is_vmapped, here.long_axes if len(here.long_axes) > 1 else ()):
-        reason = f"axis {axis!r} is a batch of vmap, and the expression names {len(here.long_axes)} axes"
+        reason = (
+            f"axis {axis!r} is a batch of vmap, and the expression names {len(here.long_axes)} axes"
+        )
         hint = "JAX lacks collectives over several axes under vmap; jax.shard_map has them"
         raise MeshError(reason, text=text, span=axis_span(axis, text), hint=hint)
     return here
 
 
 def _not_manual(axis: str, manual: Mapping[str, int], text: str) -> MeshError:
-    where = "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
-    hint, span = f"manual are: {Mesh(manual).describe()}; {where}", axis_span(axis, text)
+    where = (
+        "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
+    )
+    hint = f"manual are: {Mesh(manual).describe()}; {where}"
+    span = axis_span(axis, text)
     return MeshError(f"mesh axis {axis!r} is not manual here", text=text, span=span, hint=hint)
 
 
 def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
     """The first mention of an axis in the text, or in a layout of the text; else the whole layout."""
     start, stop = layout or (0, len(text))
-    spans = (span for name, span in text_spans(text).axes if name == axis and start <= span[0] < stop)
+    spans = (
+        span for name, span in text_spans(text).axes if name == axis and start <= span[0] < stop
+    )
     return next(spans, layout)
 
 
@@ -159,9 +176,13 @@ def _found(device: jax.Device) -> Profile:
     """The machine of a device. A node is a process, several of one host, or what NVLink joins."""
     devices = jax.devices(device.platform)
     of_process = sum(other.process_index == device.process_index for other in devices)
-    if device.platform == "cpu":  # what leaves a process is sent by gloo, also to one of the same host
+    if (
+        device.platform == "cpu"
+    ):  # what leaves a process is sent by gloo, also to one of the same host
         return machine_of("host", None if of_process == len(devices) else of_process)
-    island = getattr(device, "slice_index", None)  # of GPUs: their host, or a rack that NVLink joins
+    island = getattr(
+        device, "slice_index", None
+    )  # of GPUs: their host, or a rack that NVLink joins
     if device.platform == "gpu" and island is not None:
         near = sum(other.slice_index == island for other in devices)
     else:

@@ -27,7 +27,16 @@ from xshard import Layout, Sharding
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
 from xshard.errors import DtypeError
-from xshard.nn.attention import BITS, HEADS, REDUCE, RING, SEQUENCE, Attention, dim_order, run_starts
+from xshard.nn.attention import (
+    BITS,
+    HEADS,
+    REDUCE,
+    RING,
+    SEQUENCE,
+    Attention,
+    dim_order,
+    run_starts,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,7 +49,9 @@ class DeviceAttention(AttentionCall):
     machine: Any = None
     xp = jnp
 
-    def enter(self, x: Array, layout: Layout, shape: Sequence[int | None] | None) -> tuple[Array, Sharding]:
+    def enter(
+        self, x: Array, layout: Layout, shape: Sequence[int | None] | None
+    ) -> tuple[Array, Sharding]:
         sharding = block_sharding(x, layout, self.mesh, shape)
         return without_padding(x, sharding), sharding
 
@@ -53,12 +64,19 @@ class DeviceAttention(AttentionCall):
     def compute(self, q: Array, kv: Array, is_plain: bool) -> tuple[Array, Array]:
         if self.attn.how == RING:
             return ring(self, q, kv)
-        rows, keys, width, how = self.held(SEQUENCE), self.key_rows(), self.attn.value_width, self.attn.how
+        rows = self.held(SEQUENCE)
+        keys = self.key_rows()
+        width = self.attn.value_width
+        how = self.attn.how
         if not is_plain or how == REDUCE or self.dtype == jnp.float64 or q.shape[-1] != width:
             return self.attend(q, kv, rows, keys)
         bias = None if self.alibi is None else self.bias(rows, keys).astype(q.dtype)
         q, k, v = (x.swapaxes(1, 2) for x in (q, *self.read(kv)))
-        options: Any = {"mask": self.visible(rows, keys), "bias": bias, "implementation": self.implementation}
+        options: Any = {
+            "mask": self.visible(rows, keys),
+            "bias": bias,
+            "implementation": self.implementation,
+        }
         y = jax.nn.dot_product_attention(q, k, v, scale=self.scale, **options).swapaxes(1, 2)
         return y, y[..., 0]  # log-sum-exps are not returned
 
@@ -96,7 +114,8 @@ class DeviceAttention(AttentionCall):
         queries = self.attn.queries
         if self.attn.group == 1:
             return None
-        axes, width = queries.layout.dims[HEADS].axes, queries.max_local_shape[HEADS]
+        axes = queries.layout.dims[HEADS].axes
+        width = queries.max_local_shape[HEADS]
         return jnp.maximum(mine(table(queries.mesh, axes, width, self.attn.heads_read), axes), 0)
 
     def read(self, kv: Array) -> tuple[Array, Array]:
@@ -110,7 +129,9 @@ class DeviceAttention(AttentionCall):
         scores, _ = self.scores(q, k, rows, keys)
         log_sum = jax.nn.logsumexp(scores, -1)
         weights = jnp.exp(scores - log_sum[..., None]) * self.kept(rows, keys)
-        y = jnp.einsum("bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype)
+        y = jnp.einsum(
+            "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
+        )
         return jnp.where(sees[..., None], y, 0), jnp.where(sees, log_sum, -jnp.inf)
 
     def pairs(self) -> Sequence[tuple[slice, slice]]:
@@ -140,13 +161,17 @@ def ring(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
         outputs = _forward(replace(blocks, **constants), q, kv)
         return outputs, (constants, q, kv, *outputs)
 
-    run.defvjp(forward, lambda saved, of: (None, *_backward(replace(blocks, **saved[0]), *saved[1:], *of)))
+    run.defvjp(
+        forward, lambda saved, of: (None, *_backward(replace(blocks, **saved[0]), *saved[1:], *of))
+    )
     return run(constants, as_varying(q, axes), as_varying(kv, axes))
 
 
 def _forward(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
-    wide, own_rows = blocks.wide_dtype, blocks.held(SEQUENCE)
-    y, log_sum = jnp.zeros((*q.shape[:3], blocks.attn.value_width)), jnp.full(q.shape[:3], -jnp.inf)
+    wide = blocks.wide_dtype
+    own_rows = blocks.held(SEQUENCE)
+    y = jnp.zeros((*q.shape[:3], blocks.attn.value_width))
+    log_sum = jnp.full(q.shape[:3], -jnp.inf)
     sums = tuple(as_varying(x.astype(wide), varying_axes(q)) for x in (y, log_sum))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
         their_rows = blocks.key_rows(turn)
@@ -157,7 +182,9 @@ def _forward(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array
                 part, added = blocks.attend(q[:, :, rows], block[:, :, keys], *numbers)
                 before = log_sum[:, :, rows]
                 after = jnp.logaddexp(before, added)
-                finite = jnp.maximum(after, blocks.empty)  # -inf for rows that have seen nothing so far
+                finite = jnp.maximum(
+                    after, blocks.empty
+                )  # -inf for rows that have seen nothing so far
                 part *= jnp.exp(added - finite)[..., None]
                 part += y[:, :, rows] * jnp.exp(before - finite)[..., None]
                 return y.at[:, :, rows].set(part), log_sum.at[:, :, rows].set(after)
@@ -167,9 +194,17 @@ def _forward(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array
 
 
 def _backward(
-    blocks: DeviceAttention, q: Array, kv: Array, y: Array, log_sum: Array, dy: Array, of_log_sum: Array
+    blocks: DeviceAttention,
+    q: Array,
+    kv: Array,
+    y: Array,
+    log_sum: Array,
+    dy: Array,
+    of_log_sum: Array,
 ) -> tuple[Array, Array]:
-    wide, own_rows, reads = log_sum.dtype, blocks.held(SEQUENCE), blocks.heads_read
+    wide = log_sum.dtype
+    own_rows = blocks.held(SEQUENCE)
+    reads = blocks.heads_read
     arrived: Any = None
     share = ((dy.astype(wide) * y).sum(-1) - of_log_sum)[..., None]
     # Weights are exp(score - log_sum): none for rows that see nothing.
@@ -177,17 +212,25 @@ def _backward(
     product = partial(jnp.einsum, preferred_element_type=wide)
     q_gradient, nothing = (as_varying(jnp.zeros_like(x, wide), varying_axes(q)) for x in (q, kv))
     for turn, block in blocks.attn.in_turn(kv, blocks.send):
-        their_rows, kv_gradient = blocks.key_rows(turn), nothing
+        their_rows = blocks.key_rows(turn)
+        kv_gradient = nothing
         for rows, keys in blocks.pairs():
             numbers = own_rows[rows], their_rows[keys]
 
             def added(q_gradient, kv_gradient, block=block, rows=rows, keys=keys, numbers=numbers):
                 k, v = blocks.read(block[:, :, keys])
-                queries, of_y = q[:, :, rows], dy[:, :, rows]
+                queries = q[:, :, rows]
+                of_y = dy[:, :, rows]
                 scores, slope = blocks.scores(queries, k, *numbers)
-                weights, kept = jnp.exp(scores - log_sum[:, :, rows]), blocks.kept(*numbers)
-                change = weights * (product("bhqk,bhsk->bhqs", of_y, v) * kept - share[:, :, rows]) * slope
-                change, weights = change.astype(q.dtype), (weights * kept).astype(q.dtype)
+                weights = jnp.exp(scores - log_sum[:, :, rows])
+                kept = blocks.kept(*numbers)
+                change = (
+                    weights
+                    * (product("bhqk,bhsk->bhqs", of_y, v) * kept - share[:, :, rows])
+                    * slope
+                )
+                change = change.astype(q.dtype)
+                weights = (weights * kept).astype(q.dtype)
                 pairs = (change, queries), (weights, of_y)
                 of_kv = jnp.concatenate([product("bhqs,bhqk->bhsk", *pair) for pair in pairs], -1)
                 if reads is not None:
@@ -196,7 +239,9 @@ def _backward(
                 return q_gradient.at[:, :, rows].add(of_q), kv_gradient.at[:, :, keys].add(of_kv)
 
             is_seen = blocks.visible(*numbers).any()
-            q_gradient, kv_gradient = lax.cond(is_seen, added, lambda *same: same, q_gradient, kv_gradient)
+            q_gradient, kv_gradient = lax.cond(
+                is_seen, added, lambda *same: same, q_gradient, kv_gradient
+            )
         kv_gradient = kv_gradient if arrived is None else arrived + kv_gradient
         arrived = blocks.send(kv_gradient, -turn if turn + 1 == blocks.attn.rounds else 1)()
     return q_gradient.astype(q.dtype), arrived.astype(kv.dtype)
@@ -208,10 +253,14 @@ def _attention(
     layout = Layout.parse(layout)
     q, k, v = (as_array(x, str(layout)) for x in qkv)
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
+        raise DtypeError(
+            f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
+        )
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
     dim_order(layout, call.sequence, call.heads)
-    here, machine = machine_here(mesh, (layout, Layout.parse(call.kv_layout or layout)), str(layout), profile)
+    here, machine = machine_here(
+        mesh, (layout, Layout.parse(call.kv_layout or layout)), str(layout), profile
+    )
     alibi = None if call.alibi is None else jnp.asarray(call.alibi)
     seed = None if call.seed is None else jnp.asarray(call.seed & BITS, jnp.uint32)
     call = replace(call, alibi=alibi, seed=seed, mesh=here, machine=machine)

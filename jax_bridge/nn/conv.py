@@ -61,7 +61,9 @@ def conv_general_dilated(
     (_, channel, *space), (out, _, *taps) = numbers.lhs_spec, numbers.rhs_spec
     if lhs.layout.dims[channel].axes:
         what = f"features {str(lhs.layout.dims[channel])!r} are sharded, and a convolution adds over them"
-        raise ShapeError(what, text=str(lhs.layout), hint="x.to(...) a layout with unsharded features")
+        raise ShapeError(
+            what, text=str(lhs.layout), hint="x.to(...) a layout with unsharded features"
+        )
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
     options |= {"feature_group_count": feature_group_count, "precision": precision}
@@ -70,16 +72,26 @@ def conv_general_dilated(
     # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
-    kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
+    kernel = [rhs.shape[d] for d in taps]
+    strides = tuple(window_strides)
     windows = windows_of([shape[d] for d in space], kernel, strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
-    order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
-    by_dim, bases = dict(zip(space, windows, strict=True)), dict(zip(space, base, strict=True))
+    order = [
+        dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))
+    ]
+    by_dim = dict(zip(space, windows, strict=True))
+    bases = dict(zip(space, base, strict=True))
 
     def convolved(x: jax.Array, local: Mapping[int, Local]) -> jax.Array:
         return convolve(x, rhs, [local[d].stride for d in space], [local[d].padding for d in space])
 
-    rules: Any = {"fill": 0.0, "boundary": boundary, "outputs": outputs, "base": bases, "order": order}
+    rules: Any = {
+        "fill": 0.0,
+        "boundary": boundary,
+        "outputs": outputs,
+        "base": bases,
+        "order": order,
+    }
     return apply_windows(lhs, by_dim, convolved, **rules, features={channel: rhs.shape[out]})
 
 
@@ -113,12 +125,17 @@ def reduce_window(
     Takes the arguments of `lax`, with a number for every dim, for the global array. boundary: the rows of
     `padding`, by default `init_value`. outputs: as in `conv_general_dilated`. Raises as `redistribute` does.
     """
-    whole, ones = operand.sharding.shape, (1,) * operand.block.ndim
-    strides, base, dilation = (tuple(o or ones) for o in (window_strides, base_dilation, window_dilation))
+    whole = operand.sharding.shape
+    ones = (1,) * operand.block.ndim
+    strides, base, dilation = (
+        tuple(o or ones) for o in (window_strides, base_dilation, window_dilation)
+    )
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
     arguments = computation, window_dimensions, strides, padding, base, dilation
-    jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), jax.ShapeDtypeStruct(whole, init.dtype))
+    jax.eval_shape(
+        lambda x: lax.reduce_window(x, init, *arguments), jax.ShapeDtypeStruct(whole, init.dtype)
+    )
     every = windows_of(whole, window_dimensions, strides, dilation, padding)
     windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 
@@ -149,7 +166,9 @@ def max_pool(
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
-    pads = [pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(lengths, windows, strict=False)]
+    pads = [
+        pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(lengths, windows, strict=False)
+    ]
     arguments = window_dimensions, window_strides, pads, None, window_dilation
     return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
 
@@ -173,7 +192,8 @@ def avg_pool(
     wider = [pool_window(n, w, ceil=ceil_mode) for n, w in zip(lengths, windows, strict=False)]
     pads = [window.padding for window in wider]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
-    mean, rows = total.block, map(range, total.sharding.shape)
+    mean = total.block
+    rows = map(range, total.sharding.shape)
     for d, each in enumerate(zip(lengths, wider, rows, strict=True)):
         counts = pool_counts(*each, padding=windows[d].padding[1], include_pad=count_include_pad)
         mean = mean / _along(total, d, counts)
@@ -187,11 +207,20 @@ def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
     for part, runs in enumerate(y.sharding.owners(d)):
         rows = row_numbers(runs)
         table[part, : len(rows)] = values[rows]
-    return along(mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)), d, y.block.ndim)
+    return along(
+        mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)), d, y.block.ndim
+    )
 
 
 def _by_phases(
-    x: jax.Array, init: Any, op: Reducer, window: Ints, strides: Ints, pads: Pads, base: Ints, dilation: Ints
+    x: jax.Array,
+    init: Any,
+    op: Reducer,
+    window: Ints,
+    strides: Ints,
+    pads: Pads,
+    base: Ints,
+    dilation: Ints,
 ) -> jax.Array:
     """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum."""
     x = lax.pad(x, init, [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)])

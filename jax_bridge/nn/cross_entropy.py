@@ -1,6 +1,9 @@
 """Cross entropy of logits with sharded classes: no device holds the logits of all classes.
 
->>> logits, labels = jnp.arange(8.0).reshape(1, 2, 4), jnp.array([[3, 0]])  # one block on one device
+>>> logits, labels = (
+...     jnp.arange(8.0).reshape(1, 2, 4),
+...     jnp.array([[3, 0]]),
+... )  # one block on one device
 >>> loss = jax.pmap(lambda x, y: cross_entropy(x, y, "b v/tp"), "tp")
 >>> [round(x.item(), 4) for x in (loss(logits, labels)[0], jax.nn.logsumexp(jnp.arange(4.0)) - 1.5)]
 [1.9402, 1.9402]
@@ -26,12 +29,17 @@ from xshard.nn.cross_entropy import class_dim
 from xshard.ops import move, tag
 
 
-def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *options: Any) -> jax.Array:
+def _cross_entropy(
+    logits: Any, labels: Any, layout: Layout | str, mesh: Any, *options: Any
+) -> jax.Array:
     reduction, ignore_index, label_smoothing, shape, classes, profile = options
     layout = Layout.parse(layout)
     text = str(layout)
-    logits, labels = as_array(logits, text), as_array(labels, text)
-    if not jnp.issubdtype(labels.dtype, jnp.integer) or not jnp.issubdtype(logits.dtype, jnp.floating):
+    logits = as_array(logits, text)
+    labels = as_array(labels, text)
+    if not jnp.issubdtype(labels.dtype, jnp.integer) or not jnp.issubdtype(
+        logits.dtype, jnp.floating
+    ):
         hint = "labels are numbers of classes"
         raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=text, hint=hint)
     here, machine = machine_here(mesh, (layout.resolved(logits.ndim),), text, profile)
@@ -40,9 +48,15 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *o
     n = sharding.shape[d]
 
     def reduced(x: jax.Array, kind: str, axes: tuple[str, ...]) -> jax.Array:
-        return redistribute(x, move(x.shape, tag(kind, axes), ""), here, profile=machine) if axes else x
+        return (
+            redistribute(x, move(x.shape, tag(kind, axes), ""), here, profile=machine)
+            if axes
+            else x
+        )
 
-    rest = replace(sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :]))
+    rest = replace(
+        sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :])
+    )
     tokens = Sharding(rest, here, (*sharding.shape[:d], *sharding.shape[d + 1 :]))
     ignored = (labels == ignore_index) | ~valid(tokens)
     x = jnp.moveaxis(without_padding(logits, sharding), d, -1)
@@ -60,7 +74,9 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: Any, *o
     losses = jnp.where(ignored, 0, losses)
     if reduction == "none":
         return losses
-    loss, count = reduced(jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)]), "sum", token_axes)
+    loss, count = reduced(
+        jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)]), "sum", token_axes
+    )
     return loss / count if reduction == "mean" else loss
 
 

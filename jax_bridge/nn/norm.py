@@ -20,7 +20,12 @@ Numbers = jax.Array | None
 
 
 def layer_norm(
-    x: Sharded, dims: Sequence[int], scale: Numbers = None, bias: Numbers = None, *, epsilon: float = 1e-5
+    x: Sharded,
+    dims: Sequence[int],
+    scale: Numbers = None,
+    bias: Numbers = None,
+    *,
+    epsilon: float = 1e-5,
 ) -> Sharded:
     """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
@@ -88,23 +93,31 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     return mean, _mean(x, centred * centred, dims)
 
 
-def _normalised(x: Sharded, dims: Sequence[int], epsilon: float, groups: Groups | None = None) -> jax.Array:
+def _normalised(
+    x: Sharded, dims: Sequence[int], epsilon: float, groups: Groups | None = None
+) -> jax.Array:
     _, centred = _centred(x, dims, groups)
     return centred * lax.rsqrt(_mean(x, centred * centred, dims, groups) + epsilon)
 
 
-def _centred(x: Sharded, dims: Sequence[int], groups: Groups | None = None) -> tuple[jax.Array, jax.Array]:
+def _centred(
+    x: Sharded, dims: Sequence[int], groups: Groups | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The mean, and the block minus it, zero in the padding: E[x^2] - E[x]^2 would cancel."""
     mean = _mean(x, x.block, dims, groups)
     return mean, Sharded(x.block - mean, x.sharding).owned().block
 
 
-def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | None = None) -> jax.Array:
+def _mean(
+    x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | None = None
+) -> jax.Array:
     """The mean of a block with zeros in its padding, over some dims and over the features of a group."""
-    total, count = block.sum(tuple(dims), keepdims=True), math.prod(x.sharding.shape[d] for d in dims)
+    total = block.sum(tuple(dims), keepdims=True)
+    count = math.prod(x.sharding.shape[d] for d in dims)
     if groups is not None:
         feature, n = groups
-        size, shape = total.shape[feature] // n, total.shape
+        size = total.shape[feature] // n
+        shape = total.shape
         total = total.reshape(*shape[:feature], n, size, *shape[feature + 1 :]).sum(feature + 1)
         count *= size
     if axes := tuple(axis for d in dims for axis in x.layout.dims[d].axes):
@@ -112,7 +125,9 @@ def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | No
     return total / count if groups is None else (total / count).repeat(size, feature)
 
 
-def _affine(x: Sharded, normal: jax.Array, dims: Sequence[int], scale: Numbers, bias: Numbers) -> Sharded:
+def _affine(
+    x: Sharded, normal: jax.Array, dims: Sequence[int], scale: Numbers, bias: Numbers
+) -> Sharded:
     normal = normal if scale is None else normal * _parameter(x, scale, dims)
     normal = normal if bias is None else normal + _parameter(x, bias, dims)
     return Sharded(normal, x.sharding).owned()
@@ -129,4 +144,6 @@ def _parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
         whole = Layout(tuple(Dim(dim.name) for dim in sharded), (("copy", axes),))
         value = redistribute(value, (whole, Layout(sharded)), x.sharding.mesh, shape=lengths)
     order = sorted(range(len(dims)), key=lambda i: dims[i])
-    return value.transpose(order).reshape([n if d in dims else 1 for d, n in enumerate(x.block.shape)])
+    return value.transpose(order).reshape(
+        [n if d in dims else 1 for d, n in enumerate(x.block.shape)]
+    )

@@ -52,7 +52,9 @@ class Sharded:
         object.__setattr__(self, "sharding", sharding)
         if kinds := [kind for kind, _ in self.layout.tags if kind != "copy"]:
             what = f"a layer on values still to be reduced by {kinds[0]}"
-            raise PlanError(what, text=str(self.layout), hint="redistribute first: layers take values")
+            raise PlanError(
+                what, text=str(self.layout), hint="redistribute first: layers take values"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -62,11 +64,15 @@ class Sharded:
         """The same array under another layout."""
         target = self.sharding.with_layout(Layout.parse(layout))
         pair = self.layout, target.layout
-        return Sharded(redistribute(self.block, pair, self.sharding.mesh, shape=self.sharding.shape), target)
+        return Sharded(
+            redistribute(self.block, pair, self.sharding.mesh, shape=self.sharding.shape), target
+        )
 
     def owned(self) -> Sharded:
         """The same array with every row at its owner only and zeros in the padding: ready for sums."""
-        plain = replace(self.layout, dims=tuple(replace(dim, overlap=None) for dim in self.layout.dims))
+        plain = replace(
+            self.layout, dims=tuple(replace(dim, overlap=None) for dim in self.layout.dims)
+        )
         if plain != self.layout:
             return self.to(plain)
         return Sharded(without_padding(self.block, self.sharding), self.sharding)

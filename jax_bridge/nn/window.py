@@ -46,10 +46,15 @@ def apply_windows(
 ) -> Sharded:
     """Apply a window op to a block. windows: by dim of the array, without boundary and output rule. fill: the
     value that the op assumes beyond the ends. boundary: the user's rule there. base: dilation of the rows.
-    order: for every dim of the output its dim in the input. features: new lengths of other dims."""
+    order: for every dim of the output its dim in the input. features: new lengths of other dims.
+    """
     if outputs not in ("", *OUTPUT_RULES):
-        raise PlanError(f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty")
-    names, shape, mesh = x.layout.names, x.sharding.shape, x.sharding.mesh
+        raise PlanError(
+            f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
+        )
+    names = x.layout.names
+    shape = x.sharding.shape
+    mesh = x.sharding.mesh
     rules = _rules(boundary, [names[d] for d in windows], fill)
     plain = [replace(dim, overlap=None) for dim in x.layout.dims]
     frames: dict[int, Frame] = {}
@@ -79,16 +84,24 @@ def apply_windows(
     for d, arguments in local.items():
         if arguments.outputs is not None:
             y = pick(y, order.index(d), arguments.outputs, plain[d].axes)
-    lengths = dict(enumerate(shape)) | {d: frame.length for d, frame in frames.items()} | dict(features or {})
+    lengths = (
+        dict(enumerate(shape))
+        | {d: frame.length for d, frame in frames.items()}
+        | dict(features or {})
+    )
     dims = [frames[d].result if d in frames else plain[d] for d in order]
     return x.with_block(y, dims, [lengths[d] for d in order])
 
 
-def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str, tuple[Boundary, Boundary]]:
+def _rules(
+    boundary: Boundaries, names: Sequence[str], fill: float
+) -> dict[str, tuple[Boundary, Boundary]]:
     """The boundary rules at both ends of every dim."""
     texts = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
     if unknown := [name for name in texts if name not in names]:
-        raise ShapeError(f"a boundary for {unknown[0]!r}", hint=f"the windows are over: {', '.join(names)}")
+        raise ShapeError(
+            f"a boundary for {unknown[0]!r}", hint=f"the windows are over: {', '.join(names)}"
+        )
     rules = dict.fromkeys(names, (Boundary("constant", fill),) * 2)
     rules |= {name: parse_boundaries(text) for name, text in texts.items()}
     for name, pair in rules.items():
@@ -100,8 +113,11 @@ def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str,
 
 def _local(frame: Frame, window: Window, base: int) -> Local:
     """The arguments for a block that holds the rows of `frame`."""
-    s, span = window.s, window.d * (window.k - 1) + 1
-    if max(map(len, frame.runs)) > 1:  # every run gets rows of its own, starting where an output can begin
+    s = window.s
+    span = window.d * (window.k - 1) + 1
+    if (
+        max(map(len, frame.runs)) > 1
+    ):  # every run gets rows of its own, starting where an output can begin
         rows: list[list[int]] = [[] for _ in frame.runs]
         outputs: list[list[int]] = [[] for _ in frame.runs]
         for runs, mine, kept in zip(frame.runs, rows, outputs, strict=True):
@@ -113,16 +129,26 @@ def _local(frame: Frame, window: Window, base: int) -> Local:
                 output = -(-len(mine) // s)
         return Local(table_of(rows), s, (0, 0), table_of(outputs))
     # Between its first tap and its first row a part may have padding, or gaps between dilated rows.
-    leads = [[run.first * base - (run.start * s - window.padding[0]) for run in runs] for runs in frame.runs]
+    leads = [
+        [run.first * base - (run.start * s - window.padding[0]) for run in runs]
+        for runs in frame.runs
+    ]
     counts = [sum(run.outputs for run in runs) for runs in frame.runs]
     held = max((run.rows for runs in frame.runs for run in runs), default=0)
-    lead, positions = max(map(max, filter(None, leads)), default=0), (held - 1) * base + 1 if held else 0
+    lead = max(map(max, filter(None, leads)), default=0)
+    positions = (held - 1) * base + 1 if held else 0
     if len({mine for part in leads for mine in part}) <= 1:
-        stride, extent, table = s, (max(counts) - 1) * s + span if any(counts) else 0, None
+        stride = s
+        extent = (max(counts) - 1) * s + span if any(counts) else 0
+        table = None
     else:
         parts = zip(leads, counts, strict=True)
-        steps = [[lead - mine + i * s for mine in part for i in range(count)] for part, count in parts]
-        stride, extent, table = 1, max(max(part, default=0) for part in steps) + span, table_of(steps)
+        steps = [
+            [lead - mine + i * s for mine in part for i in range(count)] for part, count in parts
+        ]
+        stride = 1
+        extent = max(max(part, default=0) for part in steps) + span
+        table = table_of(steps)
     return Local(None, stride, (lead, extent - positions - lead), table)
 
 
@@ -139,14 +165,21 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
     """
     changed = {d: n for d, n in enumerate(shape) if n != x.sharding.shape[d]}
     dtype = jnp.result_type(float)
-    jax_taps = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
+    jax_taps = {
+        d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()
+    }
     return _resampled(x, jax_taps)
 
 
 def interpolate(
-    x: Sharded, shape: Sequence[int], mode: str, *, align_corners: bool = False, scale: Scales = None
+    x: Sharded,
+    shape: Sequence[int],
+    mode: str,
+    *,
+    align_corners: bool = False,
+    scale: Scales = None,
 ) -> Sharded:
-    """torch's `interpolate` of the global array: dims of other lengths, interpolated.
+    """Torch's `interpolate` of the global array: dims of other lengths, interpolated.
 
     shape: global, of the result. mode: nearest, nearest-exact, linear (in two dims bilinear), cubic.
     scale: outputs per input for every dim; None for the ratio of the lengths.
@@ -164,18 +197,23 @@ def interpolate(
 def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
     """The taps of `jax.image.resize`, from its response to every single input."""
     with jax.ensure_compile_time_eval():
-        each = jax.image.resize(jnp.eye(length, dtype=dtype), (outputs, length), method, antialias=antialias)
+        each = jax.image.resize(
+            jnp.eye(length, dtype=dtype), (outputs, length), method, antialias=antialias
+        )
     matrix = np.asarray(each, np.float64)
     first = (matrix != 0).argmax(axis=1)
     last = length - (matrix[:, ::-1] != 0).argmax(axis=1)
     inputs = first[:, None] + np.arange((last - first).max())
-    weights = np.take_along_axis(matrix, np.minimum(inputs, length - 1), 1) * (inputs < last[:, None])
+    weights = np.take_along_axis(matrix, np.minimum(inputs, length - 1), 1) * (
+        inputs < last[:, None]
+    )
     return Taps(np.minimum(inputs, last[:, None] - 1), weights)
 
 
 def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
     """taps_of: the taps of every dim that is interpolated."""
-    mesh, shape = x.sharding.mesh, list(x.sharding.shape)
+    mesh = x.sharding.mesh
+    shape = list(x.sharding.shape)
     dims = [replace(dim, overlap=None) for dim in x.layout.dims]
     sizes = [mesh.sizes_of(dim.axes) for dim in dims]
     frames = {d: resampled_frame(dims[d], shape[d], sizes[d], some) for d, some in taps_of.items()}
@@ -190,10 +228,16 @@ def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
             for first, _, start, n in runs:
                 positions[part, :n] = inputs[start : start + n] - first
                 factors[part, :n] = weights[start : start + n]
-        axes, numbers = dims[d].axes, range(inputs.shape[1])
+        axes = dims[d].axes
+        numbers = range(inputs.shape[1])
         parts = [pick(block, d, positions[..., tap], axes) for tap in numbers]
         if (weights != 1).any():
             shares = (mine(factors[..., tap], axes).astype(block.dtype) for tap in numbers)
-            parts = [part * along(share, d, block.ndim) for part, share in zip(parts, shares, strict=True)]
-        block, dims[d], shape[d] = reduce(add, parts), frame.result, frame.length
+            parts = [
+                part * along(share, d, block.ndim)
+                for part, share in zip(parts, shares, strict=True)
+            ]
+        block = reduce(add, parts)
+        dims[d] = frame.result
+        shape[d] = frame.length
     return x.with_block(block, dims, shape)

@@ -40,9 +40,14 @@ class LocalBlocks(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered) -> list[Blocks]:
+def execute(
+    arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered
+) -> list[Blocks]:
     """Source arrays by name -> the local blocks of every array of a bucket."""
-    bucket = [replace(array, moves=tuple(_runnable(move, array) for move in array.moves)) for array in plans]
+    bucket = [
+        replace(array, moves=tuple(_runnable(move, array) for move in array.moves))
+        for array in plans
+    ]
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
     sources: list[LocalBlocks] = []
@@ -50,10 +55,15 @@ def execute(arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devic
     for array in bucket:
         taken = []
         for move in array.moves:
-            x, before = arrays[move.name], _before_and_after(move)[0]
+            x = arrays[move.name]
+            before = _before_and_after(move)[0]
             shape = (move.transfer.source if before else move.src.whole).local_shape(0)
-            blocks = _run_stages(x.blocks, move.plan, before, [devices[n] for n in first.src_devices])
-            taken.append(SentPart(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers)))
+            blocks = _run_stages(
+                x.blocks, move.plan, before, [devices[n] for n in first.src_devices]
+            )
+            taken.append(
+                SentPart(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers))
+            )
             sources.append(LocalBlocks(blocks, jnp.dtype(x.dtype), shape))
         wanted.append(_wanted(array, tuple(taken)))
     program = tuple(devices[n] for n in numbers), [devices[n] for n in first.src_devices]
@@ -78,7 +88,9 @@ def plan_mesh(plan: Plan, devices: Devices) -> JaxMesh:
     return JaxMesh(grid, plan.mesh.axes, axis_types=(AxisType.Explicit,) * grid.ndim)
 
 
-def assembled(blocks: Blocks, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+def assembled(
+    blocks: Blocks, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> jax.Array:
     """The array of these local blocks, in the same memory."""
     local = [blocks[device] for device in sharding.mesh.devices.flat if device in blocks]
     return jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=jnp.dtype(dtype))
@@ -100,7 +112,8 @@ def all_devices(like: jax.Device) -> list[jax.Device]:
 
 def as_array_plan(plan: Plan) -> ArrayPlan:
     """The plan of one array as part of a tree plan."""
-    src, dst = part_of(plan.source, ArrayPart("")), part_of(plan.target, ArrayPart(""))
+    src = part_of(plan.source, ArrayPart(""))
+    dst = part_of(plan.target, ArrayPart(""))
     return ArrayPlan("", plan.target, plan.dtype, (PartMove("", src, dst, plan),))
 
 
@@ -108,10 +121,14 @@ def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
     """The move, as messages alone if JAX has no arrays for the results of its steps on one mesh."""
     plan, (before, after) = move.plan, _before_and_after(move)
     is_whole = move.src.part.dim is None and move.dst.part.dim is None and plan.dtype == array.dtype
-    if not (before or after) or (is_whole and move.transfer.source.is_even and move.transfer.target.is_even):
+    if not (before or after) or (
+        is_whole and move.transfer.source.is_even and move.transfer.target.is_even
+    ):
         return move
-    source, target = plan.source, plan.target.in_order(plan.src.names)
-    source, target = source.with_layout(source.normal), target.with_layout(target.normal)
+    source = plan.source
+    target = plan.target.in_order(plan.src.names)
+    source = source.with_layout(source.normal)
+    target = target.with_layout(target.normal)
     turned = (step for step in plan.steps if isinstance(step, Transpose))
     steps = Transfer(source, target, plan.src_devices, plan.dst_devices, plan.profile), *turned
     return move._replace(plan=replace(plan, steps=steps, split=()))
@@ -119,7 +136,8 @@ def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
 
 def _before_and_after(move: PartMove) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
     """The stages before the transfer and after it; none after it if all only transpose."""
-    stages, i = move.plan.stages, move.plan.steps.index(move.transfer)
+    stages = move.plan.stages
+    i = move.plan.steps.index(move.transfer)
     after = stages[i + 1 :]
     return stages[:i], () if all(isinstance(stage.step, Transpose) for stage in after) else after
 
@@ -135,10 +153,12 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
 
 def _wanted(array: ArrayPlan, taken: tuple[SentPart, ...]) -> NewBlock:
     move = array.moves[0]
-    names, block = move.plan.src.names, array.sharding.local_shape(0)
+    names = move.plan.src.names
+    block = array.sharding.local_shape(0)
     order = tuple(map(names.index, move.plan.dst.names))
     if _before_and_after(move)[1]:  # which transposes
-        order, block = tuple(range(len(names))), move.transfer.target.local_shape(0)
+        order = tuple(range(len(names)))
+        block = move.transfer.target.local_shape(0)
     transposed = _with_added_dim(move.dst, block)
     shape = tuple(transposed[order.index(i)] for i in range(len(order)))
     return NewBlock(shape, order, block, (move.plan.dtype, array.dtype), taken)
@@ -151,7 +171,8 @@ def _with_added_dim(sharded: PartSharding, block: tuple[int, ...]) -> tuple[int,
 
 def _messages(move: PartMove, numbers: Sequence[int]) -> tuple[tuple[Message, ...], str | None]:
     """The messages between blocks of whole arrays, and the operation that combines them."""
-    step, messages = move.transfer, []
+    step = move.transfer
+    messages = []
     dst_dims = [move.plan.dst.names.index(name) for name in move.plan.src.names]  # by source dim
     for src, dst, box, _ in _all_in_place(step) if step.is_in_place else step.messages:
         dims = list(box)
@@ -160,7 +181,9 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> tuple[tuple[Message, ..
             if sharded.rows and dim is not None:
                 d = dim if side == 0 else dst_dims.index(dim)
                 rows = [rows_at(dims[d], 0), rows_at(dims[d], 1)]
-                rows[side] = row_numbers(sharded.rows[sharded.whole.dim_device(dim, device)])[rows[side]]
+                rows[side] = row_numbers(sharded.rows[sharded.whole.dim_device(dim, device)])[
+                    rows[side]
+                ]
                 dims[d] = merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
         devices = numbers.index(step.src_devices[src]), numbers.index(step.dst_devices[dst])
         messages.append(Message(*devices, tuple(dims)))
@@ -199,24 +222,33 @@ def _program(
     shapes: tuple[tuple[int, ...], ...], wanted: tuple[NewBlock, ...], mesh: JaxMesh
 ) -> Callable[..., list[jax.Array]]:
     transport = PERMUTE if mesh.devices[0].platform == "cpu" else RAGGED
-    specs: Any = {"in_specs": tuple(map(_spec, shapes)), "out_specs": [_spec(new.block) for new in wanted]}
+    specs: Any = {
+        "in_specs": tuple(map(_spec, shapes)),
+        "out_specs": [_spec(new.block) for new in wanted],
+    }
 
     def run(*blocks: jax.Array) -> list[jax.Array]:
         return list(transfer(blocks, wanted, mesh.size, transport))
 
     # Without out_shardings XLA would replicate empty arrays.
     out_shardings = [NamedSharding(mesh, spec) for spec in specs["out_specs"]]
-    return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False), out_shardings=out_shardings)
+    return jax.jit(
+        jax.shard_map(run, mesh=mesh, **specs, check_vma=False), out_shardings=out_shardings
+    )
 
 
-def _side_by_side(block: tuple[int, ...], devices: Devices) -> tuple[tuple[int, ...], NamedSharding]:
+def _side_by_side(
+    block: tuple[int, ...], devices: Devices
+) -> tuple[tuple[int, ...], NamedSharding]:
     """The shape and the sharding of one array with a block of this shape on every device."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
     return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))
 
 
 def _spec(block: tuple[int, ...]) -> PartitionSpec:
-    return PartitionSpec(AXIS) if block else PartitionSpec()  # scalars differ by device, unknown to JAX
+    return (
+        PartitionSpec(AXIS) if block else PartitionSpec()
+    )  # scalars differ by device, unknown to JAX
 
 
 def _is_here(device: jax.Device) -> bool:

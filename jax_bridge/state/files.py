@@ -66,7 +66,8 @@ def save(
     ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
     {'up.kernel': 'd0/tp d1'}
     """
-    path, arrays = Path(path), {}
+    path = Path(path)
+    arrays = {}
     saving: list[Saving] = []
     if rules is not None:
         if mesh is None:
@@ -76,7 +77,9 @@ def save(
     def planned() -> str:
         leaves = array_leaves("...", tree)
         arrays.update(_arrays(leaves))
-        constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, bool | int | float | str)}
+        constants = {
+            leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, bool | int | float | str)
+        }
         sources = {}
         for name, x in arrays.items():
             with located(place_of(name)):
@@ -161,12 +164,15 @@ def load(
     if like is None:
         return arrays
     values = {**constants, **arrays}
-    return jax.tree.unflatten(jax.tree.structure(like), [values.get(leaf.name, leaf.x) for leaf in leaves])
+    return jax.tree.unflatten(
+        jax.tree.structure(like), [values.get(leaf.name, leaf.x) for leaf in leaves]
+    )
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
     """Do the work in every process -> all results, through JSON. If one fails, the others raise FileError."""
-    value, error = None, None
+    value = None
+    error = None
     try:
         value = work()
     except Exception as raised:
@@ -192,24 +198,35 @@ def _gathered(value: Any) -> list[Any]:
 def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
     for leaf in filter(lambda leaf: is_array(leaf.x), leaves):
         if isinstance(leaf.x, Tracer):
-            raise XshardError(f"{leaf.place}: a traced array cannot be saved", hint="save outside of jax.jit")
+            raise XshardError(
+                f"{leaf.place}: a traced array cannot be saved", hint="save outside of jax.jit"
+            )
         if isinstance(leaf.x, jax.ShapeDtypeStruct):
             raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
         if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
-            raise XshardError(f"{leaf.place}: the array was donated or deleted", hint="save before that")
+            raise XshardError(
+                f"{leaf.place}: the array was donated or deleted", hint="save before that"
+            )
         if calls.are_keys(leaf.x):
             raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
-    return {name: x for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items() if is_array(x)}
+    return {
+        name: x
+        for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items()
+        if is_array(x)
+    }
 
 
 def _source(x: Any) -> Source:
     """The sharding of an array; an array without a mesh is replicated, and the first process writes it."""
-    order, sharding = order_of(x), getattr(x, "sharding", None)
+    order = order_of(x)
+    sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), name_of(x.dtype), [0])
     layout = specs.from_partition_spec(sharding.spec, x.ndim) if order is None else order.layout
     processes = [device.process_index for device in sharding.mesh.devices.flat]
-    return Source(Sharding(layout, xshard_mesh(sharding.mesh), x.shape), name_of(x.dtype), processes)
+    return Source(
+        Sharding(layout, xshard_mesh(sharding.mesh), x.shape), name_of(x.dtype), processes
+    )
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
@@ -223,7 +240,9 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     return load._replace(source=load.source if shares else target, target=target)
 
 
-def _read_ahead(begin: Callable[[Load], Read], loads: Mapping[str, Load]) -> Iterator[tuple[str, jax.Array]]:
+def _read_ahead(
+    begin: Callable[[Load], Read], loads: Mapping[str, Load]
+) -> Iterator[tuple[str, jax.Array]]:
     """Arrays by name; while one is made, the next is being read."""
     reads = ((name, begin(load)) for name, load in loads.items())
     last = next(reads, None)
@@ -232,14 +251,20 @@ def _read_ahead(begin: Callable[[Load], Read], loads: Mapping[str, Load]) -> Ite
         yield name, wait()
 
 
-def _begin_read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load) -> Read:
+def _begin_read(
+    checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load
+) -> Read:
     """Begin to read an array -> a function that waits for it. Devices with equal blocks share one."""
-    source, stored, dtype = load.source, carrier(load.stored), numpy_dtype(load.array.dtype)
+    source = load.source
+    stored = carrier(load.stored)
+    dtype = numpy_dtype(load.array.dtype)
     sharding = specs.storage_sharding(source.layout, mesh)
     holders: dict[Any, list[int]] = {}
     for i, device in enumerate(mesh.devices.flat):
         if device in sharding.addressable_devices:
-            holders.setdefault(tuple(source.held(d, i) for d in range(len(source.shape))), []).append(i)
+            holders.setdefault(
+                tuple(source.held(d, i) for d in range(len(source.shape))), []
+            ).append(i)
     # One memory for all blocks, because the system has large pages for it but not for a single block.
     n = n_bytes(source.max_local_shape, load.stored)
     step = -(-n // _ALIGNED) * _ALIGNED
@@ -248,14 +273,21 @@ def _begin_read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Execut
 
     def read(i: int, offset: int) -> NDArray[Any]:
         block = memory[offset : offset + n].view(stored).reshape(source.local_shape(i))
-        return read_block(checkpoint, load, i, block).view(numpy_dtype(load.stored)).astype(dtype, copy=False)
+        return (
+            read_block(checkpoint, load, i, block)
+            .view(numpy_dtype(load.stored))
+            .astype(dtype, copy=False)
+        )
 
-    firsts, starts = (devices[0] for devices in holders.values()), range(start, len(memory), step or 1)
+    firsts = (devices[0] for devices in holders.values())
+    starts = range(start, len(memory), step or 1)
     blocks = zip(holders.values(), threads.map(read, firsts, starts), strict=True)
 
     def wait() -> jax.Array:  # in the caller's thread, which has JAX's settings
         by_device = {mesh.devices.flat[i]: block for devices, block in blocks for i in devices}
-        placed = dict(zip(by_device, jax.device_put([*by_device.values()], [*by_device]), strict=True))
+        placed = dict(
+            zip(by_device, jax.device_put([*by_device.values()], [*by_device]), strict=True)
+        )
         return remember(assembled(placed, source.shape, dtype, sharding), source)
 
     return wait

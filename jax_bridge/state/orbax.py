@@ -25,7 +25,8 @@ _CACHE_BYTES = 2**28  # of chunks, so that one that several devices need is deco
 def open_orbax(path: str | Path) -> Checkpoint:
     """Open a folder that orbax wrote, or a step of its manager; no array is read yet. Numbers are arrays
     without dims; texts are left out. Layouts are the saved shardings. Raises FileError for a folder that
-    orbax did not write, or did not finish, or that has several trees."""
+    orbax did not write, or did not finish, or that has several trees.
+    """
     folder = _folder(Path(path).absolute())
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
@@ -34,20 +35,31 @@ def open_orbax(path: str | Path) -> Checkpoint:
     except Exception as error:  # any error of a reader that trusts the bytes
         raise FileError(f"{folder / METADATA} is not what orbax writes: {error}") from None
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    arrays, layouts, meshes = {}, {}, {}
+    arrays = {}
+    layouts = {}
+    meshes = {}
     for path_to, leaf in leaves:
         if not isinstance(leaf, ocp.metadata.ArrayMetadata):
             continue
-        name, sharding = leaf_name(path_to), leaf.sharding
+        name = leaf_name(path_to)
+        sharding = leaf.sharding
         spec = _spec(folder, leaf.name, packed, metadata.use_zarr3)
         opened = tensorstore.open(spec, context=context, open=True, read=True)  # all at once
-        arrays[name] = _Array(tuple(leaf.shape), dtypes.name_of(leaf.dtype), spec["kvstore"]["path"], opened)
+        arrays[name] = _Array(
+            tuple(leaf.shape), dtypes.name_of(leaf.dtype), spec["kvstore"]["path"], opened
+        )
         if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
             with suppress(XshardError):  # a sharding without a layout
-                layouts[name] = from_partition_spec(jax.P(*sharding.partition_spec), len(leaf.shape))
-                meshes[name] = Mesh(dict(zip(sharding.axis_names, map(int, sharding.shape), strict=True)))
+                layouts[name] = from_partition_spec(
+                    jax.P(*sharding.partition_spec), len(leaf.shape)
+                )
+                meshes[name] = Mesh(
+                    dict(zip(sharding.axis_names, map(int, sharding.shape), strict=True))
+                )
     one = next(iter(meshes.values()), None)
-    layouts = {name: layout for name, layout in layouts.items() if layout.axes and meshes.get(name) == one}
+    layouts = {
+        name: layout for name, layout in layouts.items() if layout.axes and meshes.get(name) == one
+    }
     return Checkpoint(arrays, layouts=layouts, mesh=one, places=dict.fromkeys(arrays, folder.name))
 
 
@@ -76,12 +88,20 @@ def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:
     if packed:
         store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
     # Missing chunks are an error, not zeros.
-    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": store, "fill_missing_data_reads": False}
+    return {
+        "driver": "zarr3" if zarr3 else "zarr",
+        "kvstore": store,
+        "fill_missing_data_reads": False,
+    }
 
 
 def _folder(path: Path) -> Path:
     """The folder of a tree: this one, or the one in it."""
-    folders = [path] if (path / METADATA).exists() else [file.parent for file in path.glob(f"*/{METADATA}")]
+    folders = (
+        [path]
+        if (path / METADATA).exists()
+        else [file.parent for file in path.glob(f"*/{METADATA}")]
+    )
     if len(folders) != 1:
         trees = ", ".join(sorted(folder.name for folder in folders)) or "none"
         hint = "a step of a manager, or one tree in it: one that is being written has another name"

@@ -14,7 +14,14 @@ from jax.sharding import NamedSharding
 
 from jax_bridge import calls, specs, trees
 from jax_bridge.arrays.reshard import place
-from jax_bridge.arrays.stored import are_the_same, check_even, check_order, known_layout, mesh_of, remember
+from jax_bridge.arrays.stored import (
+    are_the_same,
+    check_even,
+    check_order,
+    known_layout,
+    mesh_of,
+    remember,
+)
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
 from xshard import Layout, ProfileLike, Rules, Sharding, XshardError
@@ -59,7 +66,9 @@ def transfer(
 
     >>> mesh = jax.make_mesh((1,), ("dp",))
     >>> state = place({"up": {"kernel": jax.numpy.ones((4, 6))}}, "i/dp o", mesh)
-    >>> transfer(state, {"**.kernel": "i o/tp"}, jax.make_mesh((1,), ("tp",)))["up"]["kernel"].sharding.spec
+    >>> transfer(state, {"**.kernel": "i o/tp"}, jax.make_mesh((1,), ("tp",)))["up"][
+    ...     "kernel"
+    ... ].sharding.spec
     P(None, 'tp')
     """
     rules = Rules(rules) if isinstance(rules, Mapping) else rules
@@ -68,13 +77,19 @@ def transfer(
     if not to_move:
         return tree
     src_mesh, devices = _mesh_and_devices(to_move, dst_mesh)
-    sources = named_once((leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move)
+    sources = named_once(
+        (leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move
+    )
     src_rules: Any = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
     if names is not None:
         src_rules = src_rules, rules if isinstance(rules, Rules) else {"**": rules}
     shapes = {name: source.x.shape for name, source in sources.items()}
     dtypes = {name: source.x.dtype.name for name, source in sources.items()}
-    options: Any = {"names": names, "profile": machine(profile, dst_mesh), "bucket_bytes": bucket_bytes}
+    options: Any = {
+        "names": names,
+        "profile": machine(profile, dst_mesh),
+        "bucket_bytes": bucket_bytes,
+    }
     for side, mesh in (("src", src_mesh), ("dst", dst_mesh)):
         options |= {f"{side}_mesh": xshard_mesh(mesh)}
         options |= {f"{side}_devices": list(map(devices.index, mesh.devices.flat))}
@@ -87,7 +102,9 @@ def transfer(
     if dry_run:
         return plan
     first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
-    arrays = {name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()}
+    arrays = {
+        name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()
+    }
     left = Counter(move.name for array in plan.arrays for move in array.moves)
     results: dict[str, jax.Array] = {}
     with reporting(progress, plan.bytes_moved, first) as report:
@@ -127,19 +144,26 @@ def _mesh_and_devices(leaves: list[Leaf], dst_mesh: Any) -> tuple[JaxMesh, list[
                 hint = "a transfer runs outside of jit and grad; on one mesh, reshard runs inside"
                 raise XshardError(f"the array is traced, {jax.typeof(leaf.x)}", hint=hint)
             if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
-                raise XshardError("the array was donated or deleted", hint="donate a copy, jnp.copy(x)")
+                raise XshardError(
+                    "the array was donated or deleted", hint="donate a copy, jnp.copy(x)"
+                )
     placed = [leaf for leaf in leaves if _is_placed(leaf.x)]
     if not placed:
         raise MeshError("no array is on a mesh", hint="xj.place(tree, rules, mesh) puts them there")
     src_mesh = mesh_of([leaf.x for leaf in placed], [leaf.name for leaf in placed])
     for mesh in (src_mesh, jax_mesh(dst_mesh)):
         if not isinstance(mesh, JaxMesh):
-            raise MeshError(f"{mesh} is not a mesh of devices", hint="pass a jax.sharding.Mesh of devices")
+            raise MeshError(
+                f"{mesh} is not a mesh of devices", hint="pass a jax.sharding.Mesh of devices"
+            )
     assert isinstance(src_mesh, JaxMesh)
-    src, dst = src_mesh.devices.flat[0], dst_mesh.devices.flat[0]
+    src = src_mesh.devices.flat[0]
+    dst = dst_mesh.devices.flat[0]
     if src.platform != dst.platform:
         reason = f"the arrays are on {src}, the new mesh has {dst}, of another kind"
-        raise MeshError(reason, hint="jax.device_get takes arrays to the host, place from there to any mesh")
+        raise MeshError(
+            reason, hint="jax.device_get takes arrays to the host, place from there to any mesh"
+        )
     return src_mesh, all_devices(src)
 
 
@@ -151,12 +175,15 @@ def _source(leaf: Leaf, has_rule: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) ->
     """Check one array. has_rule: the leaf has an expression of its own; no other array is made of it."""
     with located(leaf.place):
         expression = sides_or_one(leaf.given if has_rule else "...")
-        src_axes, dst_axes = xshard_mesh(src_mesh), xshard_mesh(dst_mesh)
+        src_axes = xshard_mesh(src_mesh)
+        dst_axes = xshard_mesh(dst_mesh)
         x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", src_mesh)
         ndim = len(x.shape)
         check_axes(expression.dst, dst_axes, expression.text)
         with mark_errors(expression.text):
-            src = known_layout(x, x.sharding, Sharding(expression.dst.resolved(ndim), dst_axes, x.shape))
+            src = known_layout(
+                x, x.sharding, Sharding(expression.dst.resolved(ndim), dst_axes, x.shape)
+            )
         if ARROW in expression.text:
             src = expression.src.resolved(ndim)
             check_axes(src, src_axes, expression.text)

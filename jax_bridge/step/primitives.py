@@ -9,9 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import FREE, Shape, Written, aligned, along, convolution, placed, view, words
+from xshard.step.classes import (
+    FREE,
+    Shape,
+    Written,
+    aligned,
+    along,
+    convolution,
+    placed,
+    view,
+    words,
+)
 
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written | None]  # None: no rule is known
+Row = Callable[
+    [Mapping[str, Any], Sequence[Shape], Shape], Written | None
+]  # None: no rule is known
 
 INLINED = words("jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call")
 ELEMENTWISE = words("""
@@ -26,10 +38,13 @@ SOURCES = words("""
     random_wrap rng_bit_generator threefry2x32""")
 RESULTS = words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")  # their gradients need them
 COPIES = words("convert_element_type copy copy_p name optimization_barrier sharding_constraint")
-SLICE, STACK = "slice of a scan", "stack of a scan"
+SLICE = "slice of a scan"
+STACK = "stack of a scan"
 
 
-def written(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape) -> Written:
+def written(
+    primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape
+) -> Written:
     """A primitive with one result as an operation. shapes: the operands', None for a literal."""
     shown = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not shown:
@@ -61,11 +76,17 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
     """Rows by number; a dim of rows may be sharded if one row is taken at a time."""
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    result, fresh = ascii_letters[: len(out)], iter(ascii_letters[len(out) :])
+    numbers = params["dimension_numbers"]
+    sizes = params["slice_sizes"]
+    result = ascii_letters[: len(out)]
+    fresh = iter(ascii_letters[len(out) :])
     rows = [x for i, x in enumerate(result) if i not in numbers.offset_dims]
-    windows, whole, table = iter(x for i, x in enumerate(result) if i in numbers.offset_dims), list[str](), ""
-    batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    windows = iter(x for i, x in enumerate(result) if i in numbers.offset_dims)
+    whole = list[str]()
+    table = ""
+    batched = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
     for d, n in enumerate(shapes[0]):
         if d in batched:
             table += rows[batched[d]]
@@ -105,7 +126,9 @@ TABLE: Mapping[str, Row] = {
     ),
     "gather": _gathered,
     "broadcast_in_dim": lambda p, s, out: placed(s, out, [p["broadcast_dimensions"]], **FREE),
-    "transpose": lambda p, s, out: placed(s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE),
+    "transpose": lambda p, s, out: placed(
+        s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE
+    ),
     "reduce_sum": _along("axes", "linear", sums=True),
     # A maximum of maxima costs what a sum of sums does, and no other operation takes partial ones.
     **_rows("reduce_max reduce_min", _along("axes", "contraction", sums=True, flops=0.0)),

@@ -43,7 +43,9 @@ class Loss:
         self.names, self.n_parameters = [leaf.name or first for leaf in parameters], len(parameters)
         self.names += [leaf.name + " (input)" * (leaf.name in self.names) for leaf in inputs]
 
-    def filled(self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
+    def filled(
+        self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x
+    ) -> tuple[Any, ...]:
         """The arguments with other values in place of arrays."""
         new = iter(values)
         return jax.tree.map(lambda x: next(new) if is_array(x) else other(x), self.args)
@@ -75,9 +77,12 @@ class JaxSuggestion(Suggestion):
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            once, parameters = Rules({self.once: "..."}), loss.names[: loss.n_parameters]
+            once = Rules({self.once: "..."})
+            parameters = loss.names[: loss.n_parameters]
             late = {name for name in parameters if not once.pattern_for(name)}
-            results = evaluate(self._placed, late, "", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
+            results = evaluate(
+                self._placed, late, "", closed.jaxpr, closed.consts, loss.names, *loss.arrays
+            )
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained
@@ -109,7 +114,9 @@ class JaxSuggestion(Suggestion):
         return jax.lax.with_sharding_constraint(x, where)
 
 
-def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any) -> JaxSuggestion:
+def suggest(
+    f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any
+) -> JaxSuggestion:
     """The layouts of the parameters, inputs and activations of a loss that make a training step fastest.
 
     f: a loss of (parameters, batch, ...), which are pytrees, also modules of flax nnx and equinox. args: its
@@ -120,7 +127,9 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
 
     >>> from xshard import Mesh
     >>> p, x = (jax.ShapeDtypeStruct((n, 8192), "bfloat16") for n in (8192, 4096))
-    >>> plan = suggest(lambda p, x: (x @ p["up"]).sum(), ({"up": p}, x), Mesh(dp=4), micro_batches=1)
+    >>> plan = suggest(
+    ...     lambda p, x: (x @ p["up"]).sum(), ({"up": p}, x), Mesh(dp=4), micro_batches=1
+    ... )
     >>> plan.parameters["up"], plan.specs
     ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
     """
@@ -128,7 +137,9 @@ def suggest(f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options
     step, tracer, names = traced(loss)
     options.setdefault("recompute", True if tracer.recomputes else None)
     plan = suggest_step(step, xshard_mesh(mesh), **options)
-    return JaxSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, loss, tracer, names, mesh)
+    return JaxSuggestion(
+        plan.search, plan.assignment, plan.bound, plan.by_hand, loss, tracer, names, mesh
+    )
 
 
 def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
@@ -139,8 +150,11 @@ def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
         returned = ", ".join(out.str_short() for out in closed.out_avals) or "nothing"
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
-    parameters, inputs = structs[: loss.n_parameters], structs[loss.n_parameters :]
-    largest = max(parameters, key=lambda x: math.prod(x.shape), default=jax.ShapeDtypeStruct((), "bfloat16"))
+    parameters = structs[: loss.n_parameters]
+    inputs = structs[loss.n_parameters :]
+    largest = max(
+        parameters, key=lambda x: math.prod(x.shape), default=jax.ShapeDtypeStruct((), "bfloat16")
+    )
     trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), str(largest.dtype))
     for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
         (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)

@@ -30,13 +30,16 @@ def is_number(v: Any) -> bool:
 
 def body_of(eqn: Any) -> Any:
     """The jaxpr inside an equation, closed or open; None if it has none."""
-    return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    return next(
+        (eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None
+    )
 
 
 def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The name and the equation of each place: its primitive and a number, or a `checkpoint_name`."""
     names = [str(eqn.params.get("name", eqn.primitive.name)).strip("<>") for eqn in jaxpr.eqns]
-    several, count = Counter(names), Counter[str]()
+    several = Counter(names)
+    count = Counter[str]()
     for name, eqn in zip(names, jaxpr.eqns, strict=True):
         alone = eqn.primitive.name == "name" and several[name] == 1 and not prefix
         yield name if alone else f"{prefix}{name}.{count[name]}", eqn
@@ -66,7 +69,8 @@ class Tracer:
             arrays[var] = self._add(f"{prefix}const.{i}", "iota", (), var.aval.shape, times)
         for name, eqn in places(jaxpr, prefix):
             operands = [None if is_number(v) else arrays[v] for v in eqn.invars]
-            kind, body = eqn.primitive.name, body_of(eqn)
+            kind = eqn.primitive.name
+            body = body_of(eqn)
             self.recomputes |= kind in ("checkpoint", "remat2")
             if kind == "scan":
                 results = self._scan(name, eqn, operands, times)
@@ -74,24 +78,36 @@ class Tracer:
                 results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
                 self.aliases |= {name: results[0]} if results[0] else {}
             else:
-                outs = ((f"{name}:{i}" if i else name, v.aval.shape) for i, v in enumerate(eqn.outvars))
-                results = [self._add(out, kind, operands, shape, times, eqn.params) for out, shape in outs]
+                outs = (
+                    (f"{name}:{i}" if i else name, v.aval.shape) for i, v in enumerate(eqn.outvars)
+                )
+                results = [
+                    self._add(out, kind, operands, shape, times, eqn.params) for out, shape in outs
+                ]
             arrays |= dict(zip(eqn.outvars, results, strict=True))
         return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
 
-    def _add(self, name: str, kind: str, operands: Names, shape: Shape, times: int, how: Any = None) -> Name:
+    def _add(
+        self, name: str, kind: str, operands: Names, shape: Shape, times: int, how: Any = None
+    ) -> Name:
         """The operation of a primitive; None for a number that is computed from numbers."""
         arrays = [o for o in operands if o is not None]
         if not arrays and not shape:
             return None
-        op = written(kind, how, [None if o is None else self.trace.shapes[o] for o in operands], shape)
+        op = written(
+            kind, how, [None if o is None else self.trace.shapes[o] for o in operands], shape
+        )
         return self.trace.add(name, op, arrays, shape, times=times)
 
     def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """A block that runs `length` times: carries, and slices of what is stacked."""
-        trace, body, length = self.trace, eqn.params["jaxpr"].jaxpr, eqn.params["length"]
+        trace = self.trace
+        body = eqn.params["jaxpr"].jaxpr
+        length = eqn.params["length"]
         n, n_carries = scan_counts(eqn.params)
-        m, inner, args = n + n_carries, times * length, list(operands)
+        m = n + n_carries
+        inner = times * length
+        args = list(operands)
         carries = dict[int, int]()  # numbers of results -> places of operations
         for i, operand in enumerate(operands):
             if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
@@ -118,7 +134,13 @@ class Tracer:
 
 
 def evaluate(
-    change: Change, late: Collection[str], prefix: str, jaxpr: Jaxpr, consts: Any, names: Any, *args: Any
+    change: Change,
+    late: Collection[str],
+    prefix: str,
+    jaxpr: Jaxpr,
+    consts: Any,
+    names: Any,
+    *args: Any,
 ) -> list[Any]:
     """The results, with `change` of arguments that have a name, of the results of equations and of carries.
 
@@ -132,9 +154,11 @@ def evaluate(
     for place, eqn in places(jaxpr, prefix):
         variables = [v for v in eqn.invars if not is_number(v)]
         inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
-        kind, run = eqn.primitive.name, partial(evaluate, change, late, f"{place}.")
+        kind = eqn.primitive.name
+        run = partial(evaluate, change, late, f"{place}.")
         if kind in ("jit", "pjit"):  # inlined: an older partitioner does not look into calls
-            body, values = eqn.params["jaxpr"], (_value(v, arrays) for v in eqn.invars)
+            body = eqn.params["jaxpr"]
+            values = (_value(v, arrays) for v in eqn.invars)
             results = run(body.jaxpr, body.consts, inputs, *values)
         else:
             if kind == "scan":
@@ -156,6 +180,7 @@ def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:
 def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
     """An equation with another jaxpr inside it: the same one, as it runs with the changes."""
     body = eqn.params["jaxpr"]
-    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    jaxpr = getattr(body, "jaxpr", body)
+    consts = getattr(body, "consts", ())
     new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*(v.aval for v in jaxpr.invars))
     return eqn.replace(params={**eqn.params, "jaxpr": new.jaxpr if jaxpr is body else new})

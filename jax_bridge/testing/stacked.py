@@ -1,6 +1,7 @@
 """One device's function on all devices of a mesh, by `shard_map`, and the traffic of the compiled program.
 Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name: `shard_map`
-treats it as invariant. Uneven blocks are padded to the largest."""
+treats it as invariant. Uneven blocks are padded to the largest.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from xshard.steps.base import Block, Blocks
 class DeviceProgram:
     """One device's function, compiled for all devices of a mesh, and its arguments there: the blocks of every
     array, and their sharding. mode: see `Question`. fill: a number for the padding of inputs; unless it is
-    zero, padding of results has to be zero."""
+    zero, padding of results has to be zero.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,9 @@ class DeviceProgram:
         mode: str,
         fill: float = 0,
     ) -> None:
-        self.mesh, self.outputs, self.fill = mesh, outputs, fill
+        self.mesh = mesh
+        self.outputs = outputs
+        self.fill = fill
         self.lead = 1 if mode == "pmap" else len(mesh.axes)
         # Devices of the processes in turn, so that some axis connects processes.
         by_process = (jax.local_devices(process) for process in range(jax.process_count()))
@@ -48,11 +52,18 @@ class DeviceProgram:
 
         program: Any
         if mode == "pmap":
-            program = jax.pmap(function, axis_name=(*mesh.long_axes, "alone")[0], devices=self.devices)
+            program = jax.pmap(
+                function, axis_name=(*mesh.long_axes, "alone")[0], devices=self.devices
+            )
             self.arrays: list[Any] = [padded(*each, fill) for each in inputs]
         else:
-            in_specs, out_specs = tuple(spec(sharding) for _, sharding in inputs), list(map(spec, outputs))
-            specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": mode == "vma"}
+            in_specs = tuple(spec(sharding) for _, sharding in inputs)
+            out_specs = list(map(spec, outputs))
+            specs: dict[str, Any] = {
+                "in_specs": in_specs,
+                "out_specs": out_specs,
+                "check_vma": mode == "vma",
+            }
             program = jax.jit(jax.shard_map(one_device, mesh=self.jax_mesh, **specs))
             self.arrays = [stacked(*each, self.jax_mesh, fill) for each in inputs]
         self.compiled = program.lower(*self.arrays).compile()
@@ -63,12 +74,15 @@ class DeviceProgram:
 
     def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
         """Results of a run -> a block per device of every output, None on devices of other processes. Raises
-        FunctionError if a plan leaves something in the padding of a result."""
+        FunctionError if a plan leaves something in the padding of a result.
+        """
         every = []
         for x, sharding in zip(results, self.outputs, strict=True):
             blocks = tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))
             own = sum(np.count_nonzero(block) for block in blocks if block is not None)
-            if self.fill and own != sum(np.count_nonzero(shard.data) for shard in x.addressable_shards):
+            if self.fill and own != sum(
+                np.count_nonzero(shard.data) for shard in x.addressable_shards
+            ):
                 raise FunctionError(f"the padding of a block is not zero under '{sharding.layout}'")
             every.append(blocks)
         return every
@@ -92,7 +106,9 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
     rows = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
     named = (a in sharding.layout.axes for a in sharding.mesh.axes)
     rows = rows[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
-    return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, spec(sharding)), rows.__getitem__)
+    return jax.make_array_from_callback(
+        rows.shape, NamedSharding(mesh, spec(sharding)), rows.__getitem__
+    )
 
 
 def unstacked(
@@ -119,7 +135,10 @@ def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
 
 def unpadded(blocks: Iterable[NDArray], sharding: Sharding) -> list[Block]:
     """One padded block per device -> the blocks."""
-    return [block[tuple(map(slice, sharding.local_shape(device)))] for device, block in enumerate(blocks)]
+    return [
+        block[tuple(map(slice, sharding.local_shape(device)))]
+        for device, block in enumerate(blocks)
+    ]
 
 
 # (elements of the result, group size n) -> elements that a device receives.
@@ -151,7 +170,9 @@ class HloCollective(NamedTuple):
 def received_bytes(text: str, n_devices: int) -> int:
     """Bytes that the busiest device receives; text: as from `compiled.as_text()`. Raises ValueError.
 
-    >>> received_bytes("%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4)
+    >>> received_bytes(
+    ...     "%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4
+    ... )
     16
     """
     received = [collective.received for collective in collectives(text, n_devices)]
@@ -171,7 +192,9 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
             for src, dst in re.findall(r"(\d+),(\d+)", pairs["pairs"]):
                 received[int(dst)] += elements * itemsize * (src != dst)
         elif groups := _GROUPS.search(line):
-            received = [_RECEIVED[match["op"]](elements, _group_size(groups)) * itemsize] * n_devices
+            received = [
+                _RECEIVED[match["op"]](elements, _group_size(groups)) * itemsize
+            ] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
@@ -192,4 +215,6 @@ def _size(shapes: str) -> tuple[int, int]:
     itemsizes = {int(array["bits"] or 8) // 8 for array in arrays}
     if len(itemsizes) != 1:
         raise ValueError(f"cannot read the result '{shapes}' of a collective")
-    return sum(math.prod(map(int, filter(None, a["shape"].split(",")))) for a in arrays), itemsizes.pop()
+    return sum(
+        math.prod(map(int, filter(None, a["shape"].split(",")))) for a in arrays
+    ), itemsizes.pop()

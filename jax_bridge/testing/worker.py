@@ -1,5 +1,6 @@
 """The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices. With
-types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None."""
+types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,27 @@ from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replica
 from xshard.contractions.ring import NEVER
 from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.functions import called, derivatives, draw, leaves, mapped, named_outputs, numbered
+from xshard.testing.functions import (
+    called,
+    derivatives,
+    draw,
+    leaves,
+    mapped,
+    named_outputs,
+    numbered,
+)
 from xshard.testing.moves import Recorder, Seen
 from xshard.testing.plans import arrays_of, is_linear
-from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Slopes, StructureError, Tree
+from xshard.testing.question import (
+    OUTPUT,
+    Answer,
+    AnyPlan,
+    Devices,
+    Question,
+    Slopes,
+    StructureError,
+    Tree,
+)
 
 Arrays = list[jax.Array]
 
@@ -51,7 +69,9 @@ def call_packed(packed: bytes, _timeout_s: float) -> Any:
         function, arguments = pickle.loads(packed)
         return function(*arguments)
     except Exception as error:
-        raise FunctionError(f"{type(error).__name__} in JAX", hint=traceback.format_exc().strip()) from None
+        raise FunctionError(
+            f"{type(error).__name__} in JAX", hint=traceback.format_exc().strip()
+        ) from None
 
 
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
@@ -76,26 +96,34 @@ def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
 
 def _answer_plan(question: Question) -> Answer:
     """A plan forward and backward: the blocks, and the bytes and seconds they took."""
-    plan, sources, target = question.plan, question.shardings, arrays_of(question.plan)[-1]
+    plan = question.plan
+    sources = question.shardings
+    target = arrays_of(question.plan)[-1]
 
     def run(*blocks: jax.Array) -> tuple[jax.Array]:
         return (apply(plan, *blocks),)
 
     def pulled(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         if isinstance(plan, Plan) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
-            return (redistribute(cotangent, plan.backward),)  # JAX does not differentiate whole numbers
+            return (
+                redistribute(cotangent, plan.backward),
+            )  # JAX does not differentiate whole numbers
         return jax.vjp(run, *blocks)[1]((cotangent,))
 
     operands = list(zip(question.inputs, sources, strict=True))
     cotangents = question.cotangents, target
     forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
     (output,), forward_s = _measured(forward)
-    backward = DeviceProgram(pulled, plan.mesh, [cotangents, *operands], sources, question.mode, np.nan)
+    backward = DeviceProgram(
+        pulled, plan.mesh, [cotangents, *operands], sources, question.mode, np.nan
+    )
     gradients, backward_s = _measured(backward)
     # The gradients of a max or min, and of several operands, begin with the forward pass.
     backward_bytes = None if not is_linear(plan) or len(sources) > 1 else backward.received_bytes
     n_bytes: Any = {"forward_bytes": forward.received_bytes, "backward_bytes": backward_bytes}
-    return Answer({OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s)
+    return Answer(
+        {OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s
+    )
 
 
 def _measured(program: DeviceProgram) -> tuple[list[Devices], float]:
@@ -113,14 +141,19 @@ def _answer(question: Question) -> Answer:
     except StructureError:
         raise
     except Exception as error:
-        where = f" on {question.mesh}, where all devices run one program" if question.mesh.axes else ""
+        where = (
+            f" on {question.mesh}, where all devices run one program" if question.mesh.axes else ""
+        )
         text = str(error) if isinstance(error, XshardError) else traceback.format_exc().strip()
-        raise FunctionError(f"the JAX function failed{where}: {type(error).__name__}", hint=text) from None
+        raise FunctionError(
+            f"the JAX function failed{where}: {type(error).__name__}", hint=text
+        ) from None
 
 
 def _answer_reference(question: Question) -> Answer:
     """On one device: unsharded arrays, or blocks on a mesh of ones. Cotangents are drawn here."""
-    program, inputs = _UserProgram(question), [jnp.asarray(blocks[0]) for blocks in question.inputs]
+    program = _UserProgram(question)
+    inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
     drawn: list[Any] = []
 
     def cotangents_of(outputs: Arrays) -> list[Any]:
@@ -128,11 +161,17 @@ def _answer_reference(question: Question) -> Answer:
         drawn[:] = [draw(i, y.shape, y.dtype) if kinds[i] else None for i, y in enumerate(outputs)]
         return drawn
 
-    parts = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(*inputs)
+    parts = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(
+        *inputs
+    )
     answer = program.answer([[(np.asarray(x),) for x in part] for part in parts])
     cotangents = {name: (c,) for name, c in zip(program.names, drawn, strict=True) if c is not None}
     answer = replace(answer, cotangents=cotangents)
-    return replace(answer, derivatives=_derivatives(question, answer)) if question.differences else answer
+    return (
+        replace(answer, derivatives=_derivatives(question, answer))
+        if question.differences
+        else answer
+    )
 
 
 def _on_one(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,22 +193,29 @@ def _derivatives(question: Question, answer: Answer) -> Slopes:
 
     with jax.enable_x64(True):
         run = jax.jit(_on_one(question, loss))
-        values, gradients = [block for (block,) in question.inputs], answer.gradients or {}
+        values = [block for (block,) in question.inputs]
+        gradients = answer.gradients or {}
         return derivatives(lambda blocks: float(run(*map(jnp.asarray, blocks))), values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:
     """On the devices of a mesh, each with its own blocks."""
     assert question.results is not None
-    results, n = list(question.results.values()), len(question.inputs)
+    results = list(question.results.values())
+    n = len(question.inputs)
     inputs = list(zip(question.inputs, question.shardings, strict=True))
     inputs += [(r.cotangents, r.sharding) for r in results if r.cotangents is not None]
     numbers = question.differentiable, question.update.arrays if question.update else ()
-    kinds = [[r.sharding for r in results], *([question.shardings[i] for i in some] for some in numbers)]
+    kinds = [
+        [r.sharding for r in results],
+        *([question.shardings[i] for i in some] for some in numbers),
+    ]
     for fits, kept in ((True, kinds), (False, (kinds[0], [], []))):
         program = _UserProgram(question)
 
-        def one_device(*blocks: jax.Array, fits: bool = fits, program: _UserProgram = program) -> Arrays:
+        def one_device(
+            *blocks: jax.Array, fits: bool = fits, program: _UserProgram = program
+        ) -> Arrays:
             rest = iter(blocks[n:])
             cotangents = [None if r.cotangents is None else next(rest) for r in results]
             return [*chain(*program.results(blocks[:n], (lambda _: cotangents) if fits else None))]
@@ -195,7 +241,8 @@ class _UserProgram:
         self.tree: Tree = None
 
     def outputs(self, *inputs: jax.Array) -> Arrays:
-        arguments, results = mapped(inputs.__getitem__, self.question.arguments), self.question.results
+        arguments = mapped(inputs.__getitem__, self.question.arguments)
+        results = self.question.results
         returned = called(self.function, arguments, self.question.mesh)
         named = named_outputs(returned, results, "JAX")
         self.names, self.tree = tuple(named), numbered(returned)
@@ -218,7 +265,10 @@ class _UserProgram:
                 arguments[i] = x
             outputs = self.outputs(*arguments)
             cotangents[:] = cotangents_of(outputs)
-            if any(c is not None and y.shape != c.shape for y, c in zip(outputs, cotangents, strict=True)):
+            if any(
+                c is not None and y.shape != c.shape
+                for y, c in zip(outputs, cotangents, strict=True)
+            ):
                 raise _MisshapenError
             return [y for y, c in zip(outputs, cotangents, strict=True) if c is not None], outputs
 
@@ -236,7 +286,8 @@ class _UserProgram:
             return []
         by_input = dict(zip(question.differentiable, gradients, strict=True))
         numbers = tuple(question.arguments[p] for p in question.update.positions)
-        values, pulled = mapped(inputs.__getitem__, numbers), mapped(by_input.__getitem__, numbers)
+        values = mapped(inputs.__getitem__, numbers)
+        pulled = mapped(by_input.__getitem__, numbers)
         named = leaves(pickle.loads(question.update.function)[0](values, pulled), "parameters")
         if list(named) != (due := list(leaves(numbers, "parameters"))):
             hint = f"(values, gradients) -> values, of {', '.join(due)}"
@@ -248,7 +299,11 @@ class _UserProgram:
         """Blocks of outputs, gradients and updated values, by name and number."""
         outputs, gradients, updated = parts
         numbers = self.question.update.arrays if self.question.update and updated else ()
-        pulled = dict(zip(self.question.differentiable, gradients, strict=True)) if has_gradients else None
+        pulled = (
+            dict(zip(self.question.differentiable, gradients, strict=True))
+            if has_gradients
+            else None
+        )
         stepped = dict(zip(numbers, updated, strict=True))
         return Answer(dict(zip(self.names, outputs, strict=True)), pulled, stepped, tree=self.tree)
 
@@ -278,13 +333,19 @@ def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -
     return [statistics.median(times) for times in zip(*by_round, strict=True)]
 
 
-def seconds_of_products(n: int, rows: int, dtypes: Sequence[str], rounds: int, _: float) -> list[float]:
+def seconds_of_products(
+    n: int, rows: int, dtypes: Sequence[str], rounds: int, _: float
+) -> list[float]:
     """The median time per dtype of a product of square matrices, on all `n` devices at once."""
-    mesh, medians = jax.make_mesh((n,), ("all",)), []
-    multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
+    mesh = jax.make_mesh((n,), ("all",))
+    medians = []
+    multiply = jax.jit(
+        jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all"))
+    )
     with jax.enable_x64(True):
         for dtype in dtypes:
-            ones, times = jnp.ones((n, rows, rows), dtype), []
+            ones = jnp.ones((n, rows, rows), dtype)
+            times = []
             x = jax.device_put(ones, jax.NamedSharding(mesh, jax.P("all")))
             for _ in range(1 + rounds):
                 start = time.perf_counter()
@@ -301,7 +362,9 @@ class Timer:
         (*sources, target), dtype, n = arrays_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
         inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
         calls = [np.ones((), np.int32)] * n, Sharding(Layout(()), plan.mesh, ())
-        self.program = DeviceProgram(partial(_loop, plan), plan.mesh, [calls, *inputs], [target], "novma")
+        self.program = DeviceProgram(
+            partial(_loop, plan), plan.mesh, [calls, *inputs], [target], "novma"
+        )
         self.calls = 3
         self.seconds()
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))

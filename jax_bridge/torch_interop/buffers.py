@@ -38,19 +38,24 @@ def jax_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
-    """torch's dtype for a dtype of JAX, or its name. Raises DtypeError if torch lacks it."""
+    """Torch's dtype for a dtype of JAX, or its name. Raises DtypeError if torch lacks it."""
     dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) gives its numbers")
     in_torch = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
     if not isinstance(in_torch, torch.dtype):
-        raise DtypeError(f"torch has no {dtype.name}", hint="convert the array to a dtype that both have")
+        raise DtypeError(
+            f"torch has no {dtype.name}", hint="convert the array to a dtype that both have"
+        )
     return in_torch
 
 
 def check_dense(x: Tensor) -> None:
     """Raise XshardError for a tensor without dense memory of its own: sparse, meta, fake, a wrapper."""
-    wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
+    wraps = (
+        not isinstance(x, ReadOnlyTensor)
+        and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
+    )
     if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
         reason = f"a {type(x).__name__} of {x.layout} on {x.device} is not dense memory that JAX can read"
         hint = "hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one"
@@ -112,15 +117,26 @@ class ReadOnlyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        named = {
+            **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(isinstance(x, cls) for x in tree_leaves(named.get(argument.name))):
                 hint = "write to a copy: tensor.clone(), or to_torch(..., copy=True)"
-                raise XshardError(f"{func} would write to memory that a jax.Array shares", hint=hint)
-        shared = [x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)]
-        out = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {}))
-        return tree_map_only(Tensor, lambda x: cls(x) if x.untyped_storage().data_ptr() in shared else x, out)
+                raise XshardError(
+                    f"{func} would write to memory that a jax.Array shares", hint=hint
+                )
+        shared = [
+            x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)
+        ]
+        out = func(
+            *tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {})
+        )
+        return tree_map_only(
+            Tensor, lambda x: cls(x) if x.untyped_storage().data_ptr() in shared else x, out
+        )
 
 
 def unwrapped(x: Tensor) -> Tensor:

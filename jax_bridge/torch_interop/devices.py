@@ -41,15 +41,19 @@ class MeshPair:
     @cached_property
     def local(self) -> tuple[int, ...]:
         """This process's devices in torch's mesh, in its order."""
-        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+        return tuple(
+            i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()
+        )
 
     @cached_property
     def kind(self) -> str:
-        """torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
+        """Torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
             hint = f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies"
-            raise MeshError(f"JAX's mesh is of {platform} devices, which torch does not share", hint=hint)
+            raise MeshError(
+                f"JAX's mesh is of {platform} devices, which torch does not share", hint=hint
+            )
         return KINDS[platform]
 
     @cached_property
@@ -93,7 +97,9 @@ def check_one_block(meshes: MeshPair, what: str) -> None:
 def check_processes() -> None:
     """Raise MeshError if torch and JAX do not run in the same processes."""
     in_jax = f"process {jax.process_index()} of {jax.process_count()}"
-    in_torch = f"process {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else in_jax
+    in_torch = (
+        f"process {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else in_jax
+    )
     if in_torch != in_jax:
         hint = "jax_bridge.torch_interop.initialize() sets both up, before JAX makes its devices"
         raise MeshError(f"for torch this is {in_torch}, for JAX {in_jax}", hint=hint)
@@ -108,7 +114,9 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     meshes = MeshPair(jax_mesh, *in_jax, *in_torch)
     if all(d.process_index != jax.process_index() for d in meshes.every):
         torchs = "" if torch_mesh is None else f" or torch's {meshes.axes!r}"
-        reason = f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}"
+        reason = (
+            f"process {jax.process_index()} is outside of JAX's mesh {dict(jax_mesh.shape)}{torchs}"
+        )
         raise MeshError(reason, hint="call this in the processes of the mesh only")
     return meshes
 
@@ -123,7 +131,9 @@ def _torch_devices(
             return _ordered(jax_devices)
         if len(every) < axes.n_devices:
             hint = "every block of torch is on a device of JAX of its own, in JAX's mesh or not"
-            raise MeshError(f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}", hint=hint)
+            raise MeshError(
+                f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}", hint=hint
+            )
         return tuple(every[: axes.n_devices])
     ranks = torch_mesh.mesh.flatten().tolist()
     processes = sorted(d.process_index for d in jax_devices)
@@ -192,5 +202,7 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
         options |= {"num_processes": dist.get_world_size(), "process_id": dist.get_rank()}
         jax.distributed.initialize(address[0], initialization_timeout=timeout_s, **options)
     except RuntimeError as error:
-        hint = "call initialize() before JAX makes its devices: before its first array or computation"
+        hint = (
+            "call initialize() before JAX makes its devices: before its first array or computation"
+        )
         raise MeshError(f"JAX cannot join the processes of torch: {error}", hint=hint) from error

@@ -29,7 +29,9 @@ Group = list[Tensor]  # the tensors of one array, one for each device of this pr
 OPTIONS = Options()
 
 
-def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> Callable[..., Any]:
+def from_jax(
+    fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh
+) -> Callable[..., Any]:
     """A function of global JAX arrays as a differentiable function of this process's tensors.
 
     fn: takes and returns arrays or pytrees of them; it may be a `jax.shard_map` or a `jit` over the mesh.
@@ -63,8 +65,13 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
 class _JaxFunction:
     """A JAX function with its layouts, and the programs that are compiled for it."""
 
-    def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
-        self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
+    def __init__(
+        self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh
+    ) -> None:
+        self.fn = fn
+        self.in_layouts = in_layouts
+        self.out_layouts = out_layouts
+        self.mesh = mesh
         self._programs: dict[Any, VjpProgram] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -91,20 +98,32 @@ class _JaxFunction:
         wrt = [i for i, g in enumerate(groups) if records and any(x.requires_grad for x in g or ())]
         others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
         parts = zip(groups, layouts, others, strict=True)
-        arrays: list[Any] = [_to_jax(g, layout, self.mesh) if g else other for g, layout, other in parts]
+        arrays: list[Any] = [
+            _to_jax(g, layout, self.mesh) if g else other for g, layout, other in parts
+        ]
         program = self._program(meshes, tree, layouts, arrays, tuple(wrt))
-        results = _Apply.apply(program, arrays, others, *(x for group in groups for x in group or ()))
+        results = _Apply.apply(
+            program, arrays, others, *(x for group in groups for x in group or ())
+        )
         out: list[Any] = [group if several else group[0] for group in program.divided(results)]
         if device_mesh is not None:
             types = zip(out, program.out_layouts, program.out_avals, strict=True)
-            out = [as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types]
+            out = [
+                as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types
+            ]
         return jax.tree.unflatten(program.out_tree, out)
 
     def _program(
-        self, meshes: MeshPair, tree: Any, layouts: tuple[Layout, ...], leaves: Arrays, wrt: tuple[int, ...]
+        self,
+        meshes: MeshPair,
+        tree: Any,
+        layouts: tuple[Layout, ...],
+        leaves: Arrays,
+        wrt: tuple[int, ...],
     ) -> VjpProgram:
         """The program for such arguments, made on the first call."""
-        fn, avals = self.fn, tuple(map(jax.typeof, leaves))
+        fn = self.fn
+        avals = tuple(map(jax.typeof, leaves))
         key = tree, layouts, avals, wrt
         if key in self._programs:
             return self._programs[key]
@@ -115,7 +134,9 @@ class _JaxFunction:
         with jax.set_mesh(self.mesh):
             out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
         out_avals, out_tree = jax.tree.flatten(out)
-        out_layouts = tuple(map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree)))
+        out_layouts = tuple(
+            map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree))
+        )
         for layout, aval in zip(out_layouts, out_avals, strict=True):
             array_sharding(layout, meshes, aval.shape)  # raises before anything runs
         types = meshes, avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
@@ -137,32 +158,43 @@ class _Apply(torch.autograd.Function):
         groups = list(map(program.to_torch, outputs, program.out_layouts))
         # An argument that the function returns unchanged must not be the caller's own tensor.
         arguments = {x.data_ptr() for x in flat}
-        groups = [[x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups]
+        groups = [
+            [x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups
+        ]
         config: Any = jax.config
         ctx.program, ctx.others, ctx.n_tensors = program, others, len(flat)
-        ctx.x64, ctx.precision = config.jax_enable_x64, config.jax_default_matmul_precision
+        ctx.x64 = config.jax_enable_x64
+        ctx.precision = config.jax_default_matmul_precision
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
-            ctx.save_for_backward(*flat, *(x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]))
+            ctx.save_for_backward(
+                *flat, *(x for i in program.borrowed(outputs, ctx.pull) for x in groups[i])
+            )
         rough = (group for i, group in enumerate(groups) if i not in program.smooth)
         ctx.mark_non_differentiable(*(x for group in rough for x in group))
         return tuple(x for group in groups for x in group)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        program, flat, n = ctx.program, ctx.saved_tensors[: ctx.n_tensors], len(ctx.program.meshes.local)
+        program = ctx.program
+        flat = ctx.saved_tensors[: ctx.n_tensors]
+        n = len(ctx.program.meshes.local)
         out_groups = program.divided(cotangents)
         smooth = [out_groups[i] for i in program.smooth]
         # Autograd runs the backward pass of a GPU in another thread, which has other settings.
         with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
             if torch.is_grad_enabled():  # the backward pass is recorded
                 both = program.divided(flat), smooth
-                inputs, of_outputs = (iter([x if n > 1 else x[0] for x in groups]) for groups in both)
+                inputs, of_outputs = (
+                    iter([x if n > 1 else x[0] for x in groups]) for groups in both
+                )
                 leaves = [next(inputs) if other is None else other for other in ctx.others]
                 gradients = [x if n > 1 else [x] for x in program.pullback(leaves, [*of_outputs])]
             else:
                 pairs = zip(smooth, program.cotangent_layouts, strict=True)
-                arrays = [_to_jax(group, layout, program.meshes.jax_mesh) for group, layout in pairs]
+                arrays = [
+                    _to_jax(group, layout, program.meshes.jax_mesh) for group, layout in pairs
+                ]
                 results = program.backward(ctx.pull, arrays)
                 gradients = list(map(program.to_torch, results, program.gradient_layouts))
         by_leaf = dict(zip(program.wrt, gradients, strict=True))
@@ -186,7 +218,9 @@ class VjpProgram:
     @cached_property
     def smooth(self) -> tuple[int, ...]:
         """Indices of the outputs that have a cotangent: floats and complex numbers."""
-        return tuple(i for i, aval in enumerate(self.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
+        return tuple(
+            i for i, aval in enumerate(self.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact)
+        )
 
     @cached_property
     def cotangent_layouts(self) -> tuple[Layout, ...]:
@@ -208,7 +242,9 @@ class VjpProgram:
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
-        with jax.set_mesh(self.meshes.jax_mesh):  # for specs without a mesh; threads of autograd have none
+        with jax.set_mesh(
+            self.meshes.jax_mesh
+        ):  # for specs without a mesh; threads of autograd have none
             return self._run(*leaves)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
@@ -233,7 +269,9 @@ class VjpProgram:
 
     @cached_property
     def _run(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
-        return jax.jit(self._vjp, out_shardings=(self._shardings(self.out_layouts, self.out_avals), None))
+        return jax.jit(
+            self._vjp, out_shardings=(self._shardings(self.out_layouts, self.out_avals), None)
+        )
 
     @cached_property
     def _pulled(self) -> Callable[..., tuple[jax.Array, ...]]:
@@ -245,7 +283,9 @@ class VjpProgram:
             return self.fn(*leaves), None
 
         def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
-            return self.fn(*(dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))).values())
+            return self.fn(
+                *(dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))).values()
+            )
 
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 
@@ -255,7 +295,9 @@ class VjpProgram:
         return tuple(map(_conjugate, pull(tuple((dict(enumerate(zeros)) | smooth).values()))))
 
     def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True))
+        return tuple(
+            array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True)
+        )
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

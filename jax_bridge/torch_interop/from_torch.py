@@ -81,7 +81,12 @@ def from_torch(
 
 
 def _prepare(
-    fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, meshes: MeshPair, tree: Any, arrays: Arrays
+    fn: Callable[..., Any],
+    in_layouts: Any,
+    out_layouts: Any,
+    meshes: MeshPair,
+    tree: Any,
+    arrays: Arrays,
 ) -> tuple[HostCall, Any]:
     """The call for arrays of these shapes and dtypes, and the structure of its results."""
     dtypes = [buffers.torch_dtype(x.dtype) for x in arrays]
@@ -96,16 +101,22 @@ def _prepare(
         out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
     blocks, out_tree = jax.tree.flatten(out)
     if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
-        raise XshardError(f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them")
+        raise XshardError(
+            f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them"
+        )
     leaves = []
     for layout, block in zip(layouts_of("out_layouts", out_layouts, out_tree), blocks, strict=True):
         parsed = sides_or_one(layout)
         shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
         leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
-    return HostCall(lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves)), out_tree
+    return HostCall(
+        lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves)
+    ), out_tree
 
 
-def _plan(parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
+def _plan(
+    parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool
+) -> Plan:
     """The plan from an array to the function's blocks or, unless it `enters`, from blocks to an array."""
     src, dst, _ = parsed
     if src == dst:
@@ -181,7 +192,11 @@ class HostCall:
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Call the function on copies of XLA's memory, and write its results to XLA's memory."""
         on_gpu = self.meshes.kind == "cuda"  # XLA's stream there
-        with torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if on_gpu else nullcontext():
+        with (
+            torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
+            if on_gpu
+            else nullcontext()
+        ):
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 outputs = self.fn(*blocks)
@@ -190,11 +205,15 @@ class HostCall:
                 expected = p.source.local_shape(0), buffers.torch_dtype(p.dtype)
                 if actual != expected:
                     both = f"{actual}, and {expected} for fake tensors of its shapes"
-                    hint = "shapes and dtypes of its results may depend only on those of its arguments"
+                    hint = (
+                        "shapes and dtypes of its results may depend only on those of its arguments"
+                    )
                     raise ShapeError(f"the torch function returns {both}", hint=hint)
                 from_dlpack(result).copy_(x)
 
-    def _backward(self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def _backward(
+        self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]
+    ) -> tuple[Any, ...]:
         smooth = (cotangents[i] for i in _smooth(self.leaves))
         gradients = self.pullback.differentiable(*arrays, *smooth)
         by_argument = dict(zip(_smooth(self.enters), gradients, strict=True))
@@ -203,12 +222,15 @@ class HostCall:
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the torch function again, and pull back. JAX's complex gradients are conjugates of torch's."""
-        n, wrt = len(self.enters), _smooth(self.enters)
+        n = len(self.enters)
+        wrt = _smooth(self.enters)
         recorded = any(x.requires_grad for x in tensors)
         with torch.enable_grad():
             inputs = list(tensors[:n])
             for i in wrt:
-                inputs[i] = inputs[i] if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
+                inputs[i] = (
+                    inputs[i] if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
+                )
             outputs = self.fn(*inputs)
             cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
             pairs = [(outputs[i], g.conj()) for i, g in cotangents if outputs[i].requires_grad]

@@ -71,7 +71,9 @@ def to_jax(
     >>> array.sharding.spec, array.unsafe_buffer_pointer() == x.data_ptr()
     (P('dp',), True)
     """
-    options = Options(copy=copy, shape=None if shape is None else tuple(shape), profile=profile, via=via)
+    options = Options(
+        copy=copy, shape=None if shape is None else tuple(shape), profile=profile, via=via
+    )
 
     def is_leaf(value: Any) -> bool:
         is_list = isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
@@ -119,7 +121,12 @@ def to_torch(
 
 
 def _hand_over(
-    tree: Any, layout: Given, prepare: Prepare, what: str, progress: Progress, is_leaf: Any = lambda _: False
+    tree: Any,
+    layout: Given,
+    prepare: Prepare,
+    what: str,
+    progress: Progress,
+    is_leaf: Any = lambda _: False,
 ) -> Any:
     """Check one array, or all leaves of a tree, before the first is handed over."""
     if not isinstance(layout, Mapping):
@@ -127,7 +134,9 @@ def _hand_over(
     work = []
     for leaf in leaves_of(Rules(layout), tree, lambda _: False, is_leaf=is_leaf):
         with located(leaf.place):
-            work.append((prepare(leaf.x, leaf.given), sum(x.nbytes for x in jax.tree.leaves(leaf.x))))
+            work.append(
+                (prepare(leaf.x, leaf.given), sum(x.nbytes for x in jax.tree.leaves(leaf.x)))
+            )
     results = []
     with reporting(progress, sum(n_bytes for _, n_bytes in work), True, what) as report:
         for run, n_bytes in work:
@@ -137,7 +146,11 @@ def _hand_over(
 
 
 def prepare_to_jax(
-    x: Any, layout: Layout | Expression, mesh: JaxMesh, torch_mesh: TorchMesh | None, options: Options
+    x: Any,
+    layout: Layout | Expression,
+    mesh: JaxMesh,
+    torch_mesh: TorchMesh | None,
+    options: Options,
 ) -> Callable[[], jax.Array]:
     """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
     shape = options.shape
@@ -145,9 +158,12 @@ def prepare_to_jax(
         torch_mesh, shape = x.device_mesh, whole_of(x, torch_mesh, shape, "torch_mesh")
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    dtypes, local_shape = sorted({buffers.jax_name(block.dtype) for block in blocks}), tuple(blocks[0].shape)
+    dtypes = sorted({buffers.jax_name(block.dtype) for block in blocks})
+    local_shape = tuple(blocks[0].shape)
     if len(dtypes) > 1:
-        raise DtypeError(f"the tensors are of several dtypes: {', '.join(dtypes)}", hint="one array has one")
+        raise DtypeError(
+            f"the tensors are of several dtypes: {', '.join(dtypes)}", hint="one array has one"
+        )
     blocks = blocks if meshes.local else []  # without the meta tensor
     devices = [meshes.devices[i] for i in meshes.local]
     if wrong := [block.device for block in blocks if block.device.type != meshes.kind]:
@@ -169,11 +185,15 @@ def prepare_to_jax(
                 raise XshardError(reason, hint="copy=None allows one, and logs it")
 
     def run() -> jax.Array:
-        tensors, on, copy = blocks, devices, options.copy if route.side is None else None
+        tensors = blocks
+        on = devices
+        copy = options.copy if route.side is None else None
         if route.side == "torch":
             tensors = by_torch(blocks, route.plan)
             on = [d for d in meshes.jax_devices if d.process_index == jax.process_index()]
-        parts: Blocks = {d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)}
+        parts: Blocks = {
+            d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)
+        }
         if route.side == "jax":
             parts = by_jax(parts, route.plan, meshes.by_number)
         return remember(assembled(parts, route.blocks.shape, dtypes[0], route.array), route.stored)
@@ -182,13 +202,17 @@ def prepare_to_jax(
 
 
 def prepare_to_torch(
-    array: jax.Array, layout: Layout | Expression, mesh: TorchMesh | JaxMesh | None, options: Options
+    array: jax.Array,
+    layout: Layout | Expression,
+    mesh: TorchMesh | JaxMesh | None,
+    options: Options,
 ) -> Callable[[], Any]:
     """Check the arguments and return the function that makes the tensors. Raises as `to_torch` does."""
     _check_array(array)
     jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     if isinstance(mesh, JaxMesh):
-        jax_mesh, mesh = mesh, None
+        jax_mesh = mesh
+        mesh = None
     if not isinstance(jax_mesh, JaxMesh):
         hint = "pass the jax.sharding.Mesh that it is on"
         raise MeshError(f"the array is not on a mesh: {array.sharding}", hint=hint)
@@ -207,20 +231,29 @@ def prepare_to_torch(
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
     check_order(array, route.stored, route.text)
     if device_mesh is not None and options.dtensor:
-        to_placements(route.blocks.layout, device_mesh, array.shape)  # raises before anything is sent
+        to_placements(
+            route.blocks.layout, device_mesh, array.shape
+        )  # raises before anything is sent
     if route.side is not None:
         options.check_moved(route)
 
     def run() -> Any:
         parts = blocks_of(array)
         if route.side == "torch":
-            local = [buffers.tensor_over(parts[d], None, True) for d in meshes.jax_devices if d in parts]
+            local = [
+                buffers.tensor_over(parts[d], None, True) for d in meshes.jax_devices if d in parts
+            ]
             blocks = by_torch(local, route.plan)
         else:
-            copy, writable = options.copy, options.writable
+            copy = options.copy
+            writable = options.writable
             if route.side == "jax":
-                parts, copy, writable = by_jax(parts, route.plan, meshes.by_number), None, True
-            blocks = [buffers.tensor_over(parts[meshes.devices[i]], copy, writable) for i in meshes.local]
+                parts = by_jax(parts, route.plan, meshes.by_number)
+                copy = None
+                writable = True
+            blocks = [
+                buffers.tensor_over(parts[meshes.devices[i]], copy, writable) for i in meshes.local
+            ]
         if not blocks:
             return None
         if device_mesh is not None and options.dtensor:
@@ -246,7 +279,9 @@ def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list
         buffers.check_dense(block)
     if len(blocks) != len(meshes.local):
         reason = f"{len(blocks)} tensors of torch for {len(meshes.local)} devices of its mesh in this process"
-        hint = "pass a tensor for one device, a list in mesh order for several; for none, one on meta"
+        hint = (
+            "pass a tensor for one device, a list in mesh order for several; for none, one on meta"
+        )
         raise ShapeError(reason, hint=hint)
     return blocks
 
@@ -255,7 +290,9 @@ def _check_array(array: Any) -> None:
     """Raise XshardError for an argument without memory that torch could read."""
     if isinstance(array, Tracer):
         hint = "hand it over outside of jit and grad; inside, torch_interop.from_torch calls torch"
-        raise XshardError(f"the array is a tracer, {jax.typeof(array)}: torch cannot read it", hint=hint)
+        raise XshardError(
+            f"the array is a tracer, {jax.typeof(array)}: torch cannot read it", hint=hint
+        )
     if not isinstance(array, jax.Array):
         hint = "to_torch takes an array, or a tree and rules"
         raise XshardError(f"{type(array).__name__} is not a jax.Array", hint=hint)

@@ -17,7 +17,14 @@ from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
 from jax_bridge.mesh.context import machine as jax_machine
 from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
-from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
+from jax_bridge.state.execute import (
+    Blocks,
+    LocalBlocks,
+    as_array_plan,
+    execute,
+    plan_mesh,
+    run_on_mesh,
+)
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_of
@@ -58,9 +65,13 @@ class Options:
     profile: Profiles = "auto"
     via: str | None = None
 
-    def route(self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool) -> Route:
+    def route(
+        self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool
+    ) -> Route:
         """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
-        return _route(layout, meshes, array, self.profiles, (self.via, _torch_refuses(meshes)), to_jax)
+        return _route(
+            layout, meshes, array, self.profiles, (self.via, _torch_refuses(meshes)), to_jax
+        )
 
     @property
     def profiles(self) -> tuple[ProfileLike, ...]:
@@ -95,12 +106,20 @@ def array_sharding(layout: Layout, meshes: MeshPair, shape: tuple[int, ...]) -> 
 def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
     """The layout or expression of every leaf of a structure. layouts: one for all, or a pytree prefix."""
     with located(what):
-        return [leaf.given for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))]
+        return [
+            leaf.given
+            for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))
+        ]
 
 
 @functools.lru_cache(maxsize=65536)
 def _route(
-    layout: Layout | Expression, meshes: MeshPair, array: Any, profiles: Any, sides: Any, to_jax: bool
+    layout: Layout | Expression,
+    meshes: MeshPair,
+    array: Any,
+    profiles: Any,
+    sides: Any,
+    to_jax: bool,
 ) -> Route:
     """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
     (local_shape, shape, dtype), (via, torch_refuses) = array, sides
@@ -113,14 +132,17 @@ def _route(
         check_axes(dst, dst_mesh, text)
         whole = global_shape(src, src_mesh, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, meshes.axes, whole)
-        on_jax, stored = array_sharding(of_array, meshes, whole), Sharding(of_array, meshes.jax_axes, whole)
+        on_jax = array_sharding(of_array, meshes, whole)
+        stored = Sharding(of_array, meshes.jax_axes, whole)
         if via not in (None, *SIDES):
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
         options: Any = {"src_mesh": src_mesh, "src_devices": meshes.numbers(src_devices)}
         options |= {"dst_mesh": dst_mesh, "dst_devices": meshes.numbers(dst_devices)}
         plan_on = functools.partial(plan, (src, dst), shape=whole, dtype=dtype, **options)
         in_torch, in_jax = (plan_on(profile=profile) for profile in profiles)
-        if all(s.kind == "retag" or (s is in_torch.transfer and s.is_in_place) for s in in_torch.steps):
+        if all(
+            s.kind == "retag" or (s is in_torch.transfer and s.is_in_place) for s in in_torch.steps
+        ):
             return Route(src, text, blocks, on_jax, stored, in_torch, None)
         refusals = {"torch": torch_refuses, "jax": _jax_refuses(in_jax, meshes)}
         plans = {"torch": in_torch, "jax": in_jax}
@@ -130,7 +152,9 @@ def _route(
             reasons = (f"{side}: {reason}" for side, reason in refusals.items() if reason)
             what = f"{cannot} bring '{in_torch.src}' to '{in_torch.dst}' here"
             raise PlanError(what, hint="\n  ".join(reasons))
-        side = min(able, key=lambda side: plans[side].cost)  # torch at equal costs: it does not compile
+        side = min(
+            able, key=lambda side: plans[side].cost
+        )  # torch at equal costs: it does not compile
     return Route(src, text, blocks, on_jax, stored, plans[side], side)
 
 
@@ -140,7 +164,9 @@ def _torch_refuses(meshes: MeshPair) -> str | None:
         return "no process group is initialised"
     if not meshes.is_one_each:
         return "a process has several devices of the mesh, and one block in a collective"
-    if (n := len({d.process_index for d in (*meshes.devices, *meshes.jax_devices)})) != dist.get_world_size():
+    if (
+        n := len({d.process_index for d in (*meshes.devices, *meshes.jax_devices)})
+    ) != dist.get_world_size():
         return f"the meshes have {n} of {dist.get_world_size()} processes"
     return None
 

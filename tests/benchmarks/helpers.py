@@ -19,21 +19,28 @@ def quick_run(name: str, folder: Path, forked: bool = False) -> tuple[int, dict[
 
     forked: the process is a fork of the one that has imported torch, which takes as long as the run.
     """
-    module, options = f"benchmarks.{name}", ["--quick", "--output", str(folder)]
+    module = f"benchmarks.{name}"
+    options = ["--quick", "--output", str(folder)]
     if forked:
         from tests.torch_bridge.helpers import apart  # imports torch
 
         status, printed, errors = apart(script, module, options, {})
     else:
         command: Any = [sys.executable, "-m", module, *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
-        status, printed, errors = done.returncode, done.stdout, done.stderr
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
+        )
+        status = done.returncode
+        printed = done.stdout
+        errors = done.stderr
     path = folder / f"{name}.json"
     assert path.exists(), printed + errors
     text = path.read_text()
     data = json.loads(text)
     assert {"date", "command", "versions", "machine"} <= set(data) and str(folder) not in text
-    broken = [claim for claim in data.get("claims", ()) if claim.get("must", True) and not claim["holds"]]
+    broken = [
+        claim for claim in data.get("claims", ()) if claim.get("must", True) and not claim["holds"]
+    ]
     assert status == bool(broken), printed + errors
     return status, data, printed
 

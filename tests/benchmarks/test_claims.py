@@ -37,10 +37,14 @@ JUDGED: dict[str, Callable[[Any], Any]] = {
     "einsum_host": lambda data: [einsum_host.judge(data["cases"])],
     "gpu": lambda data: (*torch.host_times(data["host"]), *torch.packing(data["packs"])),
     "interop": lambda data: interop.judge(data["handed"]),
-    "jax_reshard": lambda data: jax_reshard.judge(data["compiled"], data["timed"], data["dispatch"]),
+    "jax_reshard": lambda data: jax_reshard.judge(
+        data["compiled"], data["timed"], data["dispatch"]
+    ),
     "models": judged_models,
     "nodes": lambda data: nodes.judge(data["cases"], data["profiles"], data["jax"]),
-    "planner": lambda data: planner.judge(data["public"], data["scaled"], data["speed"], quick=False),
+    "planner": lambda data: planner.judge(
+        data["public"], data["scaled"], data["speed"], quick=False
+    ),
     "plans": lambda data: plans.claims(data["models"]),
     "state": lambda data: state.judge(data["loads"], data["transfers"]),
     "suggest": lambda data: suggest.judge(data["cases"]),
@@ -64,7 +68,9 @@ FAILING = {
 def test_recorded_rows_give_the_recorded_claims(name: str) -> None:
     data = recorded(name)
     found = JUDGED[name](data)
-    assert name == "interop" or data["claims"] == json.loads(json.dumps([claim.to_dict() for claim in found]))
+    assert name == "interop" or data["claims"] == json.loads(
+        json.dumps([claim.to_dict() for claim in found])
+    )
     check_failing(found, FAILING.get(name, []))
 
 
@@ -78,22 +84,54 @@ def check_failing(claims: Any, words: list[str]) -> set[str]:
 
 
 # What is set in the recorded rows first: all claims hold, and a change of one figure breaks few of them.
-OURS: dict[str, Any] = {"steps": ["all_gather"], "plan_bytes": 64, "received_bytes": 64, "temporary_bytes": 0}
+OURS: dict[str, Any] = {
+    "steps": ["all_gather"],
+    "plan_bytes": 64,
+    "received_bytes": 64,
+    "temporary_bytes": 0,
+}
 OURS |= {"plan_counts": {"all-gather": 1}, "counts": {"all-gather": 1}, "compile_s": 0.1}
 PROFILES = jax_reshard.FEWEST_BYTES, jax_reshard.DEFAULT
-COMPILED: dict[str, Any] = {"case": "one", "source_elements": 1, "target_elements": 1, "ended_sums": 1}
-COMPILED["xla"] = {"received_bytes": 128, "reduced_bytes": 0, "temporary_bytes": 0, "compile_s": 0.1}
+COMPILED: dict[str, Any] = {
+    "case": "one",
+    "source_elements": 1,
+    "target_elements": 1,
+    "ended_sums": 1,
+}
+COMPILED["xla"] = {
+    "received_bytes": 128,
+    "reduced_bytes": 0,
+    "temporary_bytes": 0,
+    "compile_s": 0.1,
+}
 COMPILED["ours"] = dict.fromkeys((*PROFILES, *map(jax_reshard.within, PROFILES)), OURS)
 START: dict[str, dict[str, Any]] = {
     "jax_reshard": {"compiled": [COMPILED]},
     "nodes": {
-        "cases/*/seconds": {"nodes known": 1.0, "DTensor": 3.0, "blind to nodes": 3.0, "by hand": 3.0},
+        "cases/*/seconds": {
+            "nodes known": 1.0,
+            "DTensor": 3.0,
+            "blind to nodes": 3.0,
+            "by hand": 3.0,
+        },
         "jax/*/seconds": {"nodes known": 1.0, "XLA": 2.0},
     },
-    "planner": {"scaled/*/plans/h100_nvlink/seconds": 1e-18, "scaled/*/nodes/crossing_bytes/h100": 0.0},
+    "planner": {
+        "scaled/*/plans/h100_nvlink/seconds": 1e-18,
+        "scaled/*/nodes/crossing_bytes/h100": 0.0,
+    },
     "state": {
-        "loads/*/seconds": {"xshard": [1.0], "reading": [0.4], "memcpy": [0.4], "safetensors' slices": [1.0]},
-        "transfers/*/seconds": {"xshard": [1.0], "DTensor": [2.0], "DCP's state dict, from rank 0": [3.0]},
+        "loads/*/seconds": {
+            "xshard": [1.0],
+            "reading": [0.4],
+            "memcpy": [0.4],
+            "safetensors' slices": [1.0],
+        },
+        "transfers/*/seconds": {
+            "xshard": [1.0],
+            "DTensor": [2.0],
+            "DCP's state dict, from rank 0": [3.0],
+        },
         "transfers/*/bound_bytes": 100,
         "transfers/*/across_bytes/xshard": 102,
     },
@@ -109,12 +147,17 @@ START: dict[str, dict[str, Any]] = {
     },
 }
 # By benchmark: what is set, and words of the claims that fail then.
-XLA_BYTES, OUR_BYTES = "cases/*/peers/*/received_bytes/*", "cases/*/ours/*/*/received_bytes"
-EVER, OPERATIONS = 1e18, ["more operations than XLA"]
-MEAN, WORST = "ours: geometric mean", "ours: worst"
+XLA_BYTES = "cases/*/peers/*/received_bytes/*"
+OUR_BYTES = "cases/*/ours/*/*/received_bytes"
+EVER = 1e18
+OPERATIONS = ["more operations than XLA"]
+MEAN = "ours: geometric mean"
+WORST = "ours: worst"
 FASTER = [({"timed/*/faster": 1.1}, [MEAN]), ({"timed/*/faster": 0.8}, [MEAN, WORST])]
-PLANNED, TAKEN = "compiled/0/ours/*/plan_bytes", "compiled/0/ours/*/received_bytes"
-XLA_MEAN, XLA_WORST = "bytes / XLA's: geometric mean", "bytes / XLA's: worst"
+PLANNED = "compiled/0/ours/*/plan_bytes"
+TAKEN = "compiled/0/ours/*/received_bytes"
+XLA_MEAN = "bytes / XLA's: geometric mean"
+XLA_WORST = "bytes / XLA's: worst"
 BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "einsum": [
         *FASTER,
@@ -130,14 +173,23 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "interop": [
         ({"handed/1/bytes_copied/to_jax": 1}, ["bytes that to_jax copies"]),
         ({"handed/1/bytes_copied/to_torch": 1}, ["bytes that to_torch copies"]),
-        ({"handed/0/seconds/to_jax": 1.0, "handed/4/seconds/to_jax": 3.0}, ["to_jax: time of the largest"]),
-        ({"handed/0/seconds/to_torch": 1, "handed/4/seconds/to_torch": 3}, ["to_torch: time of the largest"]),
+        (
+            {"handed/0/seconds/to_jax": 1.0, "handed/4/seconds/to_jax": 3.0},
+            ["to_jax: time of the largest"],
+        ),
+        (
+            {"handed/0/seconds/to_torch": 1, "handed/4/seconds/to_torch": 3},
+            ["to_torch: time of the largest"],
+        ),
     ],
     "jax_reshard": [
         *FASTER,
         ({PLANNED: 60}, [jax_reshard.UNPLANNED]),
         ({"compiled/0/ours/*/counts": {"all-gather": 2}}, [jax_reshard.UNPLANNED]),
-        ({"compiled/0/ours/*/temporary_bytes": 5000}, [jax_reshard.MORE_MEMORY, jax_reshard.OVER_LIMIT]),
+        (
+            {"compiled/0/ours/*/temporary_bytes": 5000},
+            [jax_reshard.MORE_MEMORY, jax_reshard.OVER_LIMIT],
+        ),
         ({"compiled/0/ours/*/compile_s": 0.2}, ["seconds to compile / XLA's: geometric mean"]),
         ({TAKEN: 80, PLANNED: 80}, [XLA_MEAN]),
         ({TAKEN: 130, PLANNED: 130}, [XLA_MEAN, XLA_WORST]),
@@ -152,7 +204,10 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"cases/*/seconds/nodes known": 4.0}, ["best", "DTensor", "blind to nodes", "by hand"]),
         ({"cases/*/seconds/DTensor": 1.5}, ["DTensor / ours"]),
         ({"cases/*/seconds/blind to nodes": 1.1}, ["blind to nodes / ours"]),
-        ({"cases/*/seconds/by hand": 0.9}, ["ours / the best of the others: worst", "by hand / ours"]),
+        (
+            {"cases/*/seconds/by hand": 0.9},
+            ["ours / the best of the others: worst", "by hand / ours"],
+        ),
         ({"jax/*/seconds/XLA": 0.9}, ["XLA / ours"]),
         ({"profiles/0/error": 0.3}, ["predicted against measured"]),
     ],
@@ -163,13 +218,25 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ),
         ({"public/*/plans/bandwidth/received_bytes": EVER}, ["uneven cuts: received bytes"]),
         ({"scaled/*/plans/h100/seconds": EVER}, ["for h100: worst", "for h100: geometric mean"]),
-        ({"scaled/*/plans/h100_nvlink/seconds": EVER}, ["h100_nvlink: worst", "h100_nvlink: geometric mean"]),
-        ({"scaled/*/nodes/crossing_bytes/network": EVER}, ["for what crosses", "where none must: worst"]),
-        ({"scaled/*/nodes/crossing_bytes/h100": EVER}, ["planned for h100", "where none must: worst"]),
+        (
+            {"scaled/*/plans/h100_nvlink/seconds": EVER},
+            ["h100_nvlink: worst", "h100_nvlink: geometric mean"],
+        ),
+        (
+            {"scaled/*/nodes/crossing_bytes/network": EVER},
+            ["for what crosses", "where none must: worst"],
+        ),
+        (
+            {"scaled/*/nodes/crossing_bytes/h100": EVER},
+            ["planned for h100", "where none must: worst"],
+        ),
         ({"scaled/4/nodes/crossing_bytes/network": 1}, ["where none must: worst"]),
         ({"public/*/plans/bandwidth/total_bytes": EVER}, ["partial sums"]),
         ({"public/0/plans/h100/peak_over_ends": 1.01}, ["largest local array"]),
-        ({"scaled/0/plans/h100/values_right": False}, ["cases with a plan that gives wrong values"]),
+        (
+            {"scaled/0/plans/h100/values_right": False},
+            ["cases with a plan that gives wrong values"],
+        ),
         ({"public/*/plans/network/values_right": False}, ["wrong values", "uneven cases"]),
         ({"public/*/cold_s": 0.06}, ["public cases: median", "public cases: worst"]),
         ({"speed/cached_s": 0.06}, ["asked for again: median"]),
@@ -180,21 +247,33 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"loads/0/seconds/safetensors' slices": [0.9]}, ["load / safetensors' slices"]),
         ({"loads/0/seconds/orbax": [7.9]}, ["orbax / ours"]),
         ({"loads/0/seconds/DCP": [1.9]}, ["DCP / ours"]),
-        ({"loads/0/seconds/DCP's reader of Hugging Face": [0.9]}, ["DCP's reader of Hugging Face / ours"]),
+        (
+            {"loads/0/seconds/DCP's reader of Hugging Face": [0.9]},
+            ["DCP's reader of Hugging Face / ours"],
+        ),
         ({"loads/0/seconds/torch.load": [0.9]}, ["torch.load / ours"]),
         ({"loads/0/bytes_read": 65}, ["loads that read other bytes than they need"]),
         ({"loads/0/bytes_beyond": 2**28 + 1}, ["memory beyond the result, in buckets"]),
         ({"transfers/0/across_bytes/xshard": 106}, ["transfer: bytes over the link / the fewest"]),
         ({"transfers/0/seconds/DTensor": [1.4]}, ["transfer: torch's own / ours"]),
-        ({"transfers/0/seconds/DCP's state dict, from rank 0": [1.4]}, ["transfer: torch's own / ours"]),
+        (
+            {"transfers/0/seconds/DCP's state dict, from rank 0": [1.4]},
+            ["transfer: torch's own / ours"],
+        ),
     ],
     "suggest": [
-        ({"cases/0/seconds": 0.27}, ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, overlap 0.8"]),
+        (
+            {"cases/0/seconds": 0.27},
+            ["best plan by hand", "AutoParallel's, 8B at 16 x 8192, overlap 0.8"],
+        ),
         ({"cases/1/autoparallel": 0.36}, ["AutoParallel's, 8B at 16 x 8192, no overlap"]),
         ({"cases/2/gap": 0.02}, ["the gap to the bound"]),
         ({"cases/3/rules": 13}, ["rules for a Llama"]),
         ({"cases/4/planning_s": 9.0}, ["planning, a Llama"]),
-        ({"cases/17/planning_s": 61.0, "cases/16/planning_bytes": 2**31}, ["experts on three", "GiB beyond"]),
+        (
+            {"cases/17/planning_s": 61.0, "cases/16/planning_bytes": 2**31},
+            ["experts on three", "GiB beyond"],
+        ),
     ],
     "suggest_gspmd": [
         ({"steps/0/error": 0.1}, [gspmd.WRONG]),
@@ -213,11 +292,20 @@ BREAKS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "torch_redistribute": [
         ({"host/0/xshard/forward_s": 7e-5}, ["host time of a forward call, us"]),
         ({"host/0/xshard/both_s": 3e-4}, ["host time with the gradient, us"]),
-        ({"host/*/DTensor/forward_s": 2e-5}, ["DTensor's host time / ours, forward: geometric mean"]),
+        (
+            {"host/*/DTensor/forward_s": 2e-5},
+            ["DTensor's host time / ours, forward: geometric mean"],
+        ),
         ({"memory/0/extra_bytes": 65}, ["bytes held beyond input and result / one packed copy"]),
-        ({"memory/1/extra_bytes": 1}, ["bytes held beyond input and result where nothing is packed"]),
+        (
+            {"memory/1/extra_bytes": 1},
+            ["bytes held beyond input and result where nothing is packed"],
+        ),
         ({"packs/0/slower_than_copy": 1.4}, ["time to pack / to copy as many bytes, CPU"]),
-        ({"packs/0/slower_than_copy_of_pieces": 1.4}, ["the same, to copy them in a quarter of a row each"]),
+        (
+            {"packs/0/slower_than_copy_of_pieces": 1.4},
+            ["the same, to copy them in a quarter of a row each"],
+        ),
         ({"ends/*/faster_than/DTensor": 1.5}, ["run time, DTensor / ours: geometric mean"]),
         ({"ends/*/faster_than/DTensor": 0.9}, [f"DTensor / {MEAN}", f"DTensor / {WORST}"]),
         ({"ends/*/faster_than/by hand": 0.9}, [f"by hand / {MEAN}", f"by hand / {WORST}"]),
@@ -244,6 +332,8 @@ def test_every_claim_can_fail(name: str) -> None:
             put(data, path, copy.deepcopy(value))
         return JUDGED[name](data)
 
-    seen = {words for change, broken in BREAKS[name] for words in check_failing(judged(change), broken)}
+    seen = {
+        words for change, broken in BREAKS[name] for words in check_failing(judged(change), broken)
+    }
     assert {claim.statement for claim in judged({})} <= seen
     check_failing(judged({}), [])

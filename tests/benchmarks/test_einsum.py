@@ -16,10 +16,14 @@ def test_a_quick_run_compares_bytes_and_times(tmp_path: Path) -> None:
     for row in data["cases"]:
         assert all(seconds > 0 for seconds in row["cold_s"].values())
         for objective, plan in row["ours"]["xla"].items():
-            assert plan["received_bytes"] <= row["peers"]["xla"]["received_bytes"][objective], row["case"]
+            assert plan["received_bytes"] <= row["peers"]["xla"]["received_bytes"][objective], row[
+                "case"
+            ]
     forward, both = data["timed"]
     assert forward["case"].endswith("forward") and both["case"].endswith("forward+backward")
-    assert all(row[key] > 0 for row in data["timed"] for key in ("ours_s", "xla_s", "faster", "noise"))
+    assert all(
+        row[key] > 0 for row in data["timed"] for key in ("ours_s", "xla_s", "faster", "noise")
+    )
 
 
 def test_cases_are_even_and_peers_know_all_of_them() -> None:
@@ -39,6 +43,8 @@ def test_an_all_reduce_that_is_sliced_counts_as_a_reduce_scatter() -> None:
     reduced = "  %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
     half = "  %{} = f32[4,4]{{1,0}} dynamic-slice(%sum, %i, %j), dynamic_slice_sizes={{4,4}}"
     assert is_sliced("\n".join([reduced, half.format("a")]), reduced)
-    assert not is_sliced("\n".join([reduced, half.format("a"), half.format("b")]), reduced)  # all is read
+    assert not is_sliced(
+        "\n".join([reduced, half.format("a"), half.format("b")]), reduced
+    )  # all is read
     assert not is_sliced("\n".join([reduced, "  ROOT %y = f32[8,4]{1,0} add(%sum, %sum)"]), reduced)
     assert not is_sliced(reduced, reduced)

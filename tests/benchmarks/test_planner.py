@@ -14,7 +14,16 @@ from benchmarks.planner.peers import collect, gspmd
 from tests.benchmarks.helpers import quick_run, recorded
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
-from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, Step
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 
 PEERS = ["shardy", "dtensor_greedy", "dtensor_dijkstra", "gspmd"]
 
@@ -29,7 +38,9 @@ def test_a_quick_run_leaves_a_json_file_and_a_plot(tmp_path: Path) -> None:
         assert set(row["plans"]) == {"bandwidth", "h100", "h100_nvlink", "network"}
         assert all(plan["values_right"] for plan in row["plans"].values()), row["case"]
         assert row["cold_s"] > 0
-    assert [name for name in PEERS if any("seconds" in row["peers"][name] for row in data["scaled"])] == PEERS
+    assert [
+        name for name in PEERS if any("seconds" in row["peers"][name] for row in data["scaled"])
+    ] == PEERS
     broken = [claim["name"] for claim in data["claims"] if claim["must"] and not claim["holds"]]
     assert all(f"{name} fails" in printed for name in broken)
 
@@ -46,20 +57,33 @@ def test_bytes_are_counted_as_they_are_priced() -> None:
             )
 
 
-NODE, GPU = Shard(("node",)), Shard(("gpu",))
+NODE = Shard(("node",))
+GPU = Shard(("gpu",))
 
 
 @pytest.mark.parametrize(
     ("before", "step", "crossing"),
     [
-        ("n/node/gpu", AllGather("n", (NODE, GPU)), 2 * 32),  # half of the array enters every node once
+        (
+            "n/node/gpu",
+            AllGather("n", (NODE, GPU)),
+            2 * 32,
+        ),  # half of the array enters every node once
         ("n/node", AllGather("n", (NODE,)), 2 * 8 * 32),  # eight groups, each gets it on its own
         ("n/gpu/node", AllGather("n", (NODE,)), 2 * 8 * 4),
         ("n/gpu", AllGather("n", (GPU,)), 0),
         ("n/node/gpu", Exchange(xs.Layout.parse("n")), 2 * 8 * 32),  # boxes know no groups
-        ("n/node/gpu", Permute(xs.Layout.parse("n/gpu/node")), 2 * 4 * 4),  # half of the blocks stay
+        (
+            "n/node/gpu",
+            Permute(xs.Layout.parse("n/gpu/node")),
+            2 * 4 * 4,
+        ),  # half of the blocks stay
         ("n", Slice((("n", (NODE, GPU)),)), 0),
-        ("n | sum(node,gpu)", ReduceScatter("n", (NODE, GPU)), 2 * 32),  # reduced before it leaves a node
+        (
+            "n | sum(node,gpu)",
+            ReduceScatter("n", (NODE, GPU)),
+            2 * 32,
+        ),  # reduced before it leaves a node
         ("n | sum(node,gpu)", AllReduce(("node", "gpu")), 2 * 64),
         ("n | sum(gpu)", AllReduce(("gpu",)), 0),
         ("n/node m", AllToAll("n", (NODE,), "m", (NODE,)), 2 * 8 * 16 * 2),
@@ -72,7 +96,8 @@ def test_bytes_that_cross_nodes(before: str, step: Step, crossing: int) -> None:
     assert traffic.flow_of([(step, sharding)], sharding.mesh, 8).nodes.sum() == crossing
 
 
-NODES, SQUARE = xs.Mesh(node=2, gpu=8), xs.Mesh(a=2, b=2)
+NODES = xs.Mesh(node=2, gpu=8)
+SQUARE = xs.Mesh(a=2, b=2)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +114,22 @@ NODES, SQUARE = xs.Mesh(node=2, gpu=8), xs.Mesh(a=2, b=2)
         (SQUARE, "n | sum(a,b) -> n/a/b", 8 * 3),
         (SQUARE, "n | sum(a,b) -> n/a | sum(b)", 2 * 8 * 1),
         (SQUARE, "n/a | sum(b) -> n/a/b", 8 * 1),
-        (SQUARE, "n/a | sum(b) -> n/b/a", 8 * 1 + 4),  # half of the elements end where no addend of them was
+        (
+            SQUARE,
+            "n/a | sum(b) -> n/b/a",
+            8 * 1 + 4,
+        ),  # half of the elements end where no addend of them was
         (SQUARE, "n/a -> n", 4 * 4),
     ],
 )
 def test_bytes_that_must_cross_nodes_or_move(mesh: xs.Mesh, move: str, bound: int) -> None:
     """64 rows on two nodes; 8 rows, also as partial sums, on four devices."""
-    case = cases.Case("made up", mesh, (64 if mesh == NODES else 8,), "float32", *parse_expression(move))
-    must = traffic.node_elements(*case.shardings, 8) if mesh == NODES else traffic.total_elements(case)
+    case = cases.Case(
+        "made up", mesh, (64 if mesh == NODES else 8,), "float32", *parse_expression(move)
+    )
+    must = (
+        traffic.node_elements(*case.shardings, 8) if mesh == NODES else traffic.total_elements(case)
+    )
     assert np.sum(must) == bound
 
 
@@ -112,7 +145,9 @@ def test_every_recorded_plan_can_be_priced() -> None:
     profile = xs.load_profile("h100")
     priced = dict.fromkeys(PEERS, 0)
     scaled = cases.load("scaled")
-    for answers, case in zip(collect.answers("scaled", scaled, live=False).values(), scaled, strict=True):
+    for answers, case in zip(
+        collect.answers("scaled", scaled, live=False).values(), scaled, strict=True
+    ):
         for name, answer in answers.items():
             if answer.plan is not None:
                 priced[name] += 1
@@ -122,7 +157,9 @@ def test_every_recorded_plan_can_be_priced() -> None:
 
 def test_a_plan_slower_than_a_peer_by_a_hundredth_is_named() -> None:
     data = recorded("planner")
-    row = next(row for row in data["scaled"] if any("seconds" in peer for peer in row["peers"].values()))
+    row = next(
+        row for row in data["scaled"] if any("seconds" in peer for peer in row["peers"].values())
+    )
     best = min(peer["seconds"]["h100"] for peer in row["peers"].values() if "seconds" in peer)
     row["plans"]["h100"]["seconds"] = 1.01 * best
     found = claims.judge(data["public"], data["scaled"], data["speed"], quick=False)
@@ -140,5 +177,7 @@ def test_a_plan_slower_than_a_peer_by_a_hundredth_is_named() -> None:
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
     ],
 )
-def test_replica_groups_of_hlo_are_read_in_all_spellings(text: str, groups: list[list[int]]) -> None:
+def test_replica_groups_of_hlo_are_read_in_all_spellings(
+    text: str, groups: list[list[int]]
+) -> None:
     assert gspmd._groups(text).tolist() == groups

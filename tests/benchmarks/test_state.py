@@ -23,7 +23,9 @@ def test_what_nodes_lack() -> None:
 
 @pytest.mark.long
 def test_memory_beyond_the_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    n_bytes, looks, own_bytes = 16 * floor.MIB, list[int](), floor._own_bytes
+    n_bytes = 16 * floor.MIB
+    looks = list[int]()
+    own_bytes = floor._own_bytes
 
     def look() -> int:
         looks.append(own_bytes())
@@ -32,14 +34,19 @@ def test_memory_beyond_the_result_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(floor, "_own_bytes", look)
 
     def load(beyond: int) -> np.ndarray:
-        buffer, found = np.ones(max(beyond, 1), np.uint8), np.ones(n_bytes, np.uint8)
+        buffer = np.ones(max(beyond, 1), np.uint8)
+        found = np.ones(n_bytes, np.uint8)
         n_looks = len(looks)
         while len(looks) < n_looks + 3:  # while both are there, however slow the looks are
             time.sleep(1e-3)
         del buffer
         return found
 
-    for _ in range(3):  # memory that is freed, and kept by the allocator for the next who asks, hides nothing
+    for _ in range(
+        3
+    ):  # memory that is freed, and kept by the allocator for the next who asks, hides nothing
         np.ones(n_bytes, np.uint8)
     assert floor.bytes_beyond(lambda: load(0), n_bytes) < 8 * floor.MIB
-    assert 56 * floor.MIB < floor.bytes_beyond(lambda: load(64 * floor.MIB), n_bytes) < 72 * floor.MIB
+    assert (
+        56 * floor.MIB < floor.bytes_beyond(lambda: load(64 * floor.MIB), n_bytes) < 72 * floor.MIB
+    )

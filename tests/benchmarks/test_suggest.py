@@ -25,7 +25,9 @@ def test_a_quick_run_leaves_rows_and_claims_that_can_fail(tmp_path: Path) -> Non
     rows = data["cases"]
     assert [row["model"] for row in rows] == ["8B"] and "tensor + sequence parallel" in printed
     assert all(row["seconds"] < min(row["by_hand"].values()) for row in rows)
-    assert [claim["statement"] for claim in data["claims"]] == [claim.statement for claim in judge(rows)]
+    assert [claim["statement"] for claim in data["claims"]] == [
+        claim.statement for claim in judge(rows)
+    ]
     for name in ("seconds", "gap", "rules", "planning_bytes"):
         worse = copy.deepcopy(rows)
         worse[0][name] = 2**40
@@ -63,7 +65,9 @@ def test_what_a_loop_receives_counts_as_often_as_it_runs() -> None:
 def test_an_all_reduce_of_which_parts_are_read_is_a_reduce_scatter() -> None:
     reduced = "  %sum = (f32[6], f32[2]) all-reduce(%x, %y), replica_groups={{0,1}}"
     parts = [f"  %p{i} = f32[{n}] get-tuple-element(%sum), index={i}" for i, n in enumerate((6, 2))]
-    text = "\n".join([reduced, *parts, "  %z = f32[3] fusion(%p0)", "  ROOT %w = (f32[2]) tuple(%p1)"])
+    text = "\n".join(
+        [reduced, *parts, "  %z = f32[3] fusion(%p0)", "  ROOT %w = (f32[2]) tuple(%p1)"]
+    )
     assert gspmd.scattered(text, reduced) == 0.75 and gspmd.scattered(text, parts[0]) == 0
 
 
@@ -74,14 +78,20 @@ def test_rules_of_experts_are_those_of_the_texts() -> None:
 
 
 def test_a_graph_is_solved_whole_and_with_the_options_of_assignments(monkeypatch: Any) -> None:
-    random, sizes = np.random.default_rng(0), [22, 24, 23, 21]
+    random = np.random.default_rng(0)
+    sizes = [22, 24, 23, 21]
     costs = [random.integers(0, 100, n).astype(float) for n in sizes]
     usages = [random.integers(0, 100, n).astype(float) for n in sizes]
-    edges = {(i, j): random.integers(0, 100, (sizes[i], sizes[j])) for i in range(4) for j in range(i)}
-    total, used, shapes = np.zeros(()), np.zeros(()), np.eye(4, dtype=int)
+    edges = {
+        (i, j): random.integers(0, 100, (sizes[i], sizes[j])) for i in range(4) for j in range(i)
+    }
+    total = np.zeros(())
+    used = np.zeros(())
+    shapes = np.eye(4, dtype=int)
     for cost, usage, shape in zip(costs, usages, shapes, strict=True):
         shape = np.where(shape, -1, 1)
-        total, used = total + cost.reshape(shape), used + usage.reshape(shape)
+        total = total + cost.reshape(shape)
+        used = used + usage.reshape(shape)
     for (i, j), table in edges.items():
         total = total + np.moveaxis(table.T.reshape(sizes[j], sizes[i], 1, 1), (0, 1), (j, i))
     best = np.where(used <= 60, total, np.inf).min()

@@ -17,7 +17,9 @@ def test_redistributions_are_compared_with_both_ways(tmp_path: Path) -> None:
     _, data, _ = quick_run("torch_redistribute", tmp_path, forked=True)
     assert {"claims", "host", "memory", "packs", "ends"} < set(data)
     ways = {way for row in data["ends"] for way in row["faster_than"]}
-    assert ways == {"DTensor", "by hand"} and all(row["seconds"]["xshard"] > 0 for row in data["ends"])
+    assert ways == {"DTensor", "by hand"} and all(
+        row["seconds"]["xshard"] > 0 for row in data["ends"]
+    )
     # These claims are exact: nothing is copied that lies in place, and a packed block is packed once.
     exact = [claim for claim in data["claims"] if claim["statement"].startswith("bytes held")]
     assert len(exact) == 2 and all(claim["holds"] for claim in exact), exact
@@ -62,7 +64,12 @@ def test_all_is_measured_on_a_gpu(tmp_path: Path) -> None:
 def test_the_recorded_gpu_has_times_of_all_layers() -> None:
     data = recorded("gpu")
     assert data["gpu"] and {row["device"] for row in data["packs"]} == {"cuda"}
-    assert all(row[way][key] > 0 for row in data["layers"] for way in ("xshard", "torch") for key in row[way])
+    assert all(
+        row[way][key] > 0
+        for row in data["layers"]
+        for way in ("xshard", "torch")
+        for key in row[way]
+    )
 
 
 @pytest.mark.parametrize("name", MOVES)

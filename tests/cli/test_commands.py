@@ -25,7 +25,11 @@ from xshard.testing.plans import in_numpy
 MESH = xs.Mesh(dp=2, cp=4)
 ULYSSES = ("b s/cp c -> b s c/cp", "--mesh", "dp=2,cp=4", "--shape", "2,64,32")
 COLUMNS = ("b s/tp d, d f/tp -> b s f/tp", "--mesh", "tp=4", "--sizes", "b=8,s=64,d=32,f=128")
-COLUMNS_PLAN = {"mesh": xs.Mesh(tp=4), "sizes": {"b": 8, "s": 64, "d": 32, "f": 128}, "profile": "bandwidth"}
+COLUMNS_PLAN = {
+    "mesh": xs.Mesh(tp=4),
+    "sizes": {"b": 8, "s": 64, "d": 32, "f": 128},
+    "profile": "bandwidth",
+}
 SERVE = ("o/dp i -> o/tp i", "--src-mesh", "dp=4", "--dst-mesh", "tp=2", "--shape", "64,32")
 
 
@@ -123,11 +127,19 @@ def test_plan_of_both_passes_tells_their_sum():
 @pytest.mark.parametrize(
     ("expression", "options", "message"),
     [
-        (COLUMNS[0], ("--shape", "8,64"), "a contraction takes --sizes, as in b=8,s=64 in 'b s/tp d, d"),
+        (
+            COLUMNS[0],
+            ("--shape", "8,64"),
+            "a contraction takes --sizes, as in b=8,s=64 in 'b s/tp d, d",
+        ),
         ("n/tp -> n", ("--sizes", "n=8"), "--shape is due, as in 2,64,32 in 'n/tp -> n'"),
         ("n/tp, n -> n", ("--sizes", "n=8", "--shape", "8"), "a contraction takes --sizes"),
         ("n/tp, n -> n", ("--sizes", "n=8,n=9"), "dim 'n' twice in\n    'n=8,n=9'\n         ^^^"),
-        ("n/tp, n -> n", ("--sizes", "n=x"), "length >= 0 in\n    'n=x'\n     ^^^\n  as in b=8,s=64"),
+        (
+            "n/tp, n -> n",
+            ("--sizes", "n=x"),
+            "length >= 0 in\n    'n=x'\n     ^^^\n  as in b=8,s=64",
+        ),
         ("n/tp, n -> n", ("--sizes", "m=8"), "sizes has no length for dim 'n'"),
     ],
 )
@@ -157,9 +169,15 @@ def test_show_draws(layout, mesh, lengths, parts):
 
 
 def test_show_draws_all_arrays_of_a_contraction():
-    told = xshard("show", "n d/tp, d/tp f -> n/tp f", "--mesh", "tp=2", "--sizes", "n=4,d=6,f=3").stdout
+    told = xshard(
+        "show", "n d/tp, d/tp f -> n/tp f", "--mesh", "tp=2", "--sizes", "n=4,d=6,f=3"
+    ).stdout
     titles = [line for line in told.splitlines() if " on tp=2" in line]
-    assert titles == ["n d/tp   [4, 6] on tp=2", "d/tp f   [6, 3] on tp=2", "n/tp f   [4, 3] on tp=2"]
+    assert titles == [
+        "n d/tp   [4, 6] on tp=2",
+        "d/tp f   [6, 3] on tp=2",
+        "n/tp f   [4, 3] on tp=2",
+    ]
     assert words(told).count("0 0 ") == 3
     xshard("show", "n/tp", "--mesh", "tp=2", "--sizes", "n=4", code=2)
 
@@ -317,8 +335,16 @@ def each(arrays, change):
         (MOVE, lambda o: replace(o, outputs=one_off(o.outputs)), "torch 1 0 "),
         (MOVE, lambda o: replace(o, gradients=one_off(o.gradients)), "torch 0 1 "),
         (MOVE, lambda o: replace(o, outputs={"output": o.outputs["output"][:1]}), "torch inf 0 "),
-        (MOVE, lambda o: replace(o, outputs=each(o.outputs, lambda b: b.astype("f8"))), "torch inf 0 "),
-        (MOVE, lambda o: replace(o, gradients=each(o.gradients, lambda b: b * np.nan)), "torch 0 inf "),
+        (
+            MOVE,
+            lambda o: replace(o, outputs=each(o.outputs, lambda b: b.astype("f8"))),
+            "torch inf 0 ",
+        ),
+        (
+            MOVE,
+            lambda o: replace(o, gradients=each(o.gradients, lambda b: b * np.nan)),
+            "torch 0 inf ",
+        ),
         (PRODUCT, lambda o: replace(o, gradients=one_off(o.gradients)), "torch 0 1 "),
         (PRODUCT, lambda o: replace(o, gradients=one_off(o.gradients, 1)), "torch 0 1 "),
     ],
@@ -341,8 +367,13 @@ def test_selfcheck_exits_with_1_where_a_runtime_fails(monkeypatch):
     broken = replace(backends.BACKENDS["torch"], package="numpy")
     monkeypatch.setattr(plans, "RUNTIMES", (plans.RUNTIMES[0], plans.Runtime("torch", broken)))
     result = selfcheck_one(code=1)
-    assert "numpy 0 0" in words(result.stdout) and re.search(r"torch( -)+ failed", words(result.stdout))
-    assert "FunctionError: torch: ModuleNotFoundError in numpy_bridge.testing.worker.answers" in result.stderr
+    assert "numpy 0 0" in words(result.stdout) and re.search(
+        r"torch( -)+ failed", words(result.stdout)
+    )
+    assert (
+        "FunctionError: torch: ModuleNotFoundError in numpy_bridge.testing.worker.answers"
+        in result.stderr
+    )
     assert "No module named 'numpy_bridge'" in result.stderr
 
 
@@ -369,12 +400,21 @@ def test_what_cannot_be_written_served_or_held_is_said(tmp_path):
         (("explore", "--port", "99999", "--no-browser"), "port 99999: "),
         (("plan", *MOVE, "--html", ""), ".: Is a directory"),
         (("plan", *MOVE, "--html", str(tmp_path / "no" / "x.html")), "x.html: No such file"),
-        (("selfcheck", "a/x -> a", "--mesh", "x=2", "--shape", "1000000000000"), "have 10.91 TiB together"),
-        (("show", "a/x", "--mesh", "x=100000", "--shape", "200000"), "100000 devices, a drawing has up to"),
+        (
+            ("selfcheck", "a/x -> a", "--mesh", "x=2", "--shape", "1000000000000"),
+            "have 10.91 TiB together",
+        ),
+        (
+            ("show", "a/x", "--mesh", "x=100000", "--shape", "200000"),
+            "100000 devices, a drawing has up to",
+        ),
     ):
         assert message in xshard(*command, code=2).stderr
     page = tmp_path / "x.html"
-    assert '"steps"' in xshard("plan", *MOVE, "--json", "--html", str(page)).stdout and page.stat().st_size
+    assert (
+        '"steps"' in xshard("plan", *MOVE, "--json", "--html", str(page)).stdout
+        and page.stat().st_size
+    )
 
 
 def test_selfcheck_all_asks_each_worker_once(monkeypatch):
@@ -429,11 +469,15 @@ def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
 
     path = config_in(tmp_path)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path, use_cache=False))
+        model = transformers.LlamaForCausalLM(
+            transformers.AutoConfig.from_pretrained(path, use_cache=False)
+        )
         batch = {"input_ids": torch.empty(4, 8, dtype=torch.int64)}
     fixed = {"input_ids": "b/dp s"}
     plan = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=2, tp=2), memory="80GiB", fixed=fixed)
-    told = xshard("suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--why", "lm_head.weight").stdout
+    told = xshard(
+        "suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--why", "lm_head.weight"
+    ).stdout
     assert told == f"{plan}\n{plan.why('lm_head.weight')}\n"
     page = tmp_path / "page.html"
     how = ("--fixed", "input_ids=b/dp s", "--json", "--html", str(page))
@@ -441,23 +485,37 @@ def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
     assert rules["parameters"] == dict(plan.parameters.items()) and "b/dp" in rules["inputs"][""]
     bar = r">([\w ]+)</td><td[^>]*>[^<]*</td><td[^>]*><div style=\"width:([\d.]+)%"
     bars = re.findall(bar, page.read_text())
-    of_each = [value / max(kind.values()) for kind in (plan.parts, plan.memory) for value in kind.values()]
+    of_each = [
+        value / max(kind.values()) for kind in (plan.parts, plan.memory) for value in kind.values()
+    ]
     assert [name for name, _ in bars] == [*plan.parts, *plan.memory]
-    assert [float(width) for _, width in bars] == pytest.approx([100 * share for share in of_each], abs=0.06)
+    assert [float(width) for _, width in bars] == pytest.approx(
+        [100 * share for share in of_each], abs=0.06
+    )
 
 
 def test_suggest_takes_images_too(tmp_path):
     images = {"image_size": 16, "patch_size": 4, "num_labels": 8}
-    path = config_in(tmp_path, model_type="vit", architectures=["ViTForImageClassification"], **images)
+    path = config_in(
+        tmp_path, model_type="vit", architectures=["ViTForImageClassification"], **images
+    )
     assert '"vit.embeddings' in xshard("suggest", path, *SUGGEST, "--json").stdout
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"architectures": None}, (), 'names no model of transformers\n  as in "model_type": "llama"'),
+        (
+            {"architectures": None},
+            (),
+            'names no model of transformers\n  as in "model_type": "llama"',
+        ),
         ({"model_type": "lama"}, (), "names no model of transformers"),
-        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, (), "any batch"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            (),
+            "any batch",
+        ),
         (
             {},
             ("--fixed", "input_ids"),
@@ -469,7 +527,10 @@ def test_suggest_takes_images_too(tmp_path):
     ],
 )
 def test_suggest_refuses(changes, options, message, tmp_path):
-    assert message in xshard("suggest", config_in(tmp_path, **changes), *SUGGEST, *options, code=2).stderr
+    assert (
+        message
+        in xshard("suggest", config_in(tmp_path, **changes), *SUGGEST, *options, code=2).stderr
+    )
 
 
 def test_suggest_without_a_config_says_how_to_get_one(tmp_path):

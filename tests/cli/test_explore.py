@@ -81,7 +81,8 @@ def test_programs_run_as_they_are_copied(tmp_path: Path) -> None:
     from tests.torch_bridge.helpers import on_ranks
 
     asked = [
-        dict(zip(("expression", "mesh", "lengths"), fields, strict=True)) for _, *fields in page.EXAMPLES
+        dict(zip(("expression", "mesh", "lengths"), fields, strict=True))
+        for _, *fields in page.EXAMPLES
     ]
     found = [views.view(fields) for fields in asked if "->" in fields["expression"]]
     for name in ("torch", "jax"):
@@ -128,7 +129,10 @@ def get(url: str, host: str | None = None) -> tuple[int, Any, bytes]:
 def test_only_the_loopback_is_answered(url: str) -> None:
     status, headers, _ = get(url)
     assert status == 200 and "default-src 'none'" in headers["Content-Security-Policy"]
-    assert [get(url, host)[0] for host in ("elsewhere.example", "127.0.0.1.elsewhere.example")] == [400, 400]
+    assert [get(url, host)[0] for host in ("elsewhere.example", "127.0.0.1.elsewhere.example")] == [
+        400,
+        400,
+    ]
     assert get(url + "view", "elsewhere.example")[0] == 400
     assert get(url + "nowhere")[0] == 404
     closed = http.client.HTTPException, ConnectionError, urllib.error.URLError
@@ -136,12 +140,18 @@ def test_only_the_loopback_is_answered(url: str) -> None:
         get(url + "view?expression=" + "b" * 1_000_000)
 
 
-def test_an_answer_that_takes_too_long_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_takes_too_long_is_given_up(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In processor seconds, by the process itself, which others do not wait for."""
     monkeypatch.setattr(server, "LIMIT_S", 0.5)
-    slow = "view?expression=" + "b%20s/zigzag(x)%20-%3E%20b/(x,y)%20s&mesh=x=32,y=32&lengths=1048576,1048576"
+    slow = (
+        "view?expression="
+        + "b%20s/zigzag(x)%20-%3E%20b/(x,y)%20s&mesh=x=32,y=32&lengths=1048576,1048576"
+    )
     with ThreadPoolExecutor() as at_once:
-        late, quick = at_once.submit(get, url + slow), at_once.submit(get, url + "view")
+        late = at_once.submit(get, url + slow)
+        quick = at_once.submit(get, url + "view")
         assert "html" in json.loads(quick.result()[2]) and not late.done()
         assert json.loads(late.result()[2])["error"].startswith("this takes over 0 seconds")
     monkeypatch.undo()
@@ -157,7 +167,9 @@ def browser(url: str) -> Iterator[Any]:
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1100,1000"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    made = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     yield made
     made.quit()
 
@@ -221,7 +233,11 @@ def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> 
     select = browser.find_element("css selector", "section select")
     select.send_keys("device 1")
     lines = browser.find_elements("css selector", "section:first-of-type line")
-    own = [line for line in lines if "1" in (line.get_attribute("data-src"), line.get_attribute("data-dst"))]
+    own = [
+        line
+        for line in lines
+        if "1" in (line.get_attribute("data-src"), line.get_attribute("data-dst"))
+    ]
     faded = [line for line in lines if "aside" in (line.get_attribute("class") or "")]
     assert own and len(faded) == len(lines) - len(own) > 0
 
@@ -230,7 +246,9 @@ def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> 
 def test_examples_fill_the_fields_and_lines_are_copied(url: str, browser: Any) -> None:
     browser.get(url)
     for example in page.EXAMPLES:
-        button = next(b for b in browser.find_elements("css selector", "nav button") if b.text == example[0])
+        button = next(
+            b for b in browser.find_elements("css selector", "nav button") if b.text == example[0]
+        )
         button.click()
         wait(browser, shows(example[1].split(" ->")[0]))
     browser.find_element("css selector", "[data-copy=jax]").click()

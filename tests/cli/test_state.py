@@ -16,7 +16,9 @@ from xshard.state.files import open_checkpoint
 
 
 def xshard(*arguments: object, code: int = 0) -> str:
-    told = CliRunner().invoke(app, ["state", *map(str, arguments)], env={"NO_COLOR": "1", "COLUMNS": "160"})
+    told = CliRunner().invoke(
+        app, ["state", *map(str, arguments)], env={"NO_COLOR": "1", "COLUMNS": "160"}
+    )
     assert told.exit_code == code, told.output
     return told.output
 
@@ -29,7 +31,10 @@ def rows(text: str) -> list[list[str]]:
 def model(tmp_path: Path) -> Path:
     """Two arrays in a folder as others write it."""
     (tmp_path / "model").mkdir()
-    arrays = {"l.gate": np.arange(24, dtype=np.float32).reshape(6, 4), "l.up": np.ones((6, 4), np.float32)}
+    arrays = {
+        "l.gate": np.arange(24, dtype=np.float32).reshape(6, 4),
+        "l.up": np.ones((6, 4), np.float32),
+    }
     safetensors.numpy.save_file(arrays, tmp_path / "model" / "model.safetensors")
     return tmp_path / "model"
 
@@ -37,7 +42,14 @@ def model(tmp_path: Path) -> Path:
 def test_convert_and_show(model: Path, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('[{"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}]')
     (tmp_path / "rules.json").write_text('{"**": "o/block(tp,6,6) i"}')
-    options = ["--names", tmp_path / "names.json", "--rules", tmp_path / "rules.json", "--mesh", "tp=2"]
+    options = [
+        "--names",
+        tmp_path / "names.json",
+        "--rules",
+        tmp_path / "rules.json",
+        "--mesh",
+        "tp=2",
+    ]
     told = xshard("convert", model, tmp_path / "out", *options, "--dtype", "bfloat16")
     assert told.split() == ["1", "arrays,", "96", "B,", "in", str(tmp_path / "out")]
     told = xshard("show", tmp_path / "out", "--verify")
@@ -55,7 +67,17 @@ def test_diff_names_each_mistake(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     right: dict[str, NDArray[np.float32]] = {
         name: rng.normal(size=(8, 8)).astype(np.float32)
-        for name in ("same", "gate_up", "square", "order", "stale", "other", "kind", "shape", "lost")
+        for name in (
+            "same",
+            "gate_up",
+            "square",
+            "order",
+            "stale",
+            "other",
+            "kind",
+            "shape",
+            "lost",
+        )
     }
     wrong = {
         "same": right["same"],
@@ -72,7 +94,11 @@ def test_diff_names_each_mistake(tmp_path: Path) -> None:
     safetensors.numpy.save_file(right, a)
     safetensors.numpy.save_file(wrong, b)
     safetensors.numpy.save_file({"stale": wrong["stale"]}, old)
-    found = {row[0]: " ".join(row[1:]) for row in rows(xshard("diff", a, b, "--before", old, code=1)) if row}
+    found = {
+        row[0]: " ".join(row[1:])
+        for row in rows(xshard("diff", a, b, "--before", old, code=1))
+        if row
+    }
     expected = {
         "gate_up": "the halves of dim 0 are swapped, as gate and up",
         "square": "transposed",

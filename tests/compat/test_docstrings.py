@@ -19,10 +19,15 @@ SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
 
 
 def test_examples_of_torch() -> None:
-    assert failed_examples([f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "spmd_types")]) == {}
+    assert (
+        failed_examples([f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "spmd_types")])
+        == {}
+    )
 
 
-@pytest.mark.parametrize("module", [*INTEROP, *(f"jax_bridge.compat.{system}" for system in SYSTEMS)])
+@pytest.mark.parametrize(
+    "module", [*INTEROP, *(f"jax_bridge.compat.{system}" for system in SYSTEMS)]
+)
 @in_jax
 def test_examples_of_jax(module) -> None:
     tried = doctest.testmod(importlib.import_module(module))
@@ -31,7 +36,11 @@ def test_examples_of_jax(module) -> None:
 
 def test_both_frameworks_have_the_functions() -> None:
     """Except functions of managers, which hold process groups, and modules."""
-    managers = {"get_domain_parallel_manager", "initialize_domain_parallel", "sync_domain_gradients"}
+    managers = {
+        "get_domain_parallel_manager",
+        "initialize_domain_parallel",
+        "sync_domain_gradients",
+    }
     ours, theirs = map(functions, (torch_bridge.compat, jax_bridge.compat))
     assert ours - theirs == {"convert_to_domain_parallel", *managers}
     assert theirs - ours == {"halo_exchange", "trim"}
@@ -39,7 +48,9 @@ def test_both_frameworks_have_the_functions() -> None:
 
 def functions(compat: ModuleType) -> set[str]:
     """The public functions of all systems."""
-    found = [(name, member) for name in SYSTEMS for member in inspect.getmembers(getattr(compat, name))]
+    found = [
+        (name, member) for name in SYSTEMS for member in inspect.getmembers(getattr(compat, name))
+    ]
     return {
         name
         for system, (name, value) in found

@@ -16,8 +16,10 @@ from jax_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 from tests.compat.worked import WORKED
 from tests.jax_bridge.helpers import in_jax
 
-N, AXIS = 4, "a"
-OWN, ONE = P(AXIS), P()
+N = 4
+AXIS = "a"
+OWN = P(AXIS)
+ONE = P()
 compat = SimpleNamespace(**vars(poptorch) | vars(nvsubquadratic) | vars(ksuit) | vars(credit))
 
 

@@ -19,7 +19,9 @@ from tests.torch_bridge.helpers import RECENT, error_of, on_ranks
 from torch_bridge.compat import spmd_types as ours
 from xshard import compat
 
-pytest.importorskip("spmd_types", reason="spmd_types, beside which this is tested, is not installed")
+pytest.importorskip(
+    "spmd_types", reason="spmd_types, beside which this is tested, is not installed"
+)
 
 WHOLE = ("R", "I", "P")  # types of which every rank has all elements
 
@@ -40,7 +42,8 @@ def _transitions() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group("tp")
     for src, dst in itertools.permutations(types, 2):
-        x, found = _block(src, dst), []
+        x = _block(src, dst)
+        found = []
         for function, ends in (
             (theirs.redistribute, (types[src], types[dst])),
             (ours.redistribute, (types[src], types[dst])),
@@ -48,24 +51,36 @@ def _transitions() -> None:
         ):
             leaf = x.clone().requires_grad_()
             y = function(leaf, group, src=ends[0], dst=ends[1])
-            w = torch.arange(y.numel()).reshape(y.shape) + (0 if dst in ("I", "P") else 7.0 * dist.get_rank())
+            w = torch.arange(y.numel()).reshape(y.shape) + (
+                0 if dst in ("I", "P") else 7.0 * dist.get_rank()
+            )
             (gradient,) = torch.autograd.grad(y, leaf, w)
             found.append((y, gradient))
         for other in found[1:]:
             assert all(map(torch.equal, found[0], other)), (src, dst)
     x = _block("P", "R")
-    for options in ({"op_dtype": torch.bfloat16}, {"op_dtype": torch.float64, "out_dtype": torch.float32}):
-        a, b = (f(x, group, src=P, dst=R, **options) for f in (theirs.redistribute, ours.redistribute))
+    for options in (
+        {"op_dtype": torch.bfloat16},
+        {"op_dtype": torch.float64, "out_dtype": torch.float32},
+    ):
+        a, b = (
+            f(x, group, src=P, dst=R, **options) for f in (theirs.redistribute, ours.redistribute)
+        )
         assert a.dtype == b.dtype and torch.equal(a, b)
     with theirs.set_current_mesh(mesh), checker.typecheck(local=False):
         theirs.assert_type(x, ours.to_types("n d/tp", mesh))
-        assert str(ours.from_types(theirs.get_local_type(x), 2, theirs.get_partition_spec(x))) == "d0 d1/tp"
+        assert (
+            str(ours.from_types(theirs.get_local_type(x), 2, theirs.get_partition_spec(x)))
+            == "d0 d1/tp"
+        )
         typed = theirs.no_typecheck(out_types={"tp": R})(
             lambda x: ours.redistribute(x, "tp", src="S(1)", dst="R")
         )
         assert torch.equal(typed(x), theirs.redistribute(x, "tp", src=S(1), dst=R))
     uneven = torch.arange(5.0).chunk(2)[dist.get_rank()]
-    assert ours.redistribute(uneven, None, src="S(0)", dst="R", shape=(5,)).tolist() == list(range(5))
+    assert ours.redistribute(uneven, None, src="S(0)", dst="R", shape=(5,)).tolist() == list(
+        range(5)
+    )
 
 
 def _quiet(function: Callable[[], None]) -> None:
@@ -85,16 +100,22 @@ def _several_axes() -> None:
     from spmd_types import S, TensorSharding
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rank, own, whole = dist.get_rank(), theirs.redistribute, torch.arange(64.0).reshape(8, 8)
+    rank = dist.get_rank()
+    own = theirs.redistribute
+    whole = torch.arange(64.0).reshape(8, 8)
     pairs = itertools.permutations(itertools.product(("R", "I", "P", "S(0)", "S(1)"), repeat=2), 2)
     for src, dst in list(pairs)[::17]:
         first = int(src[0] == dst[1] or dst[0] not in "RIP")  # what ends a shard goes first
         between = (dst[0], src[1]) if first == 0 else (src[0], dst[1])
         if any(a == b and "S" in a for a, b in (src, between, dst)):
             continue  # two axes shard a dim: below
-        types = {text: S(int(text[2])) if "(" in text else getattr(theirs, text) for text in {*src, *dst}}
+        types = {
+            text: S(int(text[2])) if "(" in text else getattr(theirs, text) for text in {*src, *dst}
+        }
         at = mesh.get_coordinate()
-        x = torch.arange(16.0).reshape(4, 4) + sum(100 * at[i] for i in range(2) if src[i] not in "RI")
+        x = torch.arange(16.0).reshape(4, 4) + sum(
+            100 * at[i] for i in range(2) if src[i] not in "RI"
+        )
         results = []
         for planned in (False, True):
             y = leaf = x.clone().requires_grad_()
@@ -105,7 +126,9 @@ def _several_axes() -> None:
             else:
                 for i in (first, 1 - first):
                     if src[i] != dst[i]:
-                        y = theirs.redistribute(y, mesh.get_group(i), src=types[src[i]], dst=types[dst[i]])
+                        y = theirs.redistribute(
+                            y, mesh.get_group(i), src=types[src[i]], dst=types[dst[i]]
+                        )
             w = torch.arange(y.numel()).reshape(y.shape) + sum(
                 7.0 * at[i] for i in range(2) if dst[i] not in "IP"
             )
@@ -135,7 +158,9 @@ def test_moves_over_several_axes_are_planned_inside_the_context() -> None:
 MESH = xs.Mesh(dp=2, cp=2, tp=2)
 
 
-@pytest.mark.parametrize("layout", ["d0 d1", "d0/dp/tp d1", "d0/tp/dp d1/cp", "d0/cp d1 | sum(tp) copy(dp)"])
+@pytest.mark.parametrize(
+    "layout", ["d0 d1", "d0/dp/tp d1", "d0/tp/dp d1/cp", "d0/cp d1 | sum(tp) copy(dp)"]
+)
 def test_layouts_are_types_and_back(layout: str) -> None:
     assert str(ours.from_types(ours.to_types(layout, MESH), 2)) == layout
 

@@ -25,7 +25,11 @@ def _managers() -> None:
     for size, shard_dim in ((1, -2), (2, -1), (4, -2)):
         manager = credit.initialize_domain_parallel(4, size, shard_dim=shard_dim)
         assert credit.get_domain_parallel_manager() is manager
-        assert (manager.world_size, manager.domain_parallel_size, manager.shard_dim) == (4, size, shard_dim)
+        assert (manager.world_size, manager.domain_parallel_size, manager.shard_dim) == (
+            4,
+            size,
+            shard_dim,
+        )
         first = rank // size * size
         ranks = dist.get_process_group_ranks
         assert ranks(manager.domain_group) == list(range(first, first + size))
@@ -34,7 +38,10 @@ def _managers() -> None:
         assert (manager.dp_world_size, manager.domain_world_size) == (4 // size, size)
         edges = manager.is_first_domain_rank, manager.is_last_domain_rank
         assert edges == (rank == first, rank == first + size - 1)
-        assert manager.neighbor_ranks() == (None if edges[0] else rank - 1, None if edges[1] else rank + 1)
+        assert manager.neighbor_ranks() == (
+            None if edges[0] else rank - 1,
+            None if edges[1] else rank + 1,
+        )
     for sizes in ((4, 3), (8, 2)):
         kind, text = error_of(lambda sizes=sizes: credit.DomainParallelManager(*sizes))
         assert kind == "MeshError" and str(sizes[0]) in text
@@ -53,7 +60,8 @@ def test_without_a_manager_a_block_is_the_whole() -> None:
 
 def _halos() -> None:
     """Two widths, over several blocks, other boundaries, uneven blocks, all derivatives."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     manager = credit.initialize_domain_parallel(n, n)
     whole = torch.from_numpy(numbers(1, 1, 10, 2))
     block = credit.shard_tensor(whole, manager=manager, uneven=True)
@@ -91,7 +99,11 @@ def _batches() -> None:
     assert torch.equal(mine["y"], batch["y"].chunk(2, 4)[rank])
     assert mine["index"] is batch["index"] and mine["name"] == "a"
     kind, text = error_of(lambda: credit.shard_tensor(torch.ones(1, 1, 5, 4)))
-    assert kind == "ShapeError" and "the length 5 is not divisible by 2" in text and "uneven=True" in text
+    assert (
+        kind == "ShapeError"
+        and "the length 5 is not divisible by 2" in text
+        and "uneven=True" in text
+    )
     assert issubclass(xs.errors.ShapeError, ValueError)
     # Both gradients of a gather: addends, or one and the same.
     for grad, wanted in (("sum", 3.0), ("replicated", 1.0 + rank)):
@@ -149,7 +161,8 @@ def _models() -> None:
     manager = credit.initialize_domain_parallel(n, n)
     for name, make in MODELS.items():
         torch.manual_seed(0)
-        x, model = torch.randn(2, 2, 16, 6, dtype=torch.float64), make().double()
+        x = torch.randn(2, 2, 16, 6, dtype=torch.float64)
+        model = make().double()
         y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
         assert credit.convert_to_domain_parallel(model, manager, -2, {Opaque: lambda m: m}) is model
         assert list(model.state_dict()) == list(make().state_dict())
@@ -176,7 +189,8 @@ def _dims() -> None:
         (nn.Conv1d(1, 1, 3, padding=1), (1, 1, 8), (2,)),
     ):
         for dim in dims:
-            x, model = torch.randn(shape), copy.deepcopy(alone)
+            x = torch.randn(shape)
+            model = copy.deepcopy(alone)
             credit.convert_to_domain_parallel(model, manager, shard_dim=dim)
             part = credit.shard_tensor(x, dim)
             torch.testing.assert_close(credit.gather_tensor(model(part), dim), alone(x))
@@ -191,7 +205,9 @@ def test_any_manager_that_counts_its_domain() -> None:
     part.sum().backward()
     assert torch.equal(x.grad, (torch.arange(5) > 2).double()[:, None].expand_as(x))
     assert "5 is not divisible by 2" in error_of(lambda: credit.shard_tensor(x, manager=manager))[1]
-    assert error_of(lambda: credit.gather_tensor(part, manager=manager))[0] == "MeshError"  # no processes
+    assert (
+        error_of(lambda: credit.gather_tensor(part, manager=manager))[0] == "MeshError"
+    )  # no processes
     manager.domain_parallel_size = 1
     assert credit.shard_tensor(x, manager=manager) is x
 
@@ -201,10 +217,13 @@ class Periodic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.padding = nn.Conv2d(2, 3, 5), 2
+        self.conv = nn.Conv2d(2, 3, 5)
+        self.padding = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(F.pad(x, (2, 2, 0, 0), mode="circular"), (0, 0, 2, 2), mode="reflect"))
+        return self.conv(
+            F.pad(F.pad(x, (2, 2, 0, 0), mode="circular"), (0, 0, 2, 2), mode="reflect")
+        )
 
 
 # The layers by their own names, the shapes they are for, and modules that are right on one device.
@@ -215,20 +234,25 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 3, 4, 2, 1), (1, 2, 2, 8, 4)),
     "GroupNorm": (lambda: nn.GroupNorm(1, 2), (1, 2, 8, 4)),
     "PeriodicConv2d": (Periodic, (1, 2, 8, 4)),
-    "CrossEmbedBranch": (lambda: nn.Sequential(nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(2, 3, 4)), (1, 2, 8, 4)),
+    "CrossEmbedBranch": (
+        lambda: nn.Sequential(nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(2, 3, 4)),
+        (1, 2, 8, 4),
+    ),
 }
 
 
 def _layers() -> None:
     """Each by itself, as they are where a model is written with them, with a manager of another kind."""
     n = dist.get_world_size()
-    alone, credit._manager = {name: make().double() for name, (make, _) in LAYERS.items()}, None
+    alone = {name: make().double() for name, (make, _) in LAYERS.items()}
+    credit._manager = None
     manager = SimpleNamespace(domain_parallel_size=n, domain_rank=dist.get_rank(), shard_dim=-2)
     for name, (_, shape) in LAYERS.items():
         torch.manual_seed(0)
         for p in alone[name].parameters():
             nn.init.normal_(p)
-        x, layer = torch.randn(shape).double(), copy.deepcopy(alone[name])
+        x = torch.randn(shape).double()
+        layer = copy.deepcopy(alone[name])
         y, of_x, of_parameters = whole_gradients(alone[name], x)
         layer = getattr(credit, f"DomainParallel{name}")(layer)
         same(layer(x), y, f"{name}, without a manager")
@@ -255,7 +279,8 @@ def _layers() -> None:
     )
     assert [kind(conv).halo_width for kind, conv in zip(kinds, convs, strict=True)] == [1, 0, 3]
     assert names == ["conv.weight", "conv.bias"]
-    resize, x = credit.DomainParallelInterpolate((6, 10)), torch.randn(1, 2, 8, 5)
+    resize = credit.DomainParallelInterpolate((6, 10))
+    x = torch.randn(1, 2, 8, 5)
     wanted = F.interpolate(x, size=(6 * n, 10), mode="bilinear")
     credit.initialize_domain_parallel(n, n)
     torch.testing.assert_close(credit.gather_tensor(resize(credit.shard_tensor(x))), wanted)
@@ -266,12 +291,17 @@ def _one_by_one() -> None:
     """The parts of a converted model, called as those of the model: with blocks, records lost or not."""
     manager = credit.initialize_domain_parallel(2, 2)
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    model, x = copy.deepcopy(alone), torch.randn(1, 4, 16, 8)
+    alone = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
+    model = copy.deepcopy(alone)
+    x = torch.randn(1, 4, 16, 8)
     credit.convert_to_domain_parallel(model, manager)
-    y, mine = x, credit.shard_tensor(x)
+    y = x
+    mine = credit.shard_tensor(x)
     for part, whole in zip(model, alone, strict=True):
-        y, mine = whole(y), part(mine)
+        y = whole(y)
+        mine = part(mine)
         torch.testing.assert_close(credit.gather_tensor(mine), y)
         if isinstance(whole, nn.GroupNorm):
             mine = mine.detach().clone()
@@ -284,9 +314,14 @@ class Shrinking(nn.Module):
 
 def _refused() -> None:
     """The original runs a module without an exact form on every part by itself."""
-    manager, shrinking = credit.initialize_domain_parallel(2, 2), {Shrinking: lambda m: m}
+    manager = credit.initialize_domain_parallel(2, 2)
+    shrinking = {Shrinking: lambda m: m}
     for model, kind, part in (
-        (nn.MultiheadAttention(4, 2), "XshardError", "0 (MultiheadAttention) lacks an exact form on blocks"),
+        (
+            nn.MultiheadAttention(4, 2),
+            "XshardError",
+            "0 (MultiheadAttention) lacks an exact form on blocks",
+        ),
         (Opaque(), "XshardError", "0: einsum() of a block is not a block of einsum() of the array"),
         (Shrinking(), "ShapeError", "0: a block of shape (1, 2, 4, 4) became one of (1, 2, 3, 4)"),
         (nn.Conv2d(3, 2, 3), "ShapeError", "2 channels"),

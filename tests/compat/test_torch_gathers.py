@@ -25,7 +25,8 @@ Found = dict[str, tuple[np.ndarray, np.ndarray]]
 
 def _run(names: list[str]) -> Found:
     """The result and the gradient of every example on this rank; tangents and second derivatives."""
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found = {}
     for name in names:
         worked = WORKED[name]
         call = partial(worked.torch, getattr(compat, SYSTEM_OF[name]))
@@ -34,7 +35,9 @@ def _run(names: list[str]) -> Found:
         y = call(x)
         (gradient,) = torch.autograd.grad(y, x, cotangent)
         assert np.array_equal(x.detach(), worked.blocks[rank]), f"{name}: the input was written to"
-        assert np.array_equal(cotangent, worked.cotangents[rank]), f"{name}: the gradient was written to"
+        assert np.array_equal(cotangent, worked.cotangents[rank]), (
+            f"{name}: the gradient was written to"
+        )
         found[name] = y.detach().numpy(), gradient.numpy()
         direction = 3 * x.detach() + 1
         moved = call(direction)
@@ -59,17 +62,34 @@ def test_worked_examples(name: str, ran: dict[int, list[Found]]) -> None:
     worked = WORKED[name]
     for rank, found in enumerate(ran[worked.n]):
         for ours, theirs in zip(found[name], (worked.results, worked.gradients), strict=True):
-            assert ours.shape == theirs[rank].shape and np.array_equal(ours, theirs[rank]), f"rank {rank}"
+            assert ours.shape == theirs[rank].shape and np.array_equal(ours, theirs[rank]), (
+                f"rank {rank}"
+            )
 
 
 def _dtypes() -> None:
     rank = dist.get_rank()
-    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8):
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.bool,
+        torch.uint8,
+    ):
         x = torch.tensor([rank, 1]).to(dtype)
-        for gather in (ksuit.all_gather_grad, ksuit.all_gather_grad_overwrite, ksuit.all_gather_nograd):
+        for gather in (
+            ksuit.all_gather_grad,
+            ksuit.all_gather_grad_overwrite,
+            ksuit.all_gather_nograd,
+        ):
             assert gather(x).dtype == dtype and gather(x).tolist() == [0, 1, 1, 1]
-        assert ksuit.all_gather_nograd_clipped(x, 3).tolist() == torch.tensor([0, 1, 1]).to(dtype).tolist()
-        total, mean = ksuit.all_reduce_sum_grad(x), ksuit.all_reduce_mean_nograd(x)
+        assert (
+            ksuit.all_gather_nograd_clipped(x, 3).tolist()
+            == torch.tensor([0, 1, 1]).to(dtype).tolist()
+        )
+        total = ksuit.all_reduce_sum_grad(x)
+        mean = ksuit.all_reduce_mean_nograd(x)
         any_ = dtype == torch.bool
         assert total.dtype == dtype and total.tolist() == ([True, True] if any_ else [1, 2])
         assert mean.tolist() == ([True, True] if any_ else [0.5, 1])
@@ -96,7 +116,8 @@ def _plain_values() -> None:
     assert ksuit.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
     for sizes in ((1, 2), (0, 3), (2, 2)):
         for dim, options in ((0, {}), (0, {"sizes": sizes}), (-1, {})):
-            rows, weights = torch.arange(sum(sizes)), torch.arange(1.0, sum(sizes) + 1)
+            rows = torch.arange(sum(sizes))
+            weights = torch.arange(1.0, sum(sizes) + 1)
             x = rows.split(sizes)[rank].double().requires_grad_()
             y = ksuit.all_gather_grad(x.unsqueeze(dim - 1), dim, **options)
             (y.flatten() * weights * (1 + rank)).sum().backward()
@@ -114,7 +135,10 @@ def test_without_a_process_group_every_block_is_the_whole() -> None:
     for name in ("all_gather_grad", "all_gather_grad_autograd", "all_gather_grad_overwrite"):
         assert getattr(ksuit, name)(x) is x
         assert getattr(ksuit, name)(3).tolist() == [3]
-    assert ksuit.all_gather_nograd(x).tolist() == [1, 2] and not ksuit.all_gather_nograd(x).requires_grad
+    assert (
+        ksuit.all_gather_nograd(x).tolist() == [1, 2]
+        and not ksuit.all_gather_nograd(x).requires_grad
+    )
     assert ksuit.all_gather_nograd_clipped(x, 1).tolist() == [1, 2]
     for name in ("sum_grad", "sum_nograd", "mean_grad", "mean_nograd"):
         reduce = getattr(ksuit, f"all_reduce_{name}")
@@ -135,12 +159,15 @@ def _no_gradients() -> None:
 
 
 def _clipped() -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     samples = torch.arange(10)
     padded = torch.cat([samples, samples[: -10 % n]])  # as DistributedSampler does
     assert ksuit.all_gather_nograd_clipped(padded[rank::n], 10).tolist() == samples.tolist()
     rows = padded[rank::n, None] * torch.tensor([1, 100])
-    assert torch.equal(ksuit.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100]))
+    assert torch.equal(
+        ksuit.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100])
+    )
 
 
 def _bytes() -> dict[str, tuple[int, int]]:
@@ -165,13 +192,16 @@ def _replicas() -> None:
     pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     y = poptorch.all_gather_cross_replica(torch.tensor(rank), 2, group=pair)
     assert y.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
-    parts = poptorch.all_to_all_single_cross_replica(torch.tensor([10 * rank, 10 * rank + 1]), 2, group=pair)
+    parts = poptorch.all_to_all_single_cross_replica(
+        torch.tensor([10 * rank, 10 * rank + 1]), 2, group=pair
+    )
     assert parts.tolist() == [10 * (rank // 2 * 2 + other) + rank % 2 for other in (0, 1)]
     assert still_connected()
 
 
 def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    cuda = torch.device("cuda", 0)
     for device, config, wanted in (
         (cpu, "cpu:gloo", cpu),
         (cuda, "cpu:gloo,cuda:gloo", cpu),
@@ -187,11 +217,15 @@ def _compiled() -> None:
     for name, call in (
         ("all_gather_grad", ksuit.all_gather_grad),
         ("all_reduce_mean_grad", ksuit.all_reduce_mean_grad),
-        ("all_to_all_single_fn", lambda x: nvsubquadratic.all_to_all_single_fn(None, "split_to_full", x)),
+        (
+            "all_to_all_single_fn",
+            lambda x: nvsubquadratic.all_to_all_single_fn(None, "split_to_full", x),
+        ),
         ("all_gather_cross_replica", lambda x: poptorch.all_gather_cross_replica(x, 2)),
     ):
         x = torch.arange(8.0).view(1, 2, 4).requires_grad_()
-        y, compiled = call(x), torch.compile(call, backend="eager", fullgraph=True)(x)
+        y = call(x)
+        compiled = torch.compile(call, backend="eager", fullgraph=True)(x)
         assert torch.equal(y, compiled), name
         gradients = (torch.autograd.grad(result.pow(2).sum(), x)[0] for result in (y, compiled))
         assert torch.equal(*gradients), name

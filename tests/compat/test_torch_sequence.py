@@ -31,47 +31,60 @@ def _uneven() -> None:
         ends = [[block_of(array, layout, MESH) for array in (x, x % 7 - 3)] for layout in layouts]
         for direction, (before, after) in zip(DIRECTIONS, (ends, ends[::-1]), strict=True):
             block = before[0].clone().requires_grad_()
-            y = nvsubquadratic.AllToAllSingleFunction.apply(block, None, direction, zigzag, shape=x.shape)
+            y = nvsubquadratic.AllToAllSingleFunction.apply(
+                block, None, direction, zigzag, shape=x.shape
+            )
             assert torch.equal(y, after[0])
             assert torch.equal(torch.autograd.grad(y, block, after[1])[0], before[1])
     # A whole that nothing divides is cut, and put together again.
     whole = torch.from_numpy(numbers(2, 19))
     mine = nvsubquadratic.zigzag_split_across_group_ranks(whole, None, seq_dim=-1)
     assert mine.shape[1] < 19
-    assert torch.equal(nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole)
+    assert torch.equal(
+        nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole
+    )
 
 
 def _dims() -> None:
     """Sequence first, as in [L, B, C]."""
     x = numbers(16, 2, 8)
-    block, columns = block_of(x, "l/zigzag(cp) b c", MESH), block_of(x, "l b c/cp", MESH)
+    block = block_of(x, "l/zigzag(cp) b c", MESH)
+    columns = block_of(x, "l b c/cp", MESH)
     for channel_dim, sequence_dim in ((2, 0), (-1, -3)):
         dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
         y = nvsubquadratic.all_to_all_single_fn(None, "split_to_full", block, **dims)
         assert torch.equal(y, columns)
-        assert torch.equal(nvsubquadratic.all_to_all_single_fn(None, "full_to_split", y, **dims), block)
+        assert torch.equal(
+            nvsubquadratic.all_to_all_single_fn(None, "full_to_split", y, **dims), block
+        )
 
 
 def _groups() -> None:
     """In two groups of two, whose second one does not begin at rank 0; in the order of the group."""
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    mine, other = pairs[rank % 2], pairs[1 - rank % 2]
+    mine = pairs[rank % 2]
+    other = pairs[1 - rank % 2]
     x = numbers(1, 2, 8)
     block = torch.from_numpy(x)[:, [rank // 2]]
     y = nvsubquadratic.all_to_all_single_fn(mine, "full_to_split", block)
     rows = [[0, 1, 6, 7], [2, 3, 4, 5]][rank // 2]
     assert np.array_equal(y, x[..., rows])
-    kind, text = error_of(lambda: nvsubquadratic.all_to_all_single_fn(other, "full_to_split", block))
+    kind, text = error_of(
+        lambda: nvsubquadratic.all_to_all_single_fn(other, "full_to_split", block)
+    )
     assert kind == "MeshError" and f"rank {rank} is not in the group" in text
     alone = [dist.new_group([r]) for r in range(N)][rank]
     for verb in ("split_across", "gather_from"):
-        assert torch.equal(getattr(nvsubquadratic, f"zigzag_{verb}_group_ranks")(block, alone, 2), block)
+        assert torch.equal(
+            getattr(nvsubquadratic, f"zigzag_{verb}_group_ranks")(block, alone, 2), block
+        )
     assert still_connected()
 
 
 def _refusals() -> None:
-    rank, x = dist.get_rank(), torch.ones(2, 4, 8)
+    rank = dist.get_rank()
+    x = torch.ones(2, 4, 8)
     single: Any = nvsubquadratic.all_to_all_single_fn
     length = "the sequence length 12 is not divisible by 8"
 
@@ -120,9 +133,13 @@ def _refusals() -> None:
         (lambda: every(lambda: ksuit.all_gather_grad(x, batch_dim=rank % 2)), "DesyncError", "expression"),
     )  # fmt: skip
     for call, kind, *parts in refused:
-        with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:  # as users of the originals do
+        with pytest.raises(
+            ValueError, match=re.escape(parts[0])
+        ) as caught:  # as users of the originals do
             call()
-        assert type(caught.value).__name__ == kind and all(part in str(caught.value) for part in parts)
+        assert type(caught.value).__name__ == kind and all(
+            part in str(caught.value) for part in parts
+        )
     assert still_connected() and compared().shape == (1, 16, 2)
 
 

@@ -13,9 +13,25 @@ from xshard.contractions.expression import contraction
 
 Case = tuple[str, Mapping[str, int], Mapping[str, int], str]
 
-LENGTHS = {"b": 8, "s": 8, "d": 8, "f": 16, "v": 8, "h": 8, "k": 2, "t": 8, "e": 8, "c": 8, "r": 3, "n": 16}
-TP4, TP8, BOTH = {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 4}
-SQUARE, CUBE = {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}
+LENGTHS = {
+    "b": 8,
+    "s": 8,
+    "d": 8,
+    "f": 16,
+    "v": 8,
+    "h": 8,
+    "k": 2,
+    "t": 8,
+    "e": 8,
+    "c": 8,
+    "r": 3,
+    "n": 16,
+}
+TP4 = {"tp": 4}
+TP8 = {"tp": 8}
+BOTH = {"dp": 2, "tp": 4}
+SQUARE = {"x": 2, "y": 2}
+CUBE = {"x": 2, "y": 2, "z": 2}
 
 
 def spelled(layout: xs.Layout) -> tuple[str, ...]:
@@ -24,7 +40,9 @@ def spelled(layout: xs.Layout) -> tuple[str, ...]:
 
 
 def _case(name: str, mesh: Mapping[str, int], expression: str, **lengths: int) -> Case:
-    names = dict.fromkeys(name for layout in contraction(expression).operands for name in layout.names)
+    names = dict.fromkeys(
+        name for layout in contraction(expression).operands for name in layout.names
+    )
     return name, mesh, {name: lengths.get(name, LENGTHS[name]) for name in names}, expression
 
 

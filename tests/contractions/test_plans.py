@@ -45,7 +45,9 @@ def test_dots_are_all_dims_without_a_name(text, shapes, equation):
     plan = xs.plan(text, xs.Mesh(MESH), shape=shapes, dtype="int64")
     assert xs.ContractionPlan.from_json(plan.to_json()) == plan
     arrays = [np.arange(np.prod(shape)).reshape(shape) for shape in shapes]
-    blocks = [xs.reference.scatter(x, a.layout, a.mesh) for x, a in zip(arrays, plan.arrays, strict=False)]
+    blocks = [
+        xs.reference.scatter(x, a.layout, a.mesh) for x, a in zip(arrays, plan.arrays, strict=False)
+    ]
     end = plan.arrays[-1]
     found = xs.reference.gather(xs.reference.run(plan, *blocks), end.layout, end.mesh, end.shape)
     assert np.array_equal(found, np.einsum(equation, *arrays))
@@ -61,7 +63,8 @@ def test_the_scale_of_a_mean_counts_once_where_the_result_is_a_sum():
 
 def test_replicas_in_place_of_copies_would_have_wrong_gradients():
     """A plan that leaves an operand as replicas where it is used apart is none: its gradient is wrong."""
-    mesh, sizes = xs.Mesh(x=2), {"i": 2, "k": 3, "j": 4}
+    mesh = xs.Mesh(x=2)
+    sizes = {"i": 2, "k": 3, "j": 4}
     plan = xs.plan("i k, k j/x -> i j/x", mesh, sizes=sizes)
     [part], move = plan.parts, xs.plan("i k -> i k", mesh, (2, 3))
     wrong = replace(part, moves=(move, part.moves[1]))

@@ -10,7 +10,18 @@ import pytest
 import xshard as xs
 from tests.messages import refused, rows
 
-LENGTHS = {"b": 8, "s": 2048, "t": 2048, "d": 1024, "f": 4096, "e": 8, "c": 1024, "h": 16, "k": 64, "r": 16}
+LENGTHS = {
+    "b": 8,
+    "s": 2048,
+    "t": 2048,
+    "d": 1024,
+    "f": 4096,
+    "e": 8,
+    "c": 1024,
+    "h": 16,
+    "k": 64,
+    "r": 16,
+}
 
 
 def planned(expression: str, mesh: xs.Mesh, **options) -> xs.ContractionPlan:
@@ -47,7 +58,9 @@ b s/tp d, d r, r f/tp -> b s f/tp   b s/tp d, d r | copy(tp) -> b s/tp r; r f/tp
 def test_named_schemes_are_found(scheme):
     expression, local, moves, words = re.split(r"\n {4}| {3}", scheme)
     plan = planned(expression, xs.Mesh(tp=8))
-    steps = [step for part in plan.parts for move in (*part.moves, part.result) for step in move.steps]
+    steps = [
+        step for part in plan.parts for move in (*part.moves, part.result) for step in move.steps
+    ]
     assert (plan.local, "; ".join(map(str, steps)) or "nothing") == (local, moves)
     assert words in plan.explain()
     assert xs.ContractionPlan.from_json(plan.to_json()) == plan
@@ -64,16 +77,19 @@ def test_other_places_cost_more():
 
 def test_of_places_that_take_about_as_long_the_one_with_the_fewest_moves_wins() -> None:
     """Three moves save a hundredth of the seconds; where bytes alone count, they are taken."""
-    expression, options = "b s f/tp, f/tp d -> b s d", {"dtype": "float32", "objective": "forward"}
+    expression = "b s f/tp, f/tp d -> b s d"
+    options = {"dtype": "float32", "objective": "forward"}
     plan, bytes_alone = (
-        planned(expression, xs.Mesh(tp=8), profile=profile, **options) for profile in ("gloo", "bandwidth")
+        planned(expression, xs.Mesh(tp=8), profile=profile, **options)
+        for profile in ("gloo", "bandwidth")
     )
     assert plan.local == "b s f/tp, f/tp d -> b s d | sum(tp)"
     assert bytes_alone.bytes_received < plan.bytes_received
 
 
 def test_limits():
-    expression, mesh = "b s f/tp, f/tp d -> b s/tp d", xs.Mesh(tp=8)
+    expression = "b s f/tp, f/tp d -> b s/tp d"
+    mesh = xs.Mesh(tp=8)
     plan = planned(expression, mesh)
     smaller = planned(expression, mesh, memory_limit=plan.peak_bytes - 1)
     assert smaller.peak_bytes < plan.peak_bytes and smaller.cost >= plan.cost
@@ -94,7 +110,8 @@ def test_limits():
 )
 def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
     mesh = xs.Mesh(tp=8)
-    plain, always = planned(expression, mesh), planned(expression, mesh, overlap="always")
+    plain = planned(expression, mesh)
+    always = planned(expression, mesh, overlap="always")
     [part] = always.parts
     assert (part.ring and (part.ring.operand, part.ring.dim, part.ring.axis)) == ring
     assert always.bytes_received == plain.bytes_received
@@ -113,8 +130,19 @@ def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
 
 
 SIZES = {"b": 8, "d": 4, "f": 4}
-GIVEN = [{}, {"sizes": {"b": 8, "d": 4}}, {"sizes": SIZES | {"q": 1}}, {"shape": [[8, 4]]}, {"shape": 8}]
-GIVEN += [{"shape": [[8, 4], [6, 4]]}, {"shape": [[8, 4], [4]]}, {"sizes": SIZES}, {"shape": [[12], [8]]}]
+GIVEN = [
+    {},
+    {"sizes": {"b": 8, "d": 4}},
+    {"sizes": SIZES | {"q": 1}},
+    {"shape": [[8, 4]]},
+    {"shape": 8},
+]
+GIVEN += [
+    {"shape": [[8, 4], [6, 4]]},
+    {"shape": [[8, 4], [4]]},
+    {"sizes": SIZES},
+    {"shape": [[12], [8]]},
+]
 GIVEN += [
     {"shape": [[12], [4]]},
     {"sizes": {"b": 3, "d": 4}},
@@ -185,8 +213,11 @@ def test_one_operand_with_a_plain_shape_is_a_move_which_sums_nothing():
 
 def test_a_sum_of_one_operand_has_no_products():
     """So devices may repeat it rather than gather what it sums."""
-    sizes, mesh = {"a": 8, "b": 64, "c": 16}, xs.Mesh(x=2, y=2)
+    sizes = {"a": 8, "b": 64, "c": 16}
+    mesh = xs.Mesh(x=2, y=2)
     limit = 8 * 64 * 16 // 2
-    plan = xs.plan("a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=limit)
+    plan = xs.plan(
+        "a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=limit
+    )
     assert plan.flops == limit and plan.local == "a/x b c -> c a/x"
     assert plan.backward_bytes_received < 8 * 16 * 4 < 8 * 64 * 16

@@ -18,7 +18,9 @@ LENGTHS = {"i": 4, "j": 5, "k": 6, "l": 1, "m": 3}
 ORDERS = ("block", "block", "balanced", "zigzag", "cyclic")
 
 
-def einsum(operands: list[tuple[tuple[str, ...], np.ndarray]], names: tuple[str, ...]) -> np.ndarray:
+def einsum(
+    operands: list[tuple[tuple[str, ...], np.ndarray]], names: tuple[str, ...]
+) -> np.ndarray:
     """numpy's own, over the names of dims."""
     left = ",".join("".join(dims) for dims, _ in operands)
     return np.einsum(f"{left}->{''.join(names)}", *(x for _, x in operands))
@@ -27,7 +29,10 @@ def einsum(operands: list[tuple[tuple[str, ...], np.ndarray]], names: tuple[str,
 def locally(operands, names):
     """Layouts and blocks of the operands -> the block that every device gets."""
     each = zip(*(blocks for _, blocks in operands), strict=True)
-    return [einsum([(x.names, b) for (x, _), b in zip(operands, own, strict=True)], names) for own in each]
+    return [
+        einsum([(x.names, b) for (x, _), b in zip(operands, own, strict=True)], names)
+        for own in each
+    ]
 
 
 def drawn(rng: random.Random) -> tuple[xs.Mesh, list[xs.Layout], tuple[str, ...]]:
@@ -44,7 +49,9 @@ def drawn(rng: random.Random) -> tuple[xs.Mesh, list[xs.Layout], tuple[str, ...]
         tags[i][kind] = (*tags[i].get(kind, ()), axis)
 
     for axis in rng.sample(mesh.axes, len(mesh.axes)):
-        part = rng.choice(["cut", "cut", "cut", "sum", "copy", "none"] if used else ["sum", "copy", "none"])
+        part = rng.choice(
+            ["cut", "cut", "cut", "sum", "copy", "none"] if used else ["sum", "copy", "none"]
+        )
         owner = rng.randrange(len(dims))
         if part == "cut":
             name = rng.choice(used)
@@ -69,21 +76,28 @@ def shape_of(layout: xs.Layout) -> tuple[int, ...]:
 
 def check(mesh: xs.Mesh, layouts: list[xs.Layout], names: tuple[str, ...], seed: int) -> None:
     """Values, types and dot products of a contraction, in whole numbers."""
-    rng, found = np.random.default_rng(seed), local_type(layouts, names, "")
+    rng = np.random.default_rng(seed)
+    found = local_type(layouts, names, "")
     operands = [(x, oracle.random_blocks(x, mesh, shape_of(x), rng)) for x in layouts]
     wholes = [(x.names, oracle.gather(blocks, x, mesh, shape_of(x))) for x, blocks in operands]
     result = locally(operands, names)
-    assert np.array_equal(oracle.gather(result, found, mesh, shape_of(found)), einsum(wholes, names))
+    assert np.array_equal(
+        oracle.gather(result, found, mesh, shape_of(found)), einsum(wholes, names)
+    )
     cotangent = oracle.random_blocks(found.dual, mesh, shape_of(found), rng)
     paired = oracle.paired(result, cotangent, found, mesh)
     for i, (layout, blocks) in enumerate(operands):
         others = [(found.dual, cotangent), *operands[:i], *operands[i + 1 :]]
         known = {name for other, _ in others for name in other.names}
-        for dim in layout.dims:  # a dim of its own: the gradient is repeated along it, as beside ones
+        for (
+            dim
+        ) in layout.dims:  # a dim of its own: the gradient is repeated along it, as beside ones
             if dim.name not in known:
                 rest = tuple(axis for axis in found.dual.axes if axis not in dim.axes)
                 alone = xs.Layout((dim,), (("copy", rest),))
-                others.append((alone, xs.reference.scatter(np.ones(LENGTHS[dim.name]), alone, mesh)))
+                others.append(
+                    (alone, xs.reference.scatter(np.ones(LENGTHS[dim.name]), alone, mesh))
+                )
         assert local_type([other for other, _ in others], layout.names, "") == layout.dual
         assert oracle.paired(blocks, locally(others, layout.names), layout, mesh) == paired
 

@@ -40,16 +40,25 @@ def test_an_array_is_copied_whose_dims_are_in_no_order_of_matrices(equation, exp
     # Gradients are products of the same arrays, and copy the same.
     for i in range(len(arrays) - 1):
         others = [k for k in range(len(arrays)) if k != i]
-        assert accesses([arrays[k] for k in (*others, i)]) == tuple(expected[k] for k in (*others, i))
+        assert accesses([arrays[k] for k in (*others, i)]) == tuple(
+            expected[k] for k in (*others, i)
+        )
 
 
 @pytest.mark.parametrize("rate", [2.5e10, 1e15])
 def test_work_is_that_of_operations_or_of_memory_whichever_takes_longer(rate):
-    profile, sizes = replace(HOST, flops_per_s=(("float32", rate),)), {"b": 8, "s": 128, "t": 256, "k": 64}
+    profile = replace(HOST, flops_per_s=(("float32", rate),))
+    sizes = {"b": 8, "s": 128, "t": 256, "k": 64}
     plan = xs.plan(
-        "b/tp s t, b/tp t k -> b/tp s k", xs.Mesh(tp=8), None, "float32", sizes=sizes, profile=profile
+        "b/tp s t, b/tp t k -> b/tp s k",
+        xs.Mesh(tp=8),
+        None,
+        "float32",
+        sizes=sizes,
+        profile=profile,
     )
-    flops, touched = 2 * 128 * 256 * 64, 4 * (128 * 256 + 256 * 64 + 128 * 64)
+    flops = 2 * 128 * 256 * 64
+    touched = 4 * (128 * 256 + 256 * 64 + 128 * 64)
     work = {2.5e10: flops / 2.5e10, 1e15: touched / (2 * HOST.copy_bytes_per_s)}[rate]
     assert (plan.forward_cost, plan.backward_cost) == (work, 2 * work)
 
@@ -65,9 +74,13 @@ def test_values_are_not_gathered_for_every_device_to_copy(rate):
 
 @pytest.mark.parametrize("text", [VALUES, "b s/tp t, t k -> b s/tp k", "b s/tp t -> b t"])
 def test_search_and_plan_count_the_same(text):
-    names = [name for x in xs.contractions.expression.contraction(text).operands for name in x.names]
+    names = [
+        name for x in xs.contractions.expression.contraction(text).operands for name in x.names
+    ]
     profile = replace(HOST, flops_per_s=())  # no limit but memory
-    plan = xs.plan(text, xs.Mesh(tp=8), sizes={name: SIZES[name] for name in names}, profile=profile)
+    plan = xs.plan(
+        text, xs.Mesh(tp=8), sizes={name: SIZES[name] for name in names}, profile=profile
+    )
     [part] = plan.parts
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, profile)
@@ -87,7 +100,10 @@ def test_search_and_plan_count_the_same(text):
     ],
 )
 def test_the_cheapest_way_is_taken(layout: str, length: int, kv_heads: int, how: str) -> None:
-    q, k = (xs.Sharding(xs.Layout.parse(layout), xs.Mesh(cp=8), (1, h, length, 128)) for h in (32, kv_heads))
+    q, k = (
+        xs.Sharding(xs.Layout.parse(layout), xs.Mesh(cp=8), (1, h, length, 128))
+        for h in (32, kv_heads)
+    )
     given = attention(q, k, k, causal=True)
     found = fastest_attention(given, "bfloat16", H100)
     prices = {way: attention_seconds(replace(given, how=way), "bfloat16", H100) for way in METHODS}

@@ -35,10 +35,15 @@ def test_kinds_of_devices_have_the_profile_of_their_machine(kind):
 
 def test_nodes_are_as_large_as_the_launcher_says():
     profile = machine_of("NVIDIA H100 80GB HBM3", 4)
-    assert (profile.name, profile.node_devices) == ("h100:4", 4) and profile == xs.load_profile("h100:4")
+    assert (profile.name, profile.node_devices) == ("h100:4", 4) and profile == xs.load_profile(
+        "h100:4"
+    )
     assert machine_of("NVIDIA H100 80GB HBM3", 8) == xs.load_profile("h100")
     assert machine_of("NVIDIA GB200", 4).node_devices == 72, "a node is a rack there, not a host"
-    assert machine_of("gloo", 4) == xs.load_profile("gloo:4") and machine_of("gloo", None).name == "gloo"
+    assert (
+        machine_of("gloo", 4) == xs.load_profile("gloo:4")
+        and machine_of("gloo", None).name == "gloo"
+    )
     assert machine_of("TPU v6e", 4) == xs.load_profile("tpu_v6e"), "it has one kind of link"
     for wrong in ("h100:0", "h100:x", "tpu_v6e:4"):
         with pytest.raises(xs.errors.ProfileError, match="'h100:4' has nodes of 4"):
@@ -46,7 +51,9 @@ def test_nodes_are_as_large_as_the_launcher_says():
 
 
 def test_an_unknown_kind_warns_once_and_names_calibrate():
-    with pytest.warns(UserWarning, match="no profile for devices of the kind 'Abacus 3'.*xshard calibrate"):
+    with pytest.warns(
+        UserWarning, match="no profile for devices of the kind 'Abacus 3'.*xshard calibrate"
+    ):
         assert machine_of("Abacus 3", None) == xs.load_profile("h100")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +87,9 @@ def test_what_overrides_what(monkeypatch):
     def planned(profile="auto"):
         return xs.plan("n/a d -> n d", mesh, (8, 4), profile=profile)
 
-    assert asked_for("auto") == "auto" and without_devices("auto") == "h100" == planned().profile.name
+    assert (
+        asked_for("auto") == "auto" and without_devices("auto") == "h100" == planned().profile.name
+    )
     monkeypatch.setenv("XSHARD_PROFILE", "a100:4")
     assert planned().profile.name == "a100:4" and "priced for a100:4" in str(planned())
     with xs.use_profile("tpu_v6e") as machine:
@@ -89,7 +98,10 @@ def test_what_overrides_what(monkeypatch):
             assert planned().profile.name == "gloo"
         assert planned().profile == machine
     assert planned().profile.name == "a100:4"
-    with pytest.raises(xs.errors.ProfileError, match="no profile 'abacus'"), xs.use_profile("abacus"):
+    with (
+        pytest.raises(xs.errors.ProfileError, match="no profile 'abacus'"),
+        xs.use_profile("abacus"),
+    ):
         pass
 
 
@@ -101,7 +113,9 @@ def test_a_plan_is_read_back_with_its_machine():
 @pytest.mark.parametrize("name", sorted({name for _, name in KINDS} - {"gloo", "host"}))
 def test_figures_of_accelerators_are_of_one_order(name):
     profile = xs.load_profile(name)
-    assert 1e13 < profile.flops("float32") <= profile.flops("bfloat16") <= profile.flops("int8") < 1e16
+    assert (
+        1e13 < profile.flops("float32") <= profile.flops("bfloat16") <= profile.flops("int8") < 1e16
+    )
     assert 5e10 < profile.default.bytes_per_s < profile.copy_bytes_per_s < 5e12
     assert profile.across is None or profile.across.bytes_per_s < profile.default.bytes_per_s
 
@@ -113,4 +127,6 @@ def test_phases_run_where_they_are_faster_than_a_ring():
         return xs.load_profile(profile).fabric(xs.Mesh(node=2, x=x)).has_phases(axes)
 
     assert has_phases("gloo:8") and has_phases("h100:2", 2) and not has_phases("h100")
-    assert not has_phases("gloo") and not any(has_phases("gloo:8", axes=(axis,)) for axis in ("node", "x"))
+    assert not has_phases("gloo") and not any(
+        has_phases("gloo:8", axes=(axis,)) for axis in ("node", "x")
+    )

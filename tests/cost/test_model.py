@@ -17,9 +17,12 @@ from xshard.steps import Permute, Traffic
 from xshard.steps.permute import senders
 from xshard.steps.traffic import Hop
 
-SLOW, FAST = xs.Link(1e-5, 1e9), xs.Link(1e-6, 1e11)
+SLOW = xs.Link(1e-5, 1e9)
+FAST = xs.Link(1e-6, 1e11)
 LAUNCH = (("exchange", 3e-5), ("other", 2e-5))
-MACHINE = xs.Profile("machine", "made up", SLOW, axes=(("tp", FAST),), launch_s=LAUNCH, copy_bytes_per_s=1e12)
+MACHINE = xs.Profile(
+    "machine", "made up", SLOW, axes=(("tp", FAST),), launch_s=LAUNCH, copy_bytes_per_s=1e12
+)
 MESH = xs.Mesh(dp=2, tp=4)
 HOPS = Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)
 GOOD = {
@@ -43,12 +46,15 @@ def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
     copied = 700 * 2 / 1e12
     assert math.isclose(seconds_of("all_gather", traffic, 2), 2e-5 + over_dp + over_tp + copied)
     assert math.isclose(seconds_of("exchange", traffic, 2), 3e-5 + over_dp + over_tp + copied)
-    assert seconds_of("slice", Traffic(copied=700), 2) == copied  # a local step pays its copies only
+    assert (
+        seconds_of("slice", Traffic(copied=700), 2) == copied
+    )  # a local step pays its copies only
 
 
 def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_what_is_kept():
     by_rounds = replace(MACHINE, rounds=True).fabric(MESH).seconds
-    traffic, other = Traffic(5000, 700, HOPS, kept=100), Traffic(5000, 700, HOPS)
+    traffic = Traffic(5000, 700, HOPS, kept=100)
+    other = Traffic(5000, 700, HOPS)
     more = by_rounds("exchange", traffic, 2) - seconds_of("exchange", traffic, 2)
     assert math.isclose(more, 3 * 3e-5 - 100 * 2 / 1e12)
     assert by_rounds("exchange", Traffic(copied=700, kept=100), 2) == 3e-5 + 600 * 2 / 1e12
@@ -82,11 +88,15 @@ def test_a_ring_pays_each_of_its_rounds(expression, rounds):
         ("n/node d -> n/x d", (2, 2), 1 / 2),
     ],
 )
-def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(expression, sizes, share):
+def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(
+    expression, sizes, share
+):
     mesh = xs.Mesh(node=sizes[0], x=sizes[1])
     for topology, part in (("port", share), ("switch", 1)):
         across = xs.Link(0.0, 1e6, topology)
-        nodes = xs.Profile("nodes", "made up", xs.Link(0.0, 1e15), across=across, node_devices=sizes[1])
+        nodes = xs.Profile(
+            "nodes", "made up", xs.Link(0.0, 1e15), across=across, node_devices=sizes[1]
+        )
         plan = xs.plan(expression, mesh, (64, 64), profile="h100")
         step = Permute(plan.dst)
         block = plan.source.max_local_size
@@ -108,7 +118,11 @@ def test_axes_that_leave_a_node_have_the_link_between_nodes():
     nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=8)
     mesh = xs.Mesh(dp=4, cp=2, tp=4)
     assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
-    assert [(span.axis, span.level) for span in nodes.link_spans(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
+    assert [(span.axis, span.level) for span in nodes.link_spans(mesh)] == [
+        ("dp", 0),
+        ("cp", 1),
+        ("tp", 1),
+    ]
 
 
 def spans_with_links(profile, mesh, axes):
@@ -126,17 +140,23 @@ def test_axes_on_their_own_keep_their_links_and_the_ends_of_nodes(axes, node_dev
     part = nodes.along(axes, mesh)
     assert spans_with_links(part, alone, axes) == spans_with_links(nodes, mesh, axes)
     assert part.along(axes, alone) == part
-    split = tuple((a, (2, 2)) for a in axes if mesh.size(a) == 4)  # and divided, where the devices are alike
+    split = tuple(
+        (a, (2, 2)) for a in axes if mesh.size(a) == 4
+    )  # and divided, where the devices are alike
     if split:
         fine = [SubAxisMesh(at, split) for at in (alone, mesh)]
-        assert spans_with_links(part, fine[0], fine[0].axes) == spans_with_links(nodes, fine[1], fine[0].axes)
+        assert spans_with_links(part, fine[0], fine[0].axes) == spans_with_links(
+            nodes, fine[1], fine[0].axes
+        )
 
 
 @pytest.mark.parametrize(
     ("latency", "bandwidth"), [(-1.0, 1e9), (math.inf, 1e9), (math.nan, 1e9), (0.0, 0.0)]
 )
 def test_links_that_cannot_be(latency, bandwidth):
-    message = f"no such link: {latency} s, {bandwidth} bytes/s\n  a latency is >= 0 and a bandwidth > 0"
+    message = (
+        f"no such link: {latency} s, {bandwidth} bytes/s\n  a latency is >= 0 and a bandwidth > 0"
+    )
     with refused(ProfileError, message):
         xs.Link(latency, bandwidth)
 
@@ -147,7 +167,9 @@ def test_shipped_profiles_of_machines_know_rates_of_operations(name):
     assert 1e9 < profile.flops("float32") <= profile.flops("int32") < 1e15
     assert profile.flops("bfloat16") <= 1e15
     plain = xs.load_profile("bandwidth")
-    assert plain.name == "bandwidth" and len(plain.source) > 40 and math.isinf(plain.flops("float32"))
+    assert (
+        plain.name == "bandwidth" and len(plain.source) > 40 and math.isinf(plain.flops("float32"))
+    )
 
 
 def test_a_profile_from_a_file(tmp_path):
@@ -185,8 +207,12 @@ def test_malformed_profiles(tmp_path, changes, message):
 
 
 def test_an_unknown_profile_names_those_that_are_shipped():
-    shipped = sorted(path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json"))
-    with refused(ProfileError, f"no profile 'abacus'\n  shipped are: {', '.join(shipped)}; or give a file"):
+    shipped = sorted(
+        path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json")
+    )
+    with refused(
+        ProfileError, f"no profile 'abacus'\n  shipped are: {', '.join(shipped)}; or give a file"
+    ):
         xs.load_profile("abacus")
 
 

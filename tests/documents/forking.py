@@ -88,7 +88,9 @@ def _module(arguments: list[str], into: int) -> None:
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
-def script(program: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+def script(
+    program: str, options: list[str], environment: Mapping[str, str]
+) -> tuple[int, str, str]:
     """`python program *options` in this process, which does nothing else: its exit status, output and errors.
 
     program: the path of a script, or the name of a module, as after `-m`.
@@ -97,11 +99,16 @@ def script(program: str, options: list[str], environment: Mapping[str, str]) -> 
     start: Any = subprocess.Popen
 
     def popen(command: list[str], *args: Any, **more: Any) -> Any:
-        return Forked(command) if command[:2] == [sys.executable, "-m"] else start(command, *args, **more)
+        return (
+            Forked(command)
+            if command[:2] == [sys.executable, "-m"]
+            else start(command, *args, **more)
+        )
 
     subprocess.Popen = popen  # type: ignore[assignment, misc]
     os.environ.update(environment)
-    sys.argv, status = [program, *options], 0
+    sys.argv = [program, *options]
+    status = 0
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         os.dup2(printed.fileno(), 1)
         os.dup2(errors.fileno(), 2)
@@ -129,7 +136,9 @@ def _serve_forks() -> None:
             return pid
         util.spawnv_passfds = interpreter
         kept = sorted({0, 1, 2, *passed, os.sysconf("SC_OPEN_MAX")})
-        for last, after in itertools.pairwise(kept):  # the server ends when a pipe's other end is closed
+        for last, after in itertools.pairwise(
+            kept
+        ):  # the server ends when a pipe's other end is closed
             os.closerange(last + 1, after)
         try:
             exec(arguments[-1], {})

@@ -24,7 +24,9 @@ from tests.jax_bridge.helpers import in_jax
 from tests.torch_bridge.helpers import on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MESH, LENGTH, WIDTH = xs.Mesh(cp=4), 24, 6
+MESH = xs.Mesh(cp=4)
+LENGTH = 24
+WIDTH = 6
 CUTS = ("s/zigzag(cp)", "s/cp", "s/zigzag(cp,8,16)", "s/cyclic(cp)")
 # Heads of queries, of keys: groups; groups on two devices; fewer than devices; one for all.
 HEADS = ((8, 4), (6, 2), (3, 3), (5, 1))
@@ -34,9 +36,9 @@ TOLERANCE = 1e-12
 
 def expected_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(
-        1, 2
-    )
+    return F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
 
 
 def expected_convolution(x: Tensor, filters: Tensor) -> Tensor:
@@ -61,7 +63,10 @@ CASES = [
     *(("ulysses_attention", heads, CUTS[0]) for heads in HEADS),
     ("ulysses_attention", HEADS[1], CUTS[1]),
     *(("gathered_attention", heads, cut) for heads, cut in zip(HEADS, CUTS, strict=True)),
-    *(("long_convolution", (channels,), cut) for channels, cut in zip(CHANNELS, CUTS, strict=False)),
+    *(
+        ("long_convolution", (channels,), cut)
+        for channels, cut in zip(CHANNELS, CUTS, strict=False)
+    ),
 ]
 
 
@@ -87,7 +92,8 @@ def _in_torch() -> list[list[np.ndarray]]:
     sys.path.insert(0, str(EXAMPLES))
     from context import mixers_torch
 
-    found, rank = [], dist.get_rank()
+    found = []
+    rank = dist.get_rank()
     for mixer, sizes, cut in CASES:
         arrays, weight = inputs(mixer, sizes)
 
@@ -115,7 +121,9 @@ def test_in_torch(case: int, torch_blocks: list[list[list[np.ndarray]]]) -> None
     mixer, sizes, cut = CASES[case]
     for at, expected in enumerate(on_one_device(mixer, sizes)):
         blocks = [rank[case][at] for rank in torch_blocks]
-        assert is_close(xs.reference.gather(blocks, layout_of(expected, cut), MESH, expected.shape), expected)
+        assert is_close(
+            xs.reference.gather(blocks, layout_of(expected, cut), MESH, expected.shape), expected
+        )
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i])))
@@ -165,7 +173,9 @@ def layouts() -> Iterator[object]:
 def test_a_head_of_keys_is_sent_to_those_who_read_it(layouts) -> None:
     """6 heads in groups of 3: devices 0 and 1 read the first head of keys, devices 1, 2 and 3 the second."""
     shared = layouts.heads(6, 2, 4)
-    reads = [xs.Layout.parse(str(shared.source)).positions(MESH, (2,), 0, d).tolist() for d in range(4)]
+    reads = [
+        xs.Layout.parse(str(shared.source)).positions(MESH, (2,), 0, d).tolist() for d in range(4)
+    ]
     assert reads == [[0], [0, 1], [1], [1]]
     tried = doctest.testmod(layouts)
     assert tried.attempted and not tried.failed

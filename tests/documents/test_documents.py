@@ -29,8 +29,14 @@ SKILLS = sorted((ROOT / "xshard/skills").glob("**/*.md"))
 PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *SKILLS]
 DOCUMENTS = [str(path.relative_to(ROOT)) for path in PATHS]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = ("layout after", "likely cause: ", ", h100, ")  # in blocks of plans, of errors, of suggestions
-SPECIAL = re.compile(r"# (torchrun|JAX_NUM_CPU_DEVICES)(?: --nproc-per-node |=)(\d+) (?:python )?FILE\n")
+SHOWN = (
+    "layout after",
+    "likely cause: ",
+    ", h100, ",
+)  # in blocks of plans, of errors, of suggestions
+SPECIAL = re.compile(
+    r"# (torchrun|JAX_NUM_CPU_DEVICES)(?: --nproc-per-node |=)(\d+) (?:python )?FILE\n"
+)
 TIMES = re.compile(r"\d+(\.\d+)? m?s\b")  # no two runs take the same
 OPTIONAL = ("accelerate", "lightning")  # in no extra: blocks with them run where they are installed
 TIMEOUT_S = 600.0  # without progress, where a block takes seconds: this ends what hangs
@@ -76,7 +82,8 @@ def in_one_launch(some):
 
 def printed_by(block):
     """The blocks that follow this one at once: what it prints."""
-    lines, following = (ROOT / block.document).read_text().splitlines(), blocks(block.document)
+    lines = (ROOT / block.document).read_text().splitlines()
+    following = blocks(block.document)
     for each in following[following.index(block) + 1 :]:
         between = lines[block.line + block.code.count("\n") + 1 : each.line - 1]
         if each.language or any(between):
@@ -108,7 +115,9 @@ def script_of(some, folder):
 @functools.cache
 def process(n_devices):
     """A process for all blocks that ask for so many devices, which JAX makes once."""
-    return Process({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices), "PJRT_NPROC": "64"})
+    return Process(
+        {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices), "PJRT_NPROC": "64"}
+    )
 
 
 def printed_there(n_devices, path):
@@ -116,8 +125,12 @@ def printed_there(n_devices, path):
 
 
 # tests/torch_bridge/models runs the pages of models, all on the same ranks.
-WITH_PYTHON = [name for name in DOCUMENTS if python_blocks(name) and not name.startswith("docs/models/")]
-ON_DEVICES = [block for document in WITH_PYTHON for block in python_blocks(document) if block.special]
+WITH_PYTHON = [
+    name for name in DOCUMENTS if python_blocks(name) and not name.startswith("docs/models/")
+]
+ON_DEVICES = [
+    block for document in WITH_PYTHON for block in python_blocks(document) if block.special
+]
 UNDER_TORCHRUN = next(block for block in ON_DEVICES if block.special[0] == "torchrun")
 LAUNCHES = in_one_launch(block for block in ON_DEVICES if block is not UNDER_TORCHRUN)
 
@@ -136,18 +149,24 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_code_runs_on_several_devices(launch, tmp_path):
     some = LAUNCHES[launch]
-    if missing := {name for block in some for name in block.optional if not importlib.util.find_spec(name)}:
+    if missing := {
+        name for block in some for name in block.optional if not importlib.util.find_spec(name)
+    }:
         pytest.skip(f"not installed: {', '.join(sorted(missing))}")
     (runtime, n), paths = some[0].special, []
     for number, block in enumerate(some):
         (folder := tmp_path / str(number)).mkdir()
         paths.append(script_of([block], folder))
     if runtime == "torchrun":
-        from tests.torch_bridge.helpers import on_ranks  # imports torch, which the rest of this file does not
+        from tests.torch_bridge.helpers import (
+            on_ranks,
+        )  # imports torch, which the rest of this file does not
 
         texts = on_ranks(n, all_printed, paths)[0]
     else:
-        texts = [printed_there(max(n, 4), path) for path in paths]  # a mesh of two takes the first two
+        texts = [
+            printed_there(max(n, 4), path) for path in paths
+        ]  # a mesh of two takes the first two
     for block, text in zip(some, texts, strict=True):
         shown = [each._replace(code=TIMES.sub("TIME", each.code)) for each in printed_by(block)]
         assert_shown(shown, TIMES.sub("TIME", text))
@@ -178,7 +197,9 @@ def command_lines():
 @pytest.mark.parametrize("line", [*command_lines()])
 def test_command_lines_are_understood(line):
     verb, *arguments = shlex.split(line, comments=True)[1:]
-    typer.main.get_command(app).commands[verb].make_context(verb, arguments)  # raises where it is wrong
+    typer.main.get_command(app).commands[verb].make_context(
+        verb, arguments
+    )  # raises where it is wrong
 
 
 class Example(NamedTuple):
@@ -194,8 +215,12 @@ def examples():
     """All of xshard, found by their syntax: nothing is imported, and no kind of property hides one."""
     for path in sorted((ROOT / "xshard").rglob("*.py")):
         if ">>> " in (source := path.read_text()):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            yield from (Example(module, *found) for found in docstrings(ast.parse(source), module, 0))
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+                ".__init__"
+            )
+            yield from (
+                Example(module, *found) for found in docstrings(ast.parse(source), module, 0)
+            )
 
 
 def docstrings(node, name, line):
@@ -225,7 +250,17 @@ def test_the_plan_and_ownership_have_examples():
 
 
 def test_the_schemes_that_have_names_are_planned_as_the_page_says():
-    lengths = {"b": 8, "s": 2048, "d": 1024, "f": 4096, "t": 2048, "e": 8, "c": 1024, "h": 16, "k": 64}
+    lengths = {
+        "b": 8,
+        "s": 2048,
+        "d": 1024,
+        "f": 4096,
+        "t": 2048,
+        "e": 8,
+        "c": 1024,
+        "h": 16,
+        "k": 64,
+    }
     row = re.compile(r"^\| [^|`]+ \| `(.+? -> .+?)` \| `(.+? -> .+?)` \| (.+?) \|$", re.MULTILINE)
     rows = row.findall((ROOT / "docs/einsum.md").read_text())
     assert len(rows) == 8
@@ -234,6 +269,11 @@ def test_the_schemes_that_have_names_are_planned_as_the_page_says():
         sizes = {name: lengths[name] for name in names}
         plan = xs.plan(expression, xs.Mesh(tp=8), sizes=sizes, dtype="bfloat16")
         steps = [
-            step.kind for move in (*plan.moves, plan.result) for step in move.steps if step.kind != "retag"
+            step.kind
+            for move in (*plan.moves, plan.result)
+            for step in move.steps
+            if step.kind != "retag"
         ]
-        assert (plan.local, ", ".join(steps) or "none") == (local.replace("\\|", "|"), moves), expression
+        assert (plan.local, ", ".join(steps) or "none") == (local.replace("\\|", "|"), moves), (
+            expression
+        )

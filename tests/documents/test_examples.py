@@ -25,7 +25,9 @@ DIFFERENCE = "largest relative difference"
 
 def printed(name: str, *options: str, **environment: str) -> str:
     """The output of an example, which must succeed; all that import torch are forks of a process that has."""
-    from tests.torch_bridge.helpers import apart  # imports torch, which the rest of this file does not
+    from tests.torch_bridge.helpers import (
+        apart,
+    )  # imports torch, which the rest of this file does not
 
     variables = {"COLUMNS": "400", **environment}  # no line of a table is broken
     status, text, errors = apart(script, str(EXAMPLES / f"{name}.py"), [*options], variables)
@@ -45,7 +47,8 @@ def imported(name: str) -> Iterator[Any]:
 
 def test_the_demo_shows_equal_losses_and_both_gradients() -> None:
     """As a user runs it, in an interpreter of its own."""
-    command, environment = [sys.executable, str(EXAMPLES / "demo.py")], {**os.environ, "COLUMNS": "400"}
+    command = [sys.executable, str(EXAMPLES / "demo.py")]
+    environment = {**os.environ, "COLUMNS": "400"}
     options: Any = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "env": environment}
     done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +80,9 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
 def test_a_block_written_as_expressions_is_that_of_one_device() -> None:
     text = printed("llama_block", "--steps", "2")
     assert DIFFERENCE in text
-    rows = (line.strip().split() for line in text.splitlines() if ", torch" in line or ", JAX" in line)
+    rows = (
+        line.strip().split() for line in text.splitlines() if ", torch" in line or ", JAX" in line
+    )
     alone, *sharded = (row[-2:] for row in rows)
     assert alone == ["0", "0"] and ["0", "0"] not in sharded
     assert sharded[:2] == sharded[2:]  # both frameworks send the same
@@ -125,7 +130,9 @@ def test_suggested_rules_train_and_hold_what_was_predicted() -> None:
 
 def test_a_server_answers_while_weights_are_renewed_and_goes_on_without_its_trainer() -> None:
     lines = printed("train_and_serve", "--versions", "3", "--kill").splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("version 2 did not arrive whole"))
+    at = next(
+        i for i, line in enumerate(lines) if line.startswith("version 2 did not arrive whole")
+    )
     assert lines[at].endswith("version 1 stays") and lines[at - 1].startswith("version 1: ")
     assert any("the last of these answers, by version 1, is later" in line for line in lines[at:])
     assert lines[-1].startswith("version 3: ") and lines[-1].endswith("moved a version")
@@ -158,7 +165,9 @@ def domain(module: ModuleType, last: float, pixel: float) -> int:
 
 
 def mixed(module: ModuleType, loss: float, gradient: float) -> int:
-    one, four = (([2.0, x], {"p": module.torch.full((2,), g)}) for x, g in ((1.0, 1.0), (loss, gradient)))
+    one, four = (
+        ([2.0, x], {"p": module.torch.full((2,), g)}) for x, g in ((1.0, 1.0), (loss, gradient))
+    )
     return module.judge(one, four, Console())
 
 
@@ -168,7 +177,9 @@ def context(module: ModuleType, first: float, last: float) -> int:
 
 
 def llama(module: ModuleType, first: float, last: float, gradient: float) -> int:
-    one, four = (module.Run([first, x], {"w": np.full(2, g)}) for x, g in ((1.0, 1.0), (last, gradient)))
+    one, four = (
+        module.Run([first, x], {"w": np.full(2, g)}) for x, g in ((1.0, 1.0), (last, gradient))
+    )
     return module.judge(one, {"four": four}, Console())
 
 
@@ -190,11 +201,17 @@ def suggested(module: ModuleType, last: float) -> int:
 # A script, what of its runs to judge, the exit status, and what is said how often.
 JUDGED = (
     ("train_parity", parity, (0.500001, 0.95), 0, "2.0e-06", 3),
-    *(("train_parity", parity, (x, 0.95), 1, "The losses differ by", 1) for x in (0.5001, 0.4999, math.nan)),
+    *(
+        ("train_parity", parity, (x, 0.95), 1, "The losses differ by", 1)
+        for x in (0.5001, 0.4999, math.nan)
+    ),
     *(("train_parity", parity, (0.5, x), 1, "it must exceed 90%", 3) for x in (0.9, 0.1, math.nan)),
     ("domain_parallel", domain, (0.50001, 0.0), 1, "losses differ", 1),
     ("domain_parallel", domain, (0.5, 0.1), 1, "Pixels differ", 1),
-    *(("mixed_parallel", mixed, x, 1, "They differ by more than", 1) for x in ((1.001, 1.0), (1.0, 0.5))),
+    *(
+        ("mixed_parallel", mixed, x, 1, "They differ by more than", 1)
+        for x in ((1.001, 1.0), (1.0, 0.5))
+    ),
     ("long_context", context, (4.0, 3.0), 0, DIFFERENCE, 1),
     *(("long_context", context, (4.0, x), 1, "losses differ", 1) for x in (3.001, math.nan)),
     ("long_context", context, (2.5, 3.0), 1, "went", 3),
@@ -214,7 +231,13 @@ JUDGED = (
 
 @pytest.mark.parametrize(("name", "judge", "runs", "status", "said", "times"), JUDGED)
 def test_runs_that_differ_or_have_not_learned_fail(
-    name: str, judge: Any, runs: Any, status: int, said: str, times: int, capsys: pytest.CaptureFixture[str]
+    name: str,
+    judge: Any,
+    runs: Any,
+    status: int,
+    said: str,
+    times: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with imported(name) as module:
         assert judge(module, *runs) == status

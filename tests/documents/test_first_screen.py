@@ -31,7 +31,10 @@ def transfers():
 
 def steps():
     """The peer's seconds of a training step over ours, for each way to keep parameters."""
-    rows = {(row["parameters"], row["way"] == "rules"): row["step_s"] for row in recorded("models")["steps"]}
+    rows = {
+        (row["parameters"], row["way"] == "rules"): row["step_s"]
+        for row in recorded("models")["steps"]
+    }
     return [rows[kept, False] / rows[kept, True] for kept in ("copies", "gathered")]
 
 
@@ -40,7 +43,9 @@ def both(name, statement):
     return claim(name, f"{statement}: geometric mean"), claim(name, f"{statement}: worst")
 
 
-BOUND = "received bytes of the busiest device over the lower bound, planned for bandwidth: worst case"
+BOUND = (
+    "received bytes of the busiest device over the lower bound, planned for bandwidth: worst case"
+)
 # The rows of docs/benchmarks.md in their order: what the file says for the mean, and for the worst case.
 MEASURED = [
     both("torch_redistribute", "run time, DTensor / ours"),

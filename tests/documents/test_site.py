@@ -13,16 +13,19 @@ from mkdocs.config import load_config
 
 from benchmarks import plots
 from tests.documents.test_documents import ROOT
-from tests.house import PACKAGES
 from xshard.rules import Rules
 
-URL, REPOSITORY = "https://xshard.example/", "https://code.example/xshard/"
+URL = "https://xshard.example/"
+REPOSITORY = "https://code.example/xshard/"
+PACKAGES = ("xshard", "torch_bridge", "jax_bridge")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), site_url=URL, repo_url=REPOSITORY)
+    config = load_config(
+        str(ROOT / "mkdocs.yml"), site_dir=str(folder), site_url=URL, repo_url=REPOSITORY
+    )
     build(config)  # strict: raises for any warning, and a picture that is out of date is one
     return folder
 
@@ -30,7 +33,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_cell_of_a_page_is_followed_by_what_it_shows(site: Path) -> None:
     n_cells = 0
     for document in (ROOT / "docs").glob("**/*.md"):
-        cells = len(re.findall(r"^!\[.*\]\(.*images/shown/.*\)$", document.read_text(), re.MULTILINE))
+        cells = len(
+            re.findall(r"^!\[.*\]\(.*images/shown/.*\)$", document.read_text(), re.MULTILINE)
+        )
         page = (site / document.relative_to(ROOT / "docs").with_suffix(".html")).read_text()
         assert page.count('class="xshard"') >= cells and "images/shown" not in page, document
         n_cells += cells
@@ -56,7 +61,9 @@ def test_notebooks_are_run_and_show_what_their_cells_do(site: Path) -> None:
 
 def test_long_lines_of_code_wrap_so_that_comments_are_seen(site: Path) -> None:
     """By a style for blocks of a language: their class comes from the highlighter."""
-    wraps = re.search(r":is\(\.(language-\w+).*white-space: pre-wrap", (site / "site/site.css").read_text())
+    wraps = re.search(
+        r":is\(\.(language-\w+).*white-space: pre-wrap", (site / "site/site.css").read_text()
+    )
     assert wraps and f'<div class="{wraps[1]} highlight">' in (site / "start.html").read_text()
 
 
@@ -119,8 +126,13 @@ def test_the_search_has_no_source_and_finds_symptoms(site: Path) -> None:
 def test_pages_say_where_they_are_and_what_they_are_about(site: Path) -> None:
     page = (site / "recipes/gather.html").read_text()
     assert f'<link rel="canonical" href="{URL}recipes/gather.html">' in page
-    assert f'href="{REPOSITORY}edit/main/docs/recipes/gather.md"' in page and "images/logo.svg" in page
-    assert '<meta name="description" content="Every device has some rows and needs all of them.' in page
+    assert (
+        f'href="{REPOSITORY}edit/main/docs/recipes/gather.md"' in page and "images/logo.svg" in page
+    )
+    assert (
+        '<meta name="description" content="Every device has some rows and needs all of them.'
+        in page
+    )
     listed = (site / "llms.txt").read_text()
     assert f"]({URL}recipes/gather.html): Every device has some rows" in listed
     assert f"]({URL}api/torch_bridge.html)" in listed
@@ -129,7 +141,9 @@ def test_pages_say_where_they_are_and_what_they_are_about(site: Path) -> None:
 def test_the_documents_read_as_well_where_no_site_is_built() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")):
         text = path.read_text()
-        left = re.findall(r"^(?:/// .*|# (?:picture|torchrun: .*|devices: .*))$", text, re.MULTILINE)
+        left = re.findall(
+            r"^(?:/// .*|# (?:picture|torchrun: .*|devices: .*))$", text, re.MULTILINE
+        )
         assert not left, (
             f"{path}: {left}: headings for tabs, the command that runs a block, docs/site/pictures.py"
         )
@@ -144,9 +158,15 @@ def test_plots_show_the_recorded_runs() -> None:
 
 def test_every_error_has_a_section_and_a_place_in_the_skill() -> None:
     sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    names = {name for text in sources for name in re.findall(r"^class ([A-Z]\w+Error)\(", text, re.MULTILINE)}
+    names = {
+        name
+        for text in sources
+        for name in re.findall(r"^class ([A-Z]\w+Error)\(", text, re.MULTILINE)
+    }
     names.remove("XshardError")
-    assert names == set(re.findall(r"^### (\w+)$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+    assert names == set(
+        re.findall(r"^### (\w+)$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    )
     skill = ROOT / "xshard/skills/xshard"
     assert names == set(
         re.findall(r"^\| `(\w+)`", (skill / "references/errors.md").read_text(), re.MULTILINE)
@@ -158,5 +178,7 @@ def test_every_error_has_a_section_and_a_place_in_the_skill() -> None:
 
 def test_nothing_is_fetched(site: Path) -> None:
     for page in site.glob("**/*.html"):
-        found = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text())
+        found = re.findall(
+            r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text()
+        )
         assert all(link.startswith(URL) for link in found), (page, found)

@@ -14,12 +14,14 @@ from tests.fuzz.run import RUNTIMES, Report, fuzz
 from tests.fuzz.texts import failures, readers
 from xshard.runtimes.backends import QUICK_XLA_FLAGS
 
-TEXTS, STEPS = "texts", "owner-steps"
+TEXTS = "texts"
+STEPS = "owner-steps"
 
 
 def run_chains(runtime: str, moves: int, seed: int) -> int:
     """Print what fails as it is found -> the number of failures."""
-    told, report = 0, Report()
+    told = 0
+    report = Report()
     for report in fuzz(runtime, seed, moves):
         for name, why in list(report.failures.items())[told:]:
             print(f"\n{name}: {why}", flush=True)
@@ -32,7 +34,8 @@ def run_chains(runtime: str, moves: int, seed: int) -> int:
 
 def run_texts(n: int, seed: int) -> int:
     """As many texts of every reader -> the number of failures."""
-    found, total = readers(), 0
+    found = readers()
+    total = 0
     for name, reader in found.items():
         wrong = list(failures(name, reader, seed, n // len(found)))
         total += len(wrong)
@@ -57,7 +60,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("what", choices=(*RUNTIMES, TEXTS, STEPS))
     parser.add_argument(
-        "--moves", type=int, default=1000, help="at least so many moves, contractions, trees, texts or steps"
+        "--moves",
+        type=int,
+        default=1000,
+        help="at least so many moves, contractions, trees, texts or steps",
     )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -32,7 +32,15 @@ LENGTHS = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16)
 MOST_ELEMENTS = 1500
 PROFILES = ("h100", "bandwidth", "h100:2", "gloo", "host", "tpu_v5e")
 # Whole numbers are exact in all of these; the last ones can only be moved.
-DTYPES = (*("float64",) * 5, *("float32",) * 3, "int64", "int32", "complex64", "float16", "bfloat16")
+DTYPES = (
+    *("float64",) * 5,
+    *("float32",) * 3,
+    "int64",
+    "int32",
+    "complex64",
+    "float16",
+    "bfloat16",
+)
 MOVED = ("bool", "uint8", "float8_e4m3fn")
 STRIDES = ("plain", "plain", "turned", "every other", "one value")
 
@@ -57,7 +65,8 @@ class Chain:
     relabel: bool = False
 
     def __str__(self) -> str:
-        way, to = " -> ".join(map(str, self.layouts)), ""
+        way = " -> ".join(map(str, self.layouts))
+        to = ""
         if self.there is not None:
             to = f" {self.numbers(0)} to {self.there} {self.numbers(1)}{', relabelled' * self.relabel}"
         return f"{way}   {self.dtype}{list(self.shape)} on {self.mesh}{to}, {self.profile}, {self.strides}"
@@ -127,9 +136,11 @@ def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
 
 def random_crossing(seed: object, devices: int | None = None, _: object = None) -> Chain:
     """A chain of one move to another mesh: on the same devices, on some of them, or apart."""
-    rng, world = random.Random(repr(seed)), devices or 16
+    rng = random.Random(repr(seed))
+    world = devices or 16
     sizes = [None if devices is None else rng.randint(1, devices) for _ in range(2)]
-    chain, there = random_chain(f"{seed} here", sizes[0]), random_mesh(rng, sizes[1])
+    chain = random_chain(f"{seed} here", sizes[0])
+    there = random_mesh(rng, sizes[1])
     first = chain.layouts[0]
     if rng.random() < 0.95:
         first = replace(first, dims=tuple(replace(dim, overlap=None) for dim in first.dims))
@@ -138,7 +149,9 @@ def random_crossing(seed: object, devices: int | None = None, _: object = None) 
     elif rng.random() < 0.5:
         there = xs.Mesh(dict(zip("uvw", there.sizes, strict=False)))
     tags = ("sum", "mean", "copy") if first.is_linear else ("copy",)
-    last = random_layout(rng, there, dict(zip(first.names, chain.shape, strict=True)), tags, (), False)
+    last = random_layout(
+        rng, there, dict(zip(first.names, chain.shape, strict=True)), tags, (), False
+    )
     start = rng.choice((0, 0, rng.randrange(world), chain.mesh.n_devices))
     numbers = tuple(range(world)), tuple((start + i) % world for i in range(world))
     if rng.random() < 0.3:
@@ -155,7 +168,8 @@ def random_mesh(rng: random.Random, devices: int | None = None) -> xs.Mesh:
         room = 12 // math.prod(sizes)
         sizes.append(min(room, rng.choice((1, 2, 2, 2, 3, 3, 4, 5))))
     if devices is not None:
-        sizes, left = [], devices
+        sizes = []
+        left = devices
         while left > 1:
             sizes.append(rng.choice([n for n in range(2, left + 1) if left % n == 0]))
             left //= sizes[-1]
@@ -188,9 +202,15 @@ def random_layout(
             left = _rows_left(cuts[role], lengths[role], mesh)
             cuts[role].append(random_cut(rng, group, left, mesh.size(*group)))
         elif role is not None:
-            own = group if role in ("sum", "mean", "copy") else [axis for axis in group if axis in reduced]
+            own = (
+                group
+                if role in ("sum", "mean", "copy")
+                else [axis for axis in group if axis in reduced]
+            )
             tagged.append((role, tuple(own)))
-    plain = xs.Layout(tuple(Dim(name, tuple(shards)) for name, shards in cuts.items()), tuple(tagged))
+    plain = xs.Layout(
+        tuple(Dim(name, tuple(shards)) for name, shards in cuts.items()), tuple(tagged)
+    )
     if not overlaps:
         return plain
     dims = tuple(
@@ -206,13 +226,17 @@ def random_cut(rng: random.Random, axes: tuple[str, ...], rows: int | None, part
     order = rng.choice(("block", "block", *ORDERS))
     if rows is None or rng.random() < 0.7:
         return Shard(
-            axes, order, (rng.choice((1, 2, 3, 5)),) if order == "cyclic" and rng.random() < 0.5 else ()
+            axes,
+            order,
+            (rng.choice((1, 2, 3, 5)),) if order == "cyclic" and rng.random() < 0.5 else (),
         )
     order = rng.choice((SIZES, INTERVALS, "zigzag", SEGMENTS, BY))
     if order == BY:
         return Shard(axes, order, (NamedMap("cells", random_owners(rng, rows, parts)),))
     if order != INTERVALS:
-        return Shard(axes, order, _composed(rng, rows, parts if order == SIZES else rng.randint(1, 3)))
+        return Shard(
+            axes, order, _composed(rng, rows, parts if order == SIZES else rng.randint(1, 3))
+        )
     ends = [0, *itertools.accumulate(_composed(rng, rows, parts + rng.randint(0, 3)))]
     pairs = [(a, b) for a, b in itertools.pairwise(ends) if a < b]
     mine: list[list[int]] = [[] for _ in range(parts)]
@@ -233,7 +257,8 @@ def random_owners(rng: random.Random, rows: int, parts: int) -> xs.Owners:
 
 def random_needs(rng: random.Random, dim: Dim, length: int, mesh: xs.Mesh) -> xs.Needs:
     """For every part none, some or all of the rows that it does not own, in any order."""
-    bare, lists = xs.Layout((replace(dim, overlap=None),)), []
+    bare = xs.Layout((replace(dim, overlap=None),))
+    lists = []
     for device in mesh.group(0, dim.axes):
         others = sorted({*range(length)} - {*bare.positions(mesh, (length,), 0, device).tolist()})
         lists.append(rng.sample(others, rng.choice((0, len(others), rng.randint(0, len(others))))))
@@ -260,7 +285,9 @@ def random_overlap(rng: random.Random, dim: Dim, lengths: dict[str, int], mesh: 
 
         overlap = Halo(width(), width(), *ends)
     else:
-        k, s, d = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 2)
+        k = rng.randint(1, 4)
+        s = rng.randint(1, 3)
+        d = rng.randint(1, 2)
         padding = rng.choice((0, 1, 2, (1, 0), (0, 2), (2, 1)))
         overlap = Window(k, s, d, padding, rng.choice(("", "", *OUTPUT_RULES)), *ends)
     return Fold(overlap) if rng.random() < 0.35 else overlap
@@ -304,9 +331,14 @@ def _can_be(layout: xs.Layout, mesh: xs.Mesh, lengths: dict[str, int]) -> bool:
 
 def _rolls_contributions(layout: xs.Layout) -> bool:
     """Whether a pole of copies rolls a dim of contributions, or the reverse: nobody says what it means."""
-    folds = {dim.name: isinstance(dim.overlap, Fold) for dim in layout.dims if dim.overlap is not None}
+    folds = {
+        dim.name: isinstance(dim.overlap, Fold) for dim in layout.dims if dim.overlap is not None
+    }
     for dim, after in zip(layout.dims, (*layout.names[1:], ""), strict=False):
         for end in () if dim.overlap is None else ends_of(dim.overlap):
-            if end.kind == "pole" and folds.get(end.dim or after, folds[dim.name]) != folds[dim.name]:
+            if (
+                end.kind == "pole"
+                and folds.get(end.dim or after, folds[dim.name]) != folds[dim.name]
+            ):
                 return True
     return False

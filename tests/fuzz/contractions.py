@@ -53,7 +53,9 @@ class Contraction:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({name for layout in self.layouts for name in _names(layout, once=True)}))
+        return tuple(
+            sorted({name for layout in self.layouts for name in _names(layout, once=True)})
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -97,13 +99,21 @@ class Product:
     @property
     def leaves(self) -> tuple[int, ...]:
         """The operands that get a gradient."""
-        return self.chain.leaves or tuple(range(len(self.blocks))) if self.cotangents is not None else ()
+        return (
+            self.chain.leaves or tuple(range(len(self.blocks)))
+            if self.cotangents is not None
+            else ()
+        )
 
 
-def random_contraction(seed: object, devices: int | None = None, mesh: xs.Mesh | None = None) -> Contraction:
+def random_contraction(
+    seed: object, devices: int | None = None, mesh: xs.Mesh | None = None
+) -> Contraction:
     """Any dims in any order under any linear layouts; means, which need large numbers, of two operands."""
     rng = random.Random(repr(seed))
-    mesh = mesh or random_mesh(rng, devices if devices is not None else rng.choice((2, 3, 4, 4, 6, 8)))
+    mesh = mesh or random_mesh(
+        rng, devices if devices is not None else rng.choice((2, 3, 4, 4, 6, 8))
+    )
     n = rng.choices((1, 2, 3, 4), (3, 10, 2, 1))[0]
     names = "ijklm"[: rng.randint(0, 5)]
     dims = [rng.sample(names, rng.randint(0, min(3, len(names)))) for _ in range(n)]
@@ -127,11 +137,15 @@ def random_contraction(seed: object, devices: int | None = None, mesh: xs.Mesh |
     return Contraction(mesh, shape, dtype, tuple(ends), *options, leaves, rng.randrange(10**9))
 
 
-def _composed(rng: random.Random, mesh: xs.Mesh, layout: xs.Layout, lengths: dict[str, int]) -> xs.Layout:
+def _composed(
+    rng: random.Random, mesh: xs.Mesh, layout: xs.Layout, lengths: dict[str, int]
+) -> xs.Layout:
     """The layout with two of its dims as one, if the second is whole and the first cut into equal parts."""
     for i, (first, second) in enumerate(itertools.pairwise(layout.dims)):
         parts = 2 * mesh.size(*first.axes) if first.shards else 1
-        plain = all(s.order in ("block", "balanced", "zigzag") and not s.numbers for s in first.shards)
+        plain = all(
+            s.order in ("block", "balanced", "zigzag") and not s.numbers for s in first.shards
+        )
         if plain and not second.shards and lengths[first.name] % parts == 0 and rng.random() < 0.8:
             one = replace(first, name=f"({first.name} {second.name})")
             return replace(layout, dims=(*layout.dims[:i], one, *layout.dims[i + 2 :]))
@@ -143,7 +157,8 @@ def _repeated(rng: random.Random, layout: xs.Layout) -> xs.Layout:
     names = _names(layout, once=True)
     if not names or rng.random() < 0.3:
         return layout
-    dims, name = list(layout.dims), rng.choice(names)
+    dims = list(layout.dims)
+    name = rng.choice(names)
     dims.insert(rng.randint(0, len(dims)), Dim(f"{name}'"))
     return replace(layout, dims=tuple(dims))
 
@@ -158,12 +173,15 @@ def planned(case: Contraction) -> Product:
     """The contraction, its plan, whole numbers for its operands, and cotangents where there are gradients."""
     has_gradients = case.dtype[0] != "i"
     call, shapes = shapes_of(contraction(case.text), tuple(case.sizes.items()), None)
-    plan = plan_contraction(call, case.mesh, shapes, case.dtype, case.profile, None, None, None, case.overlap)
+    plan = plan_contraction(
+        call, case.mesh, shapes, case.dtype, case.profile, None, None, None, case.overlap
+    )
     if case.seed % 8 == 0:
         assert xs.ContractionPlan.from_json(plan.to_json()) == plan, "another plan in JSON"
     rng, (*operands, result) = np.random.default_rng(case.seed), case.layouts
     means = any(layout.tagged("mean") for layout in case.layouts)
-    unit, within = case.mesh.n_devices if means else 1, (-2, 3) if case.dtype == "float32" else (-9, 10)
+    unit = case.mesh.n_devices if means else 1
+    within = (-2, 3) if case.dtype == "float32" else (-9, 10)
 
     def drawn(layout: xs.Layout) -> Blocks:
         shape = case.shape_of(layout)
@@ -191,10 +209,13 @@ def judge(product: Product, arrived: Arrived) -> None:
         left = [*names[:i], *names[i + 1 :], _names(result)]
         # A dim that the operand alone has: its gradient is repeated along it. Beside a diagonal it is zero.
         for name in names[i]:
-            n, again = case.sizes[name.rstrip("'")], name[-1] == "'"
+            n = case.sizes[name.rstrip("'")]
+            again = name[-1] == "'"
             others.append(np.eye(n) if again else np.ones(n))
             left.append((name, name[:-1]) if again else (name,))
-        expected = _einsum(case, others, left, names[i], apart=names[i]).reshape(case.shape_of(operands[i]))
+        expected = _einsum(case, others, left, names[i], apart=names[i]).reshape(
+            case.shape_of(operands[i])
+        )
         # Of every addend of a mean, which counts for an n-th.
         expected = expected * case.mesh.size(*result.tagged("mean"))
         expected = expected / case.mesh.size(*operands[i].tagged("mean"))
@@ -209,24 +230,37 @@ def _einsum(
     apart: Sequence[str] = (),
 ) -> np.ndarray:
     """numpy's own, in which a second dim of a name is the first one's, unless it is `apart`."""
-    number = {name: i for i, name in enumerate((*case.names, *(name for name in apart if name[-1] == "'")))}
-    lengths, arguments = case.sizes, list[Any]()
+    number = {
+        name: i
+        for i, name in enumerate((*case.names, *(name for name in apart if name[-1] == "'")))
+    }
+    lengths = case.sizes
+    arguments = list[Any]()
     for x, dims in zip(arrays, names, strict=True):
         plain = [name.rstrip("'") for name in dims]
         arguments += [x.reshape([lengths[name] for name in plain])]
         arguments += [
-            [number[n if n in number and n in apart else p] for n, p in zip(dims, plain, strict=True)]
+            [
+                number[n if n in number and n in apart else p]
+                for n, p in zip(dims, plain, strict=True)
+            ]
         ]
     return np.asarray(np.einsum(*arguments, [number[name] for name in result]))
 
 
 def _whole(case: Contraction, blocks: Blocks, layout: xs.Layout) -> np.ndarray:
     wide = np.complex128 if case.dtype.startswith("complex") else np.float64
-    return oracle.gather([block.astype(wide) for block in blocks], layout, case.mesh, case.shape_of(layout))
+    return oracle.gather(
+        [block.astype(wide) for block in blocks], layout, case.mesh, case.shape_of(layout)
+    )
 
 
-def _check(case: Contraction, blocks: Blocks, layout: xs.Layout, expected: np.ndarray, what: str) -> None:
+def _check(
+    case: Contraction, blocks: Blocks, layout: xs.Layout, expected: np.ndarray, what: str
+) -> None:
     for device, block in enumerate(blocks):
         want = oracle.local_shape(layout, case.mesh, case.shape_of(layout), device)
-        assert (block.dtype, block.shape) == (case.dtype, want), f"{what}: {block.dtype}{block.shape}"
+        assert (block.dtype, block.shape) == (case.dtype, want), (
+            f"{what}: {block.dtype}{block.shape}"
+        )
     assert np.array_equal(_whole(case, blocks, layout), expected), f"{what} is another array"

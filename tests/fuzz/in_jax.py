@@ -39,12 +39,16 @@ def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
         program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode, np.nan)
         results = iter(program.blocks(program()))
     made = ([list(next(results)) for _ in way.outputs] for way in ways)
-    return [Arrived(each[: trip.moves], each[trip.moves :]) for trip, each in zip(trips, made, strict=True)]
+    return [
+        Arrived(each[: trip.moves], each[trip.moves :])
+        for trip, each in zip(trips, made, strict=True)
+    ]
 
 
 def _carried(trip: Carried) -> dict[str, Blocks]:
     """The blocks on the other mesh."""
-    case, told = trip.chain, {trip.chain.names_at: trip.chain.names}
+    case = trip.chain
+    told = {trip.chain.names_at: trip.chain.names}
     here, there = (
         jax.sharding.Mesh(np.array(jax.devices())[list(numbers)].reshape(mesh.sizes), mesh.axes)
         for mesh, numbers in zip((case.mesh, case.there), case.devices, strict=True)
@@ -56,7 +60,9 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
             found = xj.load(folder, case.rules(1), there, names=told.get("load"))
     else:
         found = xj.transfer(tree, case.rules(1), there, names=case.names, bucket_bytes=case.limit)
-    held = {n: {s.device: np.asarray(s.data) for s in x.addressable_shards} for n, x in found.items()}
+    held = {
+        n: {s.device: np.asarray(s.data) for s in x.addressable_shards} for n, x in found.items()
+    }
     return {n: [blocks[d] for d in there.devices.flat] for n, blocks in held.items()}
 
 
@@ -70,7 +76,8 @@ class _Way(NamedTuple):
 
 
 def _traveller(trip: Trip) -> _Way:
-    ends, first = [plan.target for plan in trip.plans], trip.plans[0].source
+    ends = [plan.target for plan in trip.plans]
+    first = trip.plans[0].source
     run = partial(_moved, trip)
     if trip.cotangents is None:
         return _Way(run, [first], [trip.blocks], ends)
@@ -86,7 +93,9 @@ def _contracted(product: Product) -> _Way:
 
         def contracted(*leaves: jax.Array) -> jax.Array:
             given = dict(zip(product.leaves, leaves, strict=True))
-            return xj.einsum(case.text, *(given.get(i, x) for i, x in enumerate(operands)), **options)
+            return xj.einsum(
+                case.text, *(given.get(i, x) for i, x in enumerate(operands)), **options
+            )
 
         y, pull = jax.vjp(contracted, *(operands[i] for i in product.leaves))
         return [y, *(pull(blocks[-1]) if product.leaves else ())]

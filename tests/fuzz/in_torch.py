@@ -43,7 +43,8 @@ def _run_all(trips: Sequence[Any], folder: str) -> list[Any]:
 
 def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
     """A rank's blocks on the other mesh."""
-    case, rank = trip.chain, dist.get_rank()
+    case = trip.chain
+    rank = dist.get_rank()
     here, there = (
         DeviceMesh("cpu", torch.tensor(numbers).reshape(mesh.sizes), mesh_dim_names=mesh.axes)
         for mesh, numbers in zip((case.mesh, case.there), case.devices, strict=True)
@@ -52,12 +53,15 @@ def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
     if rank in case.devices[0]:
         at = case.devices[0].index(rank)
         tree = {name: tensor_of(blocks[at].copy()) for name, blocks in trip.blocks.items()}
-    shapes, names = {n: leaf.shape for n, leaf in case.leaves(0).items()}, case.names
+    shapes = {n: leaf.shape for n, leaf in case.leaves(0).items()}
+    names = case.names
     if not case.by_files:
-        rules, options = (case.rules(0), case.rules(1)), {"shapes": shapes, "bucket_bytes": case.limit}
+        rules = (case.rules(0), case.rules(1))
+        options = {"shapes": shapes, "bucket_bytes": case.limit}
         found = xt.transfer(tree, rules, src_mesh=here, dst_mesh=there, names=names, **options)
     else:
-        path, told = f"{folder}/{case.seed}", {case.names_at: names}
+        path = f"{folder}/{case.seed}"
+        told = {case.names_at: names}
         if tree is not None:
             options = {"shapes": shapes, "shard_bytes": case.limit, "names": told.get("save")}
             xt.save(tree, path, case.rules(0), here, **options)
@@ -70,32 +74,43 @@ def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
 
 def _contract(product: Product) -> Moved:
     """A rank's block of the result, and of the gradient of every leaf."""
-    case, rank = product.chain, dist.get_rank()
+    case = product.chain
+    rank = dist.get_rank()
     blocks = [tensor_of(each[rank].copy()) for each in product.blocks]
     for i in product.leaves:
         blocks[i].requires_grad_()
     if case.seed % 4:
         y = xt.einsum(product.plan, *blocks, mesh=case.mesh, save=case.save)
     else:  # each rank plans it, which takes far longer
-        options = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap, "save": case.save}
+        options = {
+            "sizes": case.sizes,
+            "profile": case.profile,
+            "overlap": case.overlap,
+            "save": case.save,
+        }
         y = xt.einsum(case.text, *blocks, mesh=case.mesh, **options)
     if product.cotangents is None or not product.leaves:
         return [array_of(y.detach())], []
     # torch's gradients are conjugated, where plans are linear.
     cotangent = tensor_of(product.cotangents[rank]).conj().resolve_conj()
     gradients = torch.autograd.grad(y, [blocks[i] for i in product.leaves], cotangent)
-    return [array_of(y.detach())], [array_of(g.conj().resolve_conj().contiguous()) for g in gradients]
+    return [array_of(y.detach())], [
+        array_of(g.conj().resolve_conj().contiguous()) for g in gradients
+    ]
 
 
 def _travel(trip: Trip) -> Moved:
     """Expressions on one mesh, which are planned here, or a plan to another one, where a rank without a block
     has none. Dtypes without autograd go back by the backward plans."""
-    chain, rank, is_one = trip.chain, dist.get_rank(), trip.chain.there is None
+    chain = trip.chain
+    rank = dist.get_rank()
+    is_one = trip.chain.there is None
 
     def own(blocks: Blocks, devices: Sequence[int]) -> torch.Tensor | None:
         return _laid(blocks[devices.index(rank)], chain.strides) if rank in devices else None
 
-    x, kind = own(trip.blocks, trip.plans[0].src_devices), getattr(torch, chain.dtype)
+    x = own(trip.blocks, trip.plans[0].src_devices)
+    kind = getattr(torch, chain.dtype)
     pulls = trip.cotangents is not None and (kind.is_floating_point or kind.is_complex)
     leaf = here = None if x is None else x.requires_grad_(pulls)
     found: list[Block | None] = []

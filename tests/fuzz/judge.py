@@ -86,20 +86,24 @@ def trip(chain: Chain) -> Trip | None:
     )
     cotangents = None
     if chain.dtype not in MOVED and (first.is_linear or has_winners):
-        cotangents = _drawn(chain, last.dual, chain.moves, rng, unit * (1 if first.is_linear else WHOLE))
+        cotangents = _drawn(
+            chain, last.dual, chain.moves, rng, unit * (1 if first.is_linear else WHOLE)
+        )
     return Trip(chain, tuple(plans), blocks, cotangents)
 
 
 def judge(trip: Trip, arrived: Arrived) -> None:
     """Raise AssertionError unless every move kept the array, and the gradient is right by definition."""
-    chain, here = trip.chain, trip.blocks
+    chain = trip.chain
+    here = trip.blocks
     for i, there in enumerate(arrived.blocks):
         _check_move(chain, i, here, list(there))
         here = list(there)
     assert len(arrived.gradients) == (trip.cotangents is not None)
     if trip.cotangents is None:
         return
-    first, gradient = chain.layouts[0], _wide(arrived.gradients[0])
+    first = chain.layouts[0]
+    gradient = _wide(arrived.gradients[0])
     if not first.is_linear:
         _check_winners(trip, gradient)
         return
@@ -113,7 +117,12 @@ def _planned(chain: Chain, i: int) -> xs.Plan:
     options = {"shape": chain.shape_at(i), "dtype": chain.dtype, "profile": chain.profile}
     options |= {"expression": chain.layouts[i : i + 2], "mesh": chain.mesh}
     if chain.there is not None:
-        options |= {"mesh": None, "src_mesh": chain.mesh, "dst_mesh": chain.there, "relabel": chain.relabel}
+        options |= {
+            "mesh": None,
+            "src_mesh": chain.mesh,
+            "dst_mesh": chain.there,
+            "relabel": chain.relabel,
+        }
         options |= {"src_devices": chain.numbers(0), "dst_devices": chain.numbers(1)}
     plan = xs.plan(**options)
     assert plan.bytes_received >= plan.bytes_lower_bound, f"move {i} is below the lower bound"
@@ -126,10 +135,13 @@ def _planned(chain: Chain, i: int) -> xs.Plan:
 
 def _drawn(chain: Chain, layout: xs.Layout, at: int, rng: np.random.Generator, unit: int) -> Blocks:
     """Small whole numbers in the chain's dtype, those that the layout lets be drawn."""
-    mesh, shape = chain.mesh_at(at), chain.shape_at(at)
+    mesh = chain.mesh_at(at)
+    shape = chain.shape_at(at)
     low, high = (0, 2) if chain.dtype in ("bool", "uint8") else (-9, 10)
     if chain.dtype in (*SHORT, *MOVED):
-        low, high, unit = max(low, -2), min(high, 3), 1
+        low = max(low, -2)
+        high = min(high, 3)
+        unit = 1
     drawn = oracle.random_blocks(layout, mesh, shape, rng, unit, (low, high))
     if chain.dtype.startswith("complex"):
         other = oracle.random_blocks(layout.tangent, mesh, shape, rng, unit, (low, high))
@@ -145,15 +157,19 @@ def _wide(blocks: Blocks) -> Blocks:
 
 
 def _check_move(chain: Chain, i: int, before: Blocks, after: Blocks) -> None:
-    src, dst = chain.layouts[i], chain.layouts[i + 1]
-    mesh, there = chain.mesh_at(i), chain.mesh_at(i + 1)
+    src = chain.layouts[i]
+    dst = chain.layouts[i + 1]
+    mesh = chain.mesh_at(i)
+    there = chain.mesh_at(i + 1)
     assert len(after) == there.n_devices, f"move {i}: {len(after)} blocks"
     for device, block in enumerate(after):
         assert block.dtype == before[0].dtype, f"move {i}: {block.dtype}"
         want = oracle.local_shape(dst, there, chain.shape_at(i + 1), device)
         assert block.shape == want, f"move {i}: device {device} has {block.shape}, not {want}"
     order = [src.names.index(name) for name in dst.names]
-    want, had = (x.transpose(order) for x in oracle.value(_wide(before), src, mesh, chain.shape_at(i)))
+    want, had = (
+        x.transpose(order) for x in oracle.value(_wide(before), src, mesh, chain.shape_at(i))
+    )
     got, has = oracle.value(_wide(after), dst, there, chain.shape_at(i + 1))
     told = had | oracle.known(src, mesh, chain.shape_at(i)).transpose(order)
     assert told[has].all(), f"move {i}: elements from nowhere"
@@ -164,12 +180,15 @@ def _check_move(chain: Chain, i: int, before: Blocks, after: Blocks) -> None:
 
 def _dot(chain: Chain, i: int, xs_: Blocks, ys: Blocks) -> complex:
     """<x, y> of blocks under the i-th layout and its dual; rows that a boundary fills are no variables."""
-    layout, mesh, total = chain.layouts[i], chain.mesh_at(i), 0j
+    layout = chain.layouts[i]
+    mesh = chain.mesh_at(i)
+    total = 0j
     replicated = [axis for axis in mesh.axes if axis not in layout.axes]
     for device, (x, y) in enumerate(zip(_wide(xs_), _wide(ys), strict=True)):
         if mesh.index(device, replicated) == 0:
             inside = (
-                oracle.elements(layout, mesh, chain.shape_at(i), device, False).number != oracle_rows.OUTSIDE
+                oracle.elements(layout, mesh, chain.shape_at(i), device, False).number
+                != oracle_rows.OUTSIDE
             )
             total += complex((x * y)[inside].sum())
     return total
@@ -177,17 +196,25 @@ def _dot(chain: Chain, i: int, xs_: Blocks, ys: Blocks) -> complex:
 
 def _check_winners(trip: Trip, gradient: Blocks) -> None:
     """Of a max or min: every element's cotangent in equal shares to the addends that are it."""
-    chain, assert_equal = trip.chain, np.testing.assert_array_equal
-    mesh, first, last = chain.mesh, chain.layouts[0], chain.layouts[-1]
+    chain = trip.chain
+    assert_equal = np.testing.assert_array_equal
+    mesh = chain.mesh
+    first = chain.layouts[0]
+    last = chain.layouts[-1]
     order = [last.names.index(name) for name in first.names]
-    asked = oracle.value(_wide(trip.cotangents or []), last.dual, mesh, chain.shape_at(chain.moves))[0]
+    asked = oracle.value(
+        _wide(trip.cotangents or []), last.dual, mesh, chain.shape_at(chain.moves)
+    )[0]
     best = oracle.value(trip.blocks, first, mesh, chain.shape)[0].ravel()
-    reduced, replicated = first.tagged("max", "min"), [axis for axis in mesh.axes if axis not in first.axes]
+    reduced = first.tagged("max", "min")
+    replicated = [axis for axis in mesh.axes if axis not in first.axes]
     got, won = np.zeros((2, mesh.size(*reduced), best.size))
     for device, (x, g) in enumerate(zip(trip.blocks, gradient, strict=True)):
-        there, addend = oracle.elements(first, mesh, chain.shape, device, False), mesh.index(device, reduced)
+        there = oracle.elements(first, mesh, chain.shape, device, False)
+        addend = mesh.index(device, reduced)
         inside = there.number != oracle_rows.OUTSIDE
-        at, sign = there.number[inside], there.sign[inside]
+        at = there.number[inside]
+        sign = there.sign[inside]
         if mesh.index(device, replicated) == 0:  # copies and rows that overlap share a gradient
             np.add.at(got[addend], at, g[inside] * sign)
         won[addend][at] = x[inside] * sign == best[at]
@@ -219,10 +246,13 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
         for end in ends_of(dim.overlap)
     ]
     if "holds row" in error.reason:
-        if any(end.kind == "pole" for layout, end in ends if layout == dst):  # which may roll what is wanted
+        if any(
+            end.kind == "pole" for layout, end in ends if layout == dst
+        ):  # which may roll what is wanted
             return any(n > len(rows(a, n, False)) for a, _, n in pairs)
         return any(
-            rows(b, n, not isinstance(b.overlap, Fold), i + 1) - rows(a, n, False) for a, b, n in pairs
+            rows(b, n, not isinstance(b.overlap, Fold), i + 1) - rows(a, n, False)
+            for a, b, n in pairs
         )
     if "is in no block" in error.reason:
         folds = [pair for pair in pairs if isinstance(pair[1].overlap, Fold)]
@@ -238,4 +268,8 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
         return src.names != dst.names and any(end.fill for _, end in ends)
     if "order of dims changes" in error.reason:
         return src.names != dst.names and any(end.kind == "pole" and not end.dim for _, end in ends)
-    return isinstance(error, xs.errors.DtypeError) and chain.dtype not in ("float64", "float32", "complex64")
+    return isinstance(error, xs.errors.DtypeError) and chain.dtype not in (
+        "float64",
+        "float32",
+        "complex64",
+    )

@@ -29,19 +29,25 @@ def random_owned(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
     """The chain of a seed: one to three moves, at least one layout of each with a map."""
     rng = random.Random(repr(seed))
     mesh = mesh or random_mesh(rng, devices)
-    lengths = {name: rng.choice(of) for name, of in LENGTHS.items() if name == "n" or rng.random() < 0.5}
+    lengths = {
+        name: rng.choice(of) for name, of in LENGTHS.items() if name == "n" or rng.random() < 0.5
+    }
     layouts: list[xs.Layout] = []
     for i in range(rng.choice((2, 2, 3, 4))):
         layouts.append(_layout(rng, mesh, lengths, by_map=i % 2 == 0 or rng.random() < 0.6))
-    dtype, profile = rng.choice(("float64", "float32", "int64")), rng.choice(("bandwidth", "h100", "gloo"))
-    return Chain(mesh, tuple(lengths.values()), dtype, tuple(layouts), profile, seed=rng.randrange(10**9))
+    dtype = rng.choice(("float64", "float32", "int64"))
+    profile = rng.choice(("bandwidth", "h100", "gloo"))
+    return Chain(
+        mesh, tuple(lengths.values()), dtype, tuple(layouts), profile, seed=rng.randrange(10**9)
+    )
 
 
 def _layout(rng: random.Random, mesh: xs.Mesh, lengths: dict[str, int], by_map: bool) -> xs.Layout:
     axes = rng.sample(mesh.axes, len(mesh.axes))
     cuts: dict[str, tuple[Shard, ...]] = dict.fromkeys(lengths, ())
     for name, length in lengths.items():
-        own, axes = tuple(axes[: (n := rng.choice((1, 1, 2)))]), axes[n:]
+        own = tuple(axes[: (n := rng.choice((1, 1, 2)))])
+        axes = axes[n:]
         drawn = rng.random()
         if own and (drawn < 0.4 or (name == "n" and by_map)):
             cuts[name] = (_by(rng, own, length, mesh),)
@@ -51,7 +57,8 @@ def _layout(rng: random.Random, mesh: xs.Mesh, lengths: dict[str, int], by_map: 
             axes = [*own, *axes]
     dims = []
     for name, shards in cuts.items():
-        dim, overlap = Dim(name, shards), None
+        dim = Dim(name, shards)
+        overlap = None
         if any(shard.order == BY for shard in shards) and rng.random() < 0.65:
             overlap = _reads(rng, dim, lengths[name], mesh)
         dims.append(replace(dim, overlap=overlap))
@@ -65,7 +72,8 @@ def _by(rng: random.Random, axes: tuple[str, ...], rows: int, mesh: xs.Mesh) -> 
 
 def _reads(rng: random.Random, dim: Dim, length: int, mesh: xs.Mesh) -> Overlap:
     """Rows that a graph needs, or any; or the fold. The name of the map says what the graph shows."""
-    needs, name = random_needs(rng, dim, length, mesh), "any"
+    needs = random_needs(rng, dim, length, mesh)
+    name = "any"
     if length and rng.random() < 0.6:
         n, hops, [shard] = rng.choice((0, length, 3 * length)), rng.choice((1, 1, 2, 3)), dim.shards
         edges = [(rng.randrange(length), rng.randrange(length)) for _ in range(n)]
@@ -126,8 +134,13 @@ def judged(trip: judge.Trip, arrived: judge.Arrived) -> None:
         lacks = []
         for device in range(chain.mesh.n_devices):
             had, wanted = (
-                oracle.elements(end, chain.mesh, chain.shape_at(i), device, False).number for end in ends
+                oracle.elements(end, chain.mesh, chain.shape_at(i), device, False).number
+                for end in ends
             )
             lacks.append(len(np.setdiff1d(wanted, had)) * numpy_dtype(chain.dtype).itemsize)
-        assert plan.bytes_lower_bound == max(lacks), f"move {i}: the bound is {plan.bytes_lower_bound}"
-        assert chain.profile != "bandwidth" or plan.bytes_received == max(lacks), f"move {i}: more bytes"
+        assert plan.bytes_lower_bound == max(lacks), (
+            f"move {i}: the bound is {plan.bytes_lower_bound}"
+        )
+        assert chain.profile != "bandwidth" or plan.bytes_received == max(lacks), (
+            f"move {i}: more bytes"
+        )

@@ -21,18 +21,23 @@ ACTS = {"migrate": 8, "balance": 2, "grow": 3, "shrink": 3, "devices": 2, "files
 
 def run(steps: int, seed: int, folder: Path) -> Counter[str]:
     """Take random steps -> how many of each kind. Raises AssertionError if a row is lost or doubled."""
-    rng, taken, born, n = random.Random(repr(seed)), Counter[str](), 12, 3
+    rng = random.Random(repr(seed))
+    taken = Counter[str]()
+    born = 12
+    n = 3
     owners = random_owners(rng, born, n)
     alive = np.arange(born)  # the number of every row
     blocks = xs.reference.scatter(alive, f"n/by(gp,{owners})", xs.Mesh(gp=n))
     for step in range(steps):
         [act] = rng.choices([*ACTS], [*ACTS.values()])
-        lists, rows = [block.tolist() for block in blocks], len(alive)
+        lists = [block.tolist() for block in blocks]
+        rows = len(alive)
         taken[act] += 1
         if act == "migrate":
             moving = rng.sample(range(rows), rng.randint(0, min(5, rows)))
             to = [rng.randrange(n) for _ in moving]
-            before, owners = owners, owners.moved(moving, to)
+            before = owners
+            owners = owners.moved(moving, to)
             for row, part in zip(alive[moving].tolist(), to, strict=True):
                 if row not in lists[part]:
                     next(each for each in lists if row in each).remove(row)
@@ -45,7 +50,8 @@ def run(steps: int, seed: int, folder: Path) -> Counter[str]:
             for i, part in enumerate(parts):
                 places[part].append(rows + i)
                 lists[part].append(born + i)
-            owners, born = xs.Owners.of_rows(places), born + len(parts)
+            owners = xs.Owners.of_rows(places)
+            born = born + len(parts)
             alive = np.concatenate([alive, np.arange(born - len(parts), born)])
             blocks = [np.array(each, np.int64) for each in lists]
         elif act == "shrink":
@@ -55,11 +61,14 @@ def run(steps: int, seed: int, folder: Path) -> Counter[str]:
             kept = [np.isin(owners.part(part), stay) for part in range(n)]
             lists = [[row for row in each if row in {*alive[stay].tolist()}] for each in lists]
             owners = xs.Owners.of_rows([number[owners.part(i)[kept[i]]] for i in range(n)])
-            alive, blocks = alive[stay], [block[k] for block, k in zip(blocks, kept, strict=True)]
+            alive = alive[stay]
+            blocks = [block[k] for block, k in zip(blocks, kept, strict=True)]
         else:
-            before, mesh = owners, xs.Mesh(gp=n)
+            before = owners
+            mesh = xs.Mesh(gp=n)
             n = n if act == "balance" else rng.randint(1, 5)
-            owners, there = random_owners(rng, rows, n), xs.Mesh(gp=n)
+            owners = random_owners(rng, rows, n)
+            there = xs.Mesh(gp=n)
             ends = f"n/by(gp,{before})", f"n/by(gp,{owners})"
             lists = [alive[owners.part(part)].tolist() for part in range(n)]
             if act == "files":
@@ -73,5 +82,7 @@ def run(steps: int, seed: int, folder: Path) -> Counter[str]:
             else:
                 blocks = xs.reference.run(xs.plan(ends, mesh, (rows,), "int64"), blocks)
         assert [block.tolist() for block in blocks] == lists, f"step {step} of seed {seed}: {act}"
-        assert sorted(row for each in lists for row in each) == alive.tolist(), f"step {step}: {act}"
+        assert sorted(row for each in lists for row in each) == alive.tolist(), (
+            f"step {step}: {act}"
+        )
     return taken

@@ -45,7 +45,9 @@ class Runtime:
     alike: bool = False
 
 
-_NUMPY, _TORCH, _JAX = (runtimes.on_numpy, 50), (runtimes.on_torch, 100, (4, 8)), (16, (2, 3, 4, 6, 8), True)
+_NUMPY = (runtimes.on_numpy, 50)
+_TORCH = (runtimes.on_torch, 100, (4, 8))
+_JAX = (16, (2, 3, 4, 6, 8), True)
 RUNTIMES = {
     "numpy": Runtime(CHAINS, *_NUMPY),
     "torch": Runtime(CHAINS, *_TORCH),
@@ -83,14 +85,18 @@ class Report:
 
 def fuzz(name: str, seed: int, moves: int, shrink: bool = True) -> Iterator[Report]:
     """Run at least so many moves on a runtime; yields the report after every batch."""
-    runtime, report, batch = RUNTIMES[name], Report(), 0
+    runtime = RUNTIMES[name]
+    report = Report()
+    batch = 0
     while report.moves < moves:
         devices = runtime.devices[batch % len(runtime.devices)]
         chains = list(_batch(runtime, f"{seed}.{batch}", devices))[:moves]
         for number, why in _failures(runtime, chains, report):
             chain = chains[number]
             if shrink:
-                chain = shrunk(chain, lambda each, why=why: _kind(_failure(runtime, each)) == _kind(why))
+                chain = shrunk(
+                    chain, lambda each, why=why: _kind(_failure(runtime, each)) == _kind(why)
+                )
             report.failures[f"{name} {seed}.{batch}.{number}"] = (
                 f"{_failure(runtime, chain) or why}\n    {chain}"
             )
@@ -146,7 +152,9 @@ def _failure(runtime: Runtime, chain: Any) -> str:
 
 def _text(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
-    return said if isinstance(error, AssertionError) else f"{said}\n{traceback.format_exc(limit=-2)}"
+    return (
+        said if isinstance(error, AssertionError) else f"{said}\n{traceback.format_exc(limit=-2)}"
+    )
 
 
 def _kind(why: str) -> str:

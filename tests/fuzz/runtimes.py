@@ -50,7 +50,9 @@ def on_torch(trips: Sequence[Any]) -> list[Any]:
     found: dict[int, Any] = {}
     for n in sorted({trip.world for trip in trips}):
         numbers = [i for i, trip in enumerate(trips) if trip.world == n]
-        arrived = process.ask("tests.fuzz.in_torch.run", n, [trips[i] for i in numbers], timeout_s=LIMIT_S)
+        arrived = process.ask(
+            "tests.fuzz.in_torch.run", n, [trips[i] for i in numbers], timeout_s=LIMIT_S
+        )
         found |= dict(zip(numbers, arrived, strict=True))
     return [found[i] for i in range(len(trips))]
 
@@ -71,11 +73,17 @@ def _contracted(trip: Product) -> Arrived:
 
 
 def _carried(trip: Carried) -> dict[str, Blocks]:
-    case, here, there = trip.chain, trip.chain.leaves(0), trip.chain.leaves(1)
+    case = trip.chain
+    here = trip.chain.leaves(0)
+    there = trip.chain.leaves(1)
     if not case.by_files:
         shapes, kinds = ({n: getattr(x, f) for n, x in here.items()} for f in ("shape", "dtype"))
         ends = {"src_mesh": case.mesh, "dst_mesh": case.there}
-        ends |= {"src_devices": case.devices[0], "dst_devices": case.devices[1], "bucket_bytes": case.limit}
+        ends |= {
+            "src_devices": case.devices[0],
+            "dst_devices": case.devices[1],
+            "bucket_bytes": case.limit,
+        }
         rules = case.rules(0), case.rules(1)
         plan = plan_transfer(shapes, rules, names=case.names, dtypes=kinds, **ends)
         assert plan.bytes_received >= plan.bytes_lower_bound, "below the lower bound"
@@ -101,12 +109,14 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
         with open_checkpoint(folder) as checkpoint:
             verify(checkpoint)
             loads = plan_load(checkpoint, case.rules(1), case.there, names.get("load"))
-            before, found = checkpoint.bytes_read, dict[str, Blocks]()
+            before = checkpoint.bytes_read
+            found = dict[str, Blocks]()
             for name, load in loads.items():
                 read = [read_block(checkpoint, load, d) for d in range(case.there.n_devices)]
                 before += sum(block.nbytes for block in read)
                 assert checkpoint.bytes_read == before, f"{name}: more is read than is needed"
-                kind, wanted = numpy_dtype(load.stored), numpy_dtype(there[name].dtype)
+                kind = numpy_dtype(load.stored)
+                wanted = numpy_dtype(there[name].dtype)
                 found[name] = [block.view(kind).astype(wanted) for block in read]
     return found
 

@@ -34,7 +34,9 @@ def shrunk(case: Case, fails: Callable[[Case], bool], most: int = 500) -> Case:
 
 def _simpler(case: Any) -> Iterator[Any]:
     yield from case.shorter()
-    plain = {f.name: f.default for f in fields(case) if f.default is not MISSING and f.name != "seed"}
+    plain = {
+        f.name: f.default for f in fields(case) if f.default is not MISSING and f.name != "seed"
+    }
     for field, value in plain.items():
         if getattr(case, field) != value:
             yield replace(case, **{field: value})
@@ -81,7 +83,9 @@ def _without_axis(case: Any, gone: str) -> Any:
         return replace(dim, shards=tuple(s for s in shards if s.axes))
 
     layouts = (
-        xs.Layout(tuple(map(cut, layout.dims)), tuple((kind, left(axes)) for kind, axes in layout.tags))
+        xs.Layout(
+            tuple(map(cut, layout.dims)), tuple((kind, left(axes)) for kind, axes in layout.tags)
+        )
         for layout in case.layouts
     )
     return replace(case, mesh=less(case.mesh), there=less(case.there), layouts=tuple(layouts))

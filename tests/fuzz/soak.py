@@ -18,8 +18,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_bridge as xt
 import xshard as xs
 
-MOVES = ("n/{a} d -> n d", "n/{a} d -> n d/{a}", "n/{a} d -> n/zigzag({a}) d", "n d | sum({a}) -> n/{a} d")
-DEVICES, SHAPES, MESHES, WARM, STEPS = 8, 500, 50, 20_000, 200_000
+MOVES = (
+    "n/{a} d -> n d",
+    "n/{a} d -> n d/{a}",
+    "n/{a} d -> n/zigzag({a}) d",
+    "n d | sum({a}) -> n/{a} d",
+)
+DEVICES = 8
+SHAPES = 500
+MESHES = 50
+WARM = 20_000
+STEPS = 200_000
 
 
 def held() -> dict[str, int]:
@@ -27,7 +36,8 @@ def held() -> dict[str, int]:
     gc.collect()
     status = Path("/proc/self/status").read_text().splitlines()
     kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-    files, groups = len(os.listdir("/proc/self/fd")), len(c10d._world.pg_map)
+    files = len(os.listdir("/proc/self/fd"))
+    groups = len(c10d._world.pg_map)
     return {"KiB": kib, "threads": threading.active_count(), "files": files, "groups": groups}
 
 
@@ -35,11 +45,17 @@ def steps() -> Iterator[None]:
     """Forward and backward passes without end, over so many shapes and meshes in turn."""
     rng = random.Random(0)
     sizes = itertools.cycle([(DEVICES,), (DEVICES // 2, 2), (2, DEVICES // 2)])
-    named = ([(f"{name}{i}", n) for name, n in zip("ab", next(sizes), strict=False)] for i in range(MESHES))
+    named = (
+        [(f"{name}{i}", n) for name, n in zip("ab", next(sizes), strict=False)]
+        for i in range(MESHES)
+    )
     meshes = [xs.Mesh(dict(axes)) for axes in named]
-    shapes = [(2 * DEVICES * rng.randint(1, 30), DEVICES * rng.randint(1, 6)) for _ in range(SHAPES)]
+    shapes = [
+        (2 * DEVICES * rng.randint(1, 30), DEVICES * rng.randint(1, 6)) for _ in range(SHAPES)
+    ]
     for i in itertools.count():
-        mesh, shape = meshes[i % MESHES], shapes[i % SHAPES]
+        mesh = meshes[i % MESHES]
+        shape = shapes[i % SHAPES]
         expression = MOVES[i % len(MOVES)].format(a=mesh.axes[0])
         src = xs.Layout(expression.partition(" ->")[0])
         block = torch.ones(src.local_shape(mesh, shape, 0), requires_grad=True)

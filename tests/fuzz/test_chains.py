@@ -18,8 +18,20 @@ from tests.fuzz.runtimes import on_numpy
 from tests.fuzz.shrinking import shrunk
 
 SEED = 0
-MOVES = {"numpy": 160, "numpy-owners": 40, "numpy-between": 70, "numpy-einsum": 36, "numpy-trees": 60}
-MOVES |= {"torch": 30, "torch-owners": 10, "torch-between": 20, "torch-einsum": 12, "torch-trees": 15}
+MOVES = {
+    "numpy": 160,
+    "numpy-owners": 40,
+    "numpy-between": 70,
+    "numpy-einsum": 36,
+    "numpy-trees": 60,
+}
+MOVES |= {
+    "torch": 30,
+    "torch-owners": 10,
+    "torch-between": 20,
+    "torch-einsum": 12,
+    "torch-trees": 15,
+}
 MOVES |= {"jax": 9, "jax-owners": 3, "jax-einsum": 6, "jax-trees": 6}
 
 
@@ -37,15 +49,20 @@ def test_random_cases(runtime: str) -> None:
 @pytest.mark.parametrize("runtime", ["numpy-between", "numpy-einsum", "numpy-trees"])
 def test_a_wrong_number_is_found(runtime: str) -> None:
     """Of a block that arrives, or of a gradient."""
-    ask, subject = RUNTIMES[runtime].ask, RUNTIMES[runtime].subject
+    ask = RUNTIMES[runtime].ask
+    subject = RUNTIMES[runtime].subject
     for found in filter(None, (subject.trip(subject.draw(seed)) for seed in range(12))):
         [arrived] = ask([found])
-        is_tree, has_gradients = isinstance(arrived, dict), runtime == "numpy-einsum"
-        lists = arrived.values() if is_tree else [*arrived.blocks, *arrived.gradients * has_gradients]
+        is_tree = isinstance(arrived, dict)
+        has_gradients = runtime == "numpy-einsum"
+        lists = (
+            arrived.values() if is_tree else [*arrived.blocks, *arrived.gradients * has_gradients]
+        )
         for blocks in lists:
             at = next((i for i, block in enumerate(blocks) if block.size), None)
             if at is not None:
-                right, raw = blocks[at], bytearray(blocks[at].tobytes())
+                right = blocks[at]
+                raw = bytearray(blocks[at].tobytes())
                 raw[-1] ^= 1 if right.itemsize == 1 else 64
                 blocks[at] = np.frombuffer(bytes(raw), right.dtype).reshape(right.shape)
                 with pytest.raises(AssertionError):
@@ -55,7 +72,9 @@ def test_a_wrong_number_is_found(runtime: str) -> None:
 
 
 def test_cases_of_owners_show_all_that_they_are_for() -> None:
-    shown = Counter(each for seed in range(60) for each in {*owned.features(owned.random_owned(seed))})
+    shown = Counter(
+        each for seed in range(60) for each in {*owned.features(owned.random_owned(seed))}
+    )
     assert len(shown) == 14 and min(shown.values()) > 3, shown
 
 
@@ -135,7 +154,9 @@ WINNERS = Chain(xs.Mesh(x=2), (4,), "float64", ENDS)
 def test_torch_leaves_no_memory_unwritten() -> None:
     """A fold begins beside a halo that stays: its rows get no contribution, and no message either."""
     texts = ("b s c", "b:fold(halo(1,0)) s:halo(0,2,reflect) c:halo(1,1)")
-    found = trip(Chain(xs.Mesh(x=1), (4, 8, 8), "float64", tuple(map(xs.Layout, texts)), "bandwidth"))
+    found = trip(
+        Chain(xs.Mesh(x=1), (4, 8, 8), "float64", tuple(map(xs.Layout, texts)), "bandwidth")
+    )
     for each in (found, trip(WINNERS)):
         assert each is not None and each.cotangents is not None
         judge(each, *RUNTIMES["torch"].ask([each]))
@@ -166,7 +187,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("expression", "shape", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_what_has_no_meaning_is_refused(expression: str, shape: tuple[int, ...], message: str) -> None:
+def test_what_has_no_meaning_is_refused(
+    expression: str, shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(xs.XshardError) as caught:
         xs.plan(expression, xs.Mesh(x=2), shape, "float64")
     assert message in str(caught.value)

@@ -22,7 +22,8 @@ PLAN = xs.plan("n d | mean(a) -> n/a d", xs.Mesh(a=4), (8, 3)).to_json()
 
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_texts_are_refused_or_print_back(name: str) -> None:
-    reader, n = READERS[name], 250
+    reader = READERS[name]
+    n = 250
     assert all(check(reader, text) for text in reader.corpus)
     read = sum(check(reader, text) for text in texts(name, reader, 0, n))
     assert 0 < read < n  # neither is everything refused, nor is nothing
@@ -97,8 +98,18 @@ def test_stars_are_matched_without_going_back() -> None:
     assert time.process_time() - start < 5
 
 
-WRONG_FIELDS = [("name", 7), ("source", None), ("node_devices", "8"), ("node_devices", 0), ("rounds", 1)]
-WRONG_FIELDS += [("inside", {"a": 1.5}), ("launch_s", {"other": "soon"}), ("launch_s", {"other": -1.0})]
+WRONG_FIELDS = [
+    ("name", 7),
+    ("source", None),
+    ("node_devices", "8"),
+    ("node_devices", 0),
+    ("rounds", 1),
+]
+WRONG_FIELDS += [
+    ("inside", {"a": 1.5}),
+    ("launch_s", {"other": "soon"}),
+    ("launch_s", {"other": -1.0}),
+]
 WRONG_FIELDS += [("copy_bytes_per_s", float("nan")), ("copy_bytes_per_s", 10**400)]
 
 

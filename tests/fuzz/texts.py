@@ -29,7 +29,8 @@ from xshard.state.names import Names, rename
 PROFILES = Path(xs.__file__).parent / "cost" / "profiles"
 LIMIT_S = 2.0  # of processor time for one text
 
-GEMM, SIZES = "b s/tp d, d f/tp -> b s f/tp", {"b": 4, "s": 8, "d": 8, "f": 16}
+GEMM = "b s/tp d, d f/tp -> b s f/tp"
+SIZES = {"b": 4, "s": 8, "d": 8, "f": 16}
 PATTERNS = ("**.{q,k,v}_proj.weight|lm_head.weight", "layers.*.mlp.{up,gate}_proj.*", "**")
 PATTERNS += ("**.layers.*.experts.**.w*", "{a,b{c,d}}.x|y")
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "a.a.a.a.a.a.a.a.b")
@@ -81,7 +82,9 @@ def readers() -> dict[str, Reader]:
     two = xs.plan(GEMM, xs.Mesh(tp=4), sizes=SIZES)
     return {
         "layout": Reader(xs.Layout.parse, (*layouts, *numbered)),
-        "expression": Reader(parse_expression, expressions, lambda both: " -> ".join(map(str, both))),
+        "expression": Reader(
+            parse_expression, expressions, lambda both: " -> ".join(map(str, both))
+        ),
         "contraction": Reader(
             contraction, (GEMM, "a b/x, b/x c -> a c", "b h s/z -> s", "n, n ->"), lambda c: c.text
         ),
@@ -91,7 +94,9 @@ def readers() -> dict[str, Reader]:
             lambda both: "->".join(",".join(map(str, side)) for side in both),
         ),
         "boundaries": Reader(
-            parse_boundaries, ("edge,zero", "constant(1.5)", "pole(w,-1),none"), lambda b: f"{b[0]},{b[1]}"
+            parse_boundaries,
+            ("edge,zero", "constant(1.5)", "pole(w,-1),none"),
+            lambda b: f"{b[0]},{b[1]}",
         ),
         "mesh": Reader(xs.Mesh.parse, ("dp=2,cp=4", "a=1", "", "x = 3 , y=5")),
         "plan": Reader(xs.Plan.from_json, tuple(_json_plans()), xs.Plan.to_json),
@@ -117,11 +122,47 @@ def readers() -> dict[str, Reader]:
 EXTREMES = (
     *("9" * 100_000, "1" + "0" * 30, "1000000000", "-1", "0", "1e999", "1e-400"),
     *("nan", "inf", "1.5", "9" * 19),
-    *("(" * 50_000, "fold(" * 20_000, "[" * 100_000, "{" * 100_000, '{"a":' * 20_000, "{a}" * 20_000),
-    *("x" * 100_000, "n " * 50_000, "n/a" * 20_000, ",()" * 30_000, " ".join(f"n{i}" for i in range(20_000))),
+    *(
+        "(" * 50_000,
+        "fold(" * 20_000,
+        "[" * 100_000,
+        "{" * 100_000,
+        '{"a":' * 20_000,
+        "{a}" * 20_000,
+    ),
+    *(
+        "x" * 100_000,
+        "n " * 50_000,
+        "n/a" * 20_000,
+        ",()" * 30_000,
+        " ".join(f"n{i}" for i in range(20_000)),
+    ),
     ",".join(f"a{i}=1" for i in range(1_000_000)),
-    *("**." * 100, "**a" * 50, "*a" * 500, "{a,b}" * 60, "a|" * 5000, "é", "\0", "\ud800", "٣", "−", "\t\n"),
-    *("null", "true", "[]", "{}", '""', "NaN", "-Infinity", '"1e999999999"', '"1/0"', "[[0],1000000000]"),
+    *(
+        "**." * 100,
+        "**a" * 50,
+        "*a" * 500,
+        "{a,b}" * 60,
+        "a|" * 5000,
+        "é",
+        "\0",
+        "\ud800",
+        "٣",
+        "−",
+        "\t\n",
+    ),
+    *(
+        "null",
+        "true",
+        "[]",
+        "{}",
+        '""',
+        "NaN",
+        "-Infinity",
+        '"1e999999999"',
+        '"1/0"',
+        "[[0],1000000000]",
+    ),
 )
 TOKENS = (
     *"()[]{},:=|/-> \n\"'.*0123456789eE+_",
@@ -139,7 +180,11 @@ def mutated(rng: random.Random, corpus: tuple[str, ...]) -> str:
         other = rng.choice(corpus)
         start = rng.randrange(len(other) + 1)
         tokens = rng.choice(TOKENS), rng.choice(TOKENS) * rng.choice((1, 2, 9))
-        parts = other[start : start + rng.randrange(40)], text[at:end] * 2, chr(rng.randrange(1, 0x250))
+        parts = (
+            other[start : start + rng.randrange(40)],
+            text[at:end] * 2,
+            chr(rng.randrange(1, 0x250)),
+        )
         number = str(rng.randrange(10 ** rng.randrange(1, 12)))
         value = rng.choice(EXTREMES) if rng.random() < 0.02 else number
         text = text[:at] + rng.choice(("", *tokens, *parts, value)) + text[end:]
@@ -157,7 +202,17 @@ def mutated_json(rng: random.Random, corpus: tuple[str, ...]) -> str:
             continue
         other, there = rng.choice(places)
         value = rng.choice(
-            (other.get(there) if isinstance(other, dict) else None, 0, -1, 1.5, "", [], {}, None, True)
+            (
+                other.get(there) if isinstance(other, dict) else None,
+                0,
+                -1,
+                1.5,
+                "",
+                [],
+                {},
+                None,
+                True,
+            )
         )
         if isinstance(holder[key], str):
             value = rng.choice((value, mutated(rng, (holder[key],))))
@@ -168,7 +223,9 @@ def mutated_json(rng: random.Random, corpus: tuple[str, ...]) -> str:
 
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:
-    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+    for key in (
+        data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    ):
         yield data, key
         yield from _places(data[key])
 

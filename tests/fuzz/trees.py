@@ -20,7 +20,18 @@ from tests.fuzz.judge import Blocks
 from xshard.dtypes import numpy_dtype
 from xshard.state import Names, concat, rename, split, stack, unstack
 
-DTYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+DTYPES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
 DTYPES += ("float8_e4m3fn", "float8_e5m2", "complex64")  # which are not cast
 LENGTHS = {False: (0, 1, 2, 3, 4, 5, 6, 8, 9, 12), True: (0, 4, 8, 8, 12, 16, 24)}
 
@@ -52,8 +63,13 @@ class Group:
     def names(self) -> Names:
         """The same, as users write it."""
         parts, (whole, *_) = (self.there, self.here) if self.splits else (self.here, self.there)
-        srcs, letters = [leaf.name for leaf in parts], "abc"[: len(self.order)]
-        order = f"{' '.join(letters)} -> {' '.join(letters[i] for i in self.order)}" if letters else None
+        srcs = [leaf.name for leaf in parts]
+        letters = "abc"[: len(self.order)]
+        order = (
+            f"{' '.join(letters)} -> {' '.join(letters[i] for i in self.order)}"
+            if letters
+            else None
+        )
         if self.dim is None:
             return Names(rename(srcs[0], whole.name, order, dtype=whole.dtype))
         if self.stacks:
@@ -134,7 +150,8 @@ class Carried:
     blocks: dict[str, Blocks]
     wanted: dict[str, Blocks]
 
-    moves, cotangents = 1, None
+    moves = 1
+    cotangents = None
 
     @property
     def world(self) -> int:
@@ -145,8 +162,12 @@ def random_tree(
     seed: object, devices: int | None = None, mesh: xs.Mesh | None = None, even: bool = False
 ) -> Tree:
     """even: all blocks of an array are as large, as JAX has them."""
-    rng, world = random.Random(repr(seed)), devices or 8
-    meshes = [mesh or random_mesh(rng, rng.randint(2, world)), random_mesh(rng, rng.randint(2, world))]
+    rng = random.Random(repr(seed))
+    world = devices or 8
+    meshes = [
+        mesh or random_mesh(rng, rng.randint(2, world)),
+        random_mesh(rng, rng.randint(2, world)),
+    ]
     numbers = [tuple(rng.sample(range(world), each.n_devices)) for each in meshes]
     groups = tuple(_group(rng, f"g{i}", meshes, even) for i in range(rng.randint(1, 4)))
     options = rng.random() < 0.6, rng.choice(("save", "load")), rng.choice((1, 200, 2**20))
@@ -155,14 +176,21 @@ def random_tree(
 
 def _group(rng: random.Random, name: str, meshes: Sequence[xs.Mesh], even: bool) -> Group:
     kind = rng.choice(("keep", "keep", "concat", "concat", "stack"))
-    ndim, n = rng.randint(kind == "concat", 3), 1 if kind == "keep" else rng.randint(1, 3)
+    ndim = rng.randint(kind == "concat", 3)
+    n = 1 if kind == "keep" else rng.randint(1, 3)
     order = tuple(range(ndim)) if kind == "stack" else tuple(rng.sample(range(ndim), ndim))
-    turned, splits = [[rng.choice(LENGTHS[even]) for _ in range(ndim)]] * n, n > 1 and rng.random() < 0.5
-    dim, rows = None, None
+    turned = [[rng.choice(LENGTHS[even]) for _ in range(ndim)]] * n
+    splits = n > 1 and rng.random() < 0.5
+    dim = None
+    rows = None
     if kind == "concat":
-        dim, turns = rng.randrange(ndim), rng.choice((1, 2, 4) if even else (1, 2, 3))
+        dim = rng.randrange(ndim)
+        turns = rng.choice((1, 2, 4) if even else (1, 2, 3))
         rows = tuple(rng.choice((1, 2, 4)) for _ in range(n))
-        turned = [[*shape[:dim], turns * k, *shape[dim + 1 :]] for shape, k in zip(turned, rows, strict=True)]
+        turned = [
+            [*shape[:dim], turns * k, *shape[dim + 1 :]]
+            for shape, k in zip(turned, rows, strict=True)
+        ]
         rows = rows if splits or rng.random() < 0.6 else None
     whole = [*turned[0]]
     if kind == "stack":
@@ -179,13 +207,16 @@ def _group(rng: random.Random, name: str, meshes: Sequence[xs.Mesh], even: bool)
     def leaves(end: int) -> tuple[Leaf, ...]:
         made = ends[end if splits else 1 - end]
         return tuple(
-            Leaf(*each, _layout(rng, meshes[end], each[1], "bscd" if end else "pqrt", even)) for each in made
+            Leaf(*each, _layout(rng, meshes[end], each[1], "bscd" if end else "pqrt", even))
+            for each in made
         )
 
     return Group(leaves(0), leaves(1), order, dim, rows, kind == "stack", splits)
 
 
-def _layout(rng: random.Random, mesh: xs.Mesh, shape: tuple[int, ...], names: str, even: bool) -> xs.Layout:
+def _layout(
+    rng: random.Random, mesh: xs.Mesh, shape: tuple[int, ...], names: str, even: bool
+) -> xs.Layout:
     lengths = dict(zip(names, shape, strict=False))
     for _ in range(9):
         made = random_layout(rng, mesh, lengths, (), (), False)
@@ -196,21 +227,28 @@ def _layout(rng: random.Random, mesh: xs.Mesh, shape: tuple[int, ...], names: st
 
 def carried(case: Tree) -> Carried:
     """Arrays of any bits; those that are cast are of zeros and ones."""
-    rng, here, there = np.random.default_rng(case.seed), dict[str, np.ndarray](), dict[str, np.ndarray]()
+    rng = np.random.default_rng(case.seed)
+    here = dict[str, np.ndarray]()
+    there = dict[str, np.ndarray]()
     for group in case.groups:
         whole, *parts = group.there[0], *group.here
         if group.splits:
             whole, *parts = group.here[0], *group.there
         is_cast = parts[0].dtype != whole.dtype
         made = {leaf.name: _any(rng, leaf, is_cast) for leaf in parts}
-        made[whole.name] = group.whole([made[leaf.name] for leaf in parts]).astype(numpy_dtype(whole.dtype))
+        made[whole.name] = group.whole([made[leaf.name] for leaf in parts]).astype(
+            numpy_dtype(whole.dtype)
+        )
         here |= {leaf.name: made[leaf.name] for leaf in group.here}
         there |= {leaf.name: made[leaf.name] for leaf in group.there}
     ends = (case.mesh, here, case.leaves(0)), (case.there, there, case.leaves(1))
     return Carried(
         case,
         here,
-        *({n: _cut(x, leaves[n], mesh) for n, x in arrays.items()} for mesh, arrays, leaves in ends),
+        *(
+            {n: _cut(x, leaves[n], mesh) for n, x in arrays.items()}
+            for mesh, arrays, leaves in ends
+        ),
     )
 
 
@@ -222,7 +260,9 @@ def _any(rng: np.random.Generator, leaf: Leaf, is_cast: bool) -> np.ndarray:
 
 
 def _cut(x: np.ndarray, leaf: Leaf, mesh: xs.Mesh) -> Blocks:
-    at = [oracle.block_index(leaf.layout, mesh, x.shape, device) for device in range(mesh.n_devices)]
+    at = [
+        oracle.block_index(leaf.layout, mesh, x.shape, device) for device in range(mesh.n_devices)
+    ]
     return [np.ascontiguousarray(x[index]).reshape([i.size for i in index]) for index in at]
 
 

@@ -24,20 +24,31 @@ from xshard.trees import leaf_name
 LAYER = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
 LAYER |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32)}
 LAYER |= {"mlp.down_proj": (32, 64), "input_layernorm": (32,), "post_attention_layernorm": (32,)}
-SHAPES = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER.items()}
+SHAPES = {
+    f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER.items()
+}
 # 50 rows are uneven over four ranks.
-SHAPES |= {"model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,), "lm_head.weight": (50, 32)}
+SHAPES |= {
+    "model.embed_tokens.weight": (50, 32),
+    "model.norm.weight": (32,),
+    "lm_head.weight": (50, 32),
+}
 
 FUSED = to_fused(4, 2, 8)
 TRAINED = {"**.step": "...", "**": "o/fsdp ..."}
 SERVED = {"**.step": "...", "**.{o,down}_proj.*": "o i/tp", "**": "o/tp ..."}
-FUSED_THERE = {"**.qkv_proj.*": "o/block(tp,32,16,16) i", "**.gate_up_proj.*": "o/block(tp,64,64) i"}
+FUSED_THERE = {
+    "**.qkv_proj.*": "o/block(tp,32,16,16) i",
+    "**.gate_up_proj.*": "o/block(tp,64,64) i",
+}
 FUSED_THERE |= {name: layout for name, layout in SERVED.items() if name != "**.step"}
 PARTS = "weights", "exp_avg", "exp_avg_sq"
 ONLY_STORED = {"mlp.down_proj": torch.float8_e4m3fn, "mlp.up_proj": torch.float8_e5m2}
 
 
-def trained(mesh: DeviceMesh, seed: int = 0, steps: int = 2) -> tuple[dict[str, Any], dict[str, dict]]:
+def trained(
+    mesh: DeviceMesh, seed: int = 0, steps: int = 2
+) -> tuple[dict[str, Any], dict[str, dict]]:
     """The whole state, as a program has it, and weights, first and second moments by names, which fuse."""
     torch.manual_seed(seed)
     model = nn.Module()
@@ -62,9 +73,12 @@ def trained(mesh: DeviceMesh, seed: int = 0, steps: int = 2) -> tuple[dict[str, 
             x = weights[f"model.layers.{i}.{part}.weight"]
             small = x.to_local().to(dtype)
             like = {"shape": x.shape, "stride": x.stride()}
-            weights[f"model.layers.{i}.{part}.small"] = DTensor.from_local(small, mesh, x.placements, **like)
+            weights[f"model.layers.{i}.{part}.small"] = DTensor.from_local(
+                small, mesh, x.placements, **like
+            )
     moments = {
-        key: {name: optimizer.state[x][key] for name, x in model.named_parameters()} for key in PARTS[1:]
+        key: {name: optimizer.state[x][key] for name, x in model.named_parameters()}
+        for key in PARTS[1:]
     }
     return {**weights, "optimizer": optimizer.state_dict()}, {"weights": weights, **moments}
 
@@ -73,14 +87,17 @@ def to_server(folder: Path) -> None:
     """On ranks 0 to 3 a trainer, on 4 and 5 a server, which leaves its blocks in the folder."""
     trainer = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("fsdp",))
     server = DeviceMesh("cpu", torch.tensor([4, 5]), mesh_dim_names=("tp",))
-    rank, ends = dist.get_rank(), {"src_mesh": trainer, "dst_mesh": server}
+    rank = dist.get_rank()
+    ends = {"src_mesh": trainer, "dst_mesh": server}
     whole, parts = trained(trainer) if rank < 4 else (None, dict.fromkeys(PARTS))
     found = {"whole": xt.transfer(whole, (TRAINED, SERVED), bucket_bytes="16KiB", **ends)}
     for kind, tree in parts.items():
         found[kind] = xt.transfer(tree, ({"**": TRAINED["**"]}, FUSED_THERE), names=FUSED, **ends)
     assert (found["whole"] is None) == (rank < 4)
     if rank >= 4:
-        named = {kind: {leaf_name(path): x for path, x in flat(tree)} for kind, tree in found.items()}
+        named = {
+            kind: {leaf_name(path): x for path, x in flat(tree)} for kind, tree in found.items()
+        }
         torch.save(named, folder / f"server{rank - 4}.pt")
     assert still_connected()
 

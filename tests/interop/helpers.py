@@ -33,8 +33,12 @@ def blocks_of(x: np.ndarray, layout: str, mesh: xs.Mesh) -> list[Tensor]:
     return [torch.tensor(block) for block in xs.reference.scatter(x, layout, mesh)]
 
 
-def gathered(blocks: Sequence[Tensor], layout: str, mesh: xs.Mesh, shape: Sequence[int]) -> np.ndarray:
-    return xs.reference.gather([block.detach().numpy() for block in blocks], layout, mesh, tuple(shape))
+def gathered(
+    blocks: Sequence[Tensor], layout: str, mesh: xs.Mesh, shape: Sequence[int]
+) -> np.ndarray:
+    return xs.reference.gather(
+        [block.detach().numpy() for block in blocks], layout, mesh, tuple(shape)
+    )
 
 
 def memory(x: Any) -> list[int]:

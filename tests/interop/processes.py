@@ -45,7 +45,8 @@ def same(a: Given, b: Given) -> bool:
 
 def mine(layout: str, mesh: xs.Mesh, x: np.ndarray = X) -> Given:
     """The blocks of this process's devices, as torch users have them: a list only if there are several."""
-    n, me = jax.local_device_count(), dist.get_rank()
+    n = jax.local_device_count()
+    me = dist.get_rank()
     own = blocks_of(x, layout, mesh)[me * n : (me + 1) * n]
     return own[0] if n == 1 else own
 
@@ -58,14 +59,19 @@ def held(array: jax.Array) -> list[torch.Tensor]:
 
 def moves(mesh: jax.sharding.Mesh, sides: tuple[str, ...]) -> None:
     for i, (src, dst) in enumerate(MOVES):
-        before, direct = mine(src, THERE), (src, dst) == MOVES[-1]
-        for via in sides if direct else sides[i % len(sides) :][:1]:  # JAX moves them all where it has to
+        before = mine(src, THERE)
+        direct = (src, dst) == MOVES[-1]
+        for via in (
+            sides if direct else sides[i % len(sides) :][:1]
+        ):  # JAX moves them all where it has to
             array = to_jax(before, (src, dst), mesh, torch_mesh=THERE, via=via)
             assert same(held(array), mine(dst, HERE)), (src, dst, via)
             back = to_torch(array, (dst, src), THERE, via=via)
             assert "sum" in src or same(back, before), (src, dst, via)
             if direct:
-                assert [b.data_ptr() for b in listed(back)] == [b.data_ptr() for b in listed(before)], via
+                assert [b.data_ptr() for b in listed(back)] == [
+                    b.data_ptr() for b in listed(before)
+                ], via
     whole = jax.jit(lambda x: x.sum())(to_jax(mine("n/a d/b", HERE), "n/a d/b", mesh))
     assert float(whole) == X.sum()
 
@@ -81,7 +87,9 @@ def elsewhere(sides: tuple[str, ...]) -> None:
     if len(sides) == 2:  # from ranks 1 and 0, in this order
         pair = blocks_of(X, "n/dp d", xs.Mesh(dp=2))
         outside = torch.empty(pair[0].shape, device="meta")
-        ends += [(DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",)), pair[1 - me] if me < 2 else outside)]
+        ends += [
+            (DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",)), pair[1 - me] if me < 2 else outside)
+        ]
     for torch_mesh, given in ends:
         for via in sides:
             array = to_jax(given, "n/dp d -> n d/a", mesh, torch_mesh=torch_mesh, via=via)
@@ -103,11 +111,17 @@ def ranks_alone(mesh: jax.sharding.Mesh) -> None:
         )
     # The profile says for whom it costs less.
     slow = xs.load_profile("gloo")
-    for profile, side in (({"torch": slow, "jax": "h100"}, "jax"), ({"torch": "h100", "jax": slow}, "torch")):
+    for profile, side in (
+        ({"torch": slow, "jax": "h100"}, "jax"),
+        ({"torch": "h100", "jax": slow}, "torch"),
+    ):
         with logged() as lines:
-            to_jax(mine("n/dp d", THERE), "n/dp d -> n/a d/b", mesh, torch_mesh=THERE, profile=profile)
+            to_jax(
+                mine("n/dp d", THERE), "n/dp d -> n/a d/b", mesh, torch_mesh=THERE, profile=profile
+            )
         assert lines[0].startswith(side)
-    ranks, placed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), (Shard(0), Shard(1))
+    ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    placed = (Shard(0), Shard(1))
     local = mine("n/a d/b", HERE)
     x = DTensor.from_local(local, ranks, placed)
     array = to_jax(x, "n/a d/b", mesh)
@@ -135,7 +149,8 @@ def functions(mesh: jax.sharding.Mesh) -> None:
     specs = jax.P("a", "b"), jax.P("b", None)
     whole = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P("a", None))
     f = from_jax(whole, ("n/a i/b", "i/b o"), "n/a o", mesh)
-    x, w = mine("n/a i/b", HERE), mine("i/b o", HERE, W)
+    x = mine("n/a i/b", HERE)
+    w = mine("i/b o", HERE, W)
     leaves = [block.requires_grad_() for block in (*listed(x), *listed(w))]
     gradients = torch.autograd.grad(listed(f(x, w)), leaves, listed(mine("n/a o", HERE, C)))
     expected = mine("n/a i/b", HERE, C @ W.T), mine("i/b o", HERE, X.T @ C)
@@ -143,7 +158,8 @@ def functions(mesh: jax.sharding.Mesh) -> None:
 
     # torch's own collectives inside a function of JAX, where a process is a rank.
     one = jax.local_device_count() == 1
-    src, dst = "n/a/b d", "n d/a/b" if one else "n/a/b d"
+    src = "n/a/b d"
+    dst = "n d/a/b" if one else "n/a/b d"
     g = from_torch(
         lambda x: xt.redistribute(x * 2, f"{src} -> {dst}", HERE) if one else x * 2, src, dst, mesh
     )
@@ -160,7 +176,8 @@ def everything(local_devices: int) -> None:
     initialize(local_devices=local_devices)  # what is set up is left as it is
     assert (jax.process_index(), jax.process_count()) == (dist.get_rank(), dist.get_world_size())
     assert jax.local_device_count() == local_devices
-    mesh, sides = jax_mesh(a=2, b=2), ("torch", "jax") if local_devices == 1 else ("jax",)
+    mesh = jax_mesh(a=2, b=2)
+    sides = ("torch", "jax") if local_devices == 1 else ("jax",)
     moves(mesh, sides)
     if local_devices == 1:
         ranks_alone(mesh)

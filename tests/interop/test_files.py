@@ -33,12 +33,16 @@ def test_torch_to_jax_and_back(tmp_path: Path) -> None:
     """Fused on the way to the files, as flax has them in JAX, and of the names of torch again."""
     torch.manual_seed(0)
     state = {name: torch.randn(shape).bfloat16() for name, shape in chain.SHAPES.items()}
-    mesh, flax = jax_mesh(dp=2, tp=2), named("llama-to-flax")
+    mesh = jax_mesh(dp=2, tp=2)
+    flax = named("llama-to-flax")
     xt.save(state, tmp_path / "torch", names=named(f"llama-to-fused:{HEADS}"))
     back = named(f"fused-to-llama:{HEADS}")
     plain = xj.load(tmp_path / "torch", {"**.weight": "..."}, mesh, names=back)
     same(
-        {name: torch.tensor(np.asarray(x).view("i2")).view(torch.bfloat16) for name, x in plain.items()},
+        {
+            name: torch.tensor(np.asarray(x).view("i2")).view(torch.bfloat16)
+            for name, x in plain.items()
+        },
         state,
     )
 
@@ -52,7 +56,8 @@ def test_torch_to_jax_and_back(tmp_path: Path) -> None:
 
 @in_jax
 def test_every_dtype_and_dcp(tmp_path: Path) -> None:
-    mesh, bytes_ = jax_mesh(dp=2, tp=2), torch.arange(64, dtype=torch.uint8)
+    mesh = jax_mesh(dp=2, tp=2)
+    bytes_ = torch.arange(64, dtype=torch.uint8)
     names = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
     state = {name: bytes_.clone().view(getattr(torch, name)).reshape(4, -1) for name in names}
     state["turned"] = torch.arange(12.0).reshape(3, 4).T
@@ -74,10 +79,15 @@ def test_a_state_goes_all_the_way_bit_by_bit(tmp_path: Path) -> None:
 @in_jax
 def through_jax(folder: Path) -> None:
     """The server's blocks, in their memory -> arrays of 8 devices -> files."""
-    two, eight = jax_mesh(tp=2), jax_mesh(dp=2, tp=4)
+    two = jax_mesh(tp=2)
+    eight = jax_mesh(dp=2, tp=4)
     first, second = (torch.load(folder / f"server{rank}.pt") for rank in range(2))
     for kind, blocks in first.items():
-        tensors = {name: [x, second[kind][name]] for name, x in blocks.items() if isinstance(x, torch.Tensor)}
+        tensors = {
+            name: [x, second[kind][name]]
+            for name, x in blocks.items()
+            if isinstance(x, torch.Tensor)
+        }
         rules = chain.SERVED if kind == "whole" else chain.FUSED_THERE
         arrays = to_jax(tensors, rules, two, torch_mesh=Mesh(tp=2))
         there = {"**.step": "..."} if kind == "whole" else {}

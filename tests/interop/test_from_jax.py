@@ -33,10 +33,14 @@ def layer(mesh: jax.sharding.Mesh):
 @in_jax
 def test_gradients_and_second_derivatives_are_those_of_torch() -> None:
     with jax.enable_x64(True):
-        f, x, w = layer(jax_mesh(a=1)), leaf(3, 4), leaf(4, 2)
+        f = layer(jax_mesh(a=1))
+        x = leaf(3, 4)
+        w = leaf(4, 2)
         assert torch.autograd.gradcheck(f, (x, w))
         assert torch.autograd.gradgradcheck(f, (x, w))
-        g, expected = (torch.autograd.grad((y**3).sum(), (x, w)) for y in (f(x, w), torch.tanh(x @ w)))
+        g, expected = (
+            torch.autograd.grad((y**3).sum(), (x, w)) for y in (f(x, w), torch.tanh(x @ w))
+        )
         assert all(map(torch.allclose, g, expected))
 
 
@@ -59,7 +63,8 @@ def sharded(mesh: jax.sharding.Mesh):
 @in_jax
 def test_blocks_of_several_devices_have_the_gradients_of_the_whole() -> None:
     """Of whole numbers, so that equality is exact: the pullback is the adjoint."""
-    axes, mesh = xs.Mesh(dp=2, tp=2), jax_mesh(dp=2, tp=2)
+    axes = xs.Mesh(dp=2, tp=2)
+    mesh = jax_mesh(dp=2, tp=2)
     rng = np.random.default_rng(0)
     X, W, C = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 6), (6, 8), (4, 8)))
     x, w = (blocks_of(v, t, axes) for v, t in ((X, "n/dp i/tp"), (W, "i/tp o")))
@@ -91,7 +96,8 @@ def test_addends_come_back_as_copies() -> None:
 
 @in_jax
 def test_a_graph_may_be_used_twice_if_it_is_retained() -> None:
-    x, w = leaf(3, 4, dtype=torch.float32), leaf(4, 2, dtype=torch.float32)
+    x = leaf(3, 4, dtype=torch.float32)
+    w = leaf(4, 2, dtype=torch.float32)
     y = layer(jax_mesh(a=1))(x, w).sum()
     first, second = (torch.autograd.grad(y, w, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -102,7 +108,9 @@ def test_a_graph_may_be_used_twice_if_it_is_retained() -> None:
 
 @in_jax
 def test_without_gradients_nothing_is_kept() -> None:
-    f, x, w = layer(jax_mesh(a=1)), leaf(3, 4, dtype=torch.float32), leaf(4, 2, dtype=torch.float32)
+    f = layer(jax_mesh(a=1))
+    x = leaf(3, 4, dtype=torch.float32)
+    w = leaf(4, 2, dtype=torch.float32)
     with torch.no_grad():
         y = f(x, w)
     assert not y.requires_grad and y.grad_fn is None
@@ -132,7 +140,9 @@ def test_writes_between_forward_and_backward_are_noticed(written) -> None:
     except RuntimeError as error:
         said = str(error)
     # JAX may have kept no memory of its output.
-    assert "by an inplace operation" in said if at_input or said else torch.allclose(x.grad, expected)
+    assert (
+        "by an inplace operation" in said if at_input or said else torch.allclose(x.grad, expected)
+    )
 
 
 @in_jax
@@ -151,7 +161,8 @@ def test_trees_numbers_keys_and_whole_number_outputs() -> None:
         return {"y": y, "best": (y.argmax(axis=1), params["unused"])}
 
     f = from_jax(fn, ({"w": "i o", "unused": "u"}, "n i", "...", "..."), "...", jax_mesh(a=1))
-    w, x = leaf(4, 2, dtype=torch.float32), leaf(3, 4, dtype=torch.float32)
+    w = leaf(4, 2, dtype=torch.float32)
+    x = leaf(3, 4, dtype=torch.float32)
     unused = torch.arange(3, dtype=torch.int32)
     out = f({"w": w, "unused": unused}, x, 2.0, jax.random.key(0))
     assert torch.allclose(out["y"], x @ w * 2)

@@ -39,7 +39,8 @@ def equal(a, b) -> bool:
 @in_jax
 def test_values_and_gradients_are_those_of_jax(jitted) -> None:
     with jax.enable_x64(True):
-        x, w = numbers(3, 4), numbers(4, 2, seed=1)
+        x = numbers(3, 4)
+        w = numbers(4, 2, seed=1)
 
         def cube(f):
             return lambda x, w: (f(x, w) ** 3).sum()
@@ -60,7 +61,9 @@ def test_values_and_gradients_are_those_of_jax(jitted) -> None:
 def test_complex_gradients_are_jaxs_conjugates() -> None:
     with jax.enable_x64(True):
         z = numbers(4) + 1j * numbers(4, seed=1)
-        f = from_torch(lambda x: torch.exp(x) * x.conj() + x**3 * (1 + 2j), "...", "...", jax_mesh(a=1))
+        f = from_torch(
+            lambda x: torch.exp(x) * x.conj() + x**3 * (1 + 2j), "...", "...", jax_mesh(a=1)
+        )
 
         def first(f):
             return jax.grad(lambda x: (f(x) * (2 - 1j)).sum().real)
@@ -69,10 +72,16 @@ def test_complex_gradients_are_jaxs_conjugates() -> None:
             return jax.grad(lambda x: (first(f)(x) * (1 + 3j)).sum().imag)
 
         g = lambda x: jnp.exp(x) * x.conj() + x**3 * (1 + 2j)  # noqa: E731
-        assert equal(f(z), g(z)) and equal(first(f)(z), first(g)(z)) and equal(second(f)(z), second(g)(z))
+        assert (
+            equal(f(z), g(z))
+            and equal(first(f)(z), first(g)(z))
+            and equal(second(f)(z), second(g)(z))
+        )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "complex64"]
+)
 @in_jax
 def test_dtypes_come_and_go_as_they_are(dtype) -> None:
     x = jnp.arange(6).reshape(2, 3).astype(dtype)
@@ -85,9 +94,13 @@ def test_dtypes_come_and_go_as_they_are(dtype) -> None:
 def test_blocks_of_several_devices_say_how_gradients_add() -> None:
     """Of whole numbers, so that equality is exact."""
     mesh = jax_mesh(dp=2, tp=2)
-    f = from_torch(lambda x, w: x @ w, ("n/dp i/tp", "i/tp o | copy(dp)"), "n/dp o | sum(tp) -> n/dp o", mesh)
+    f = from_torch(
+        lambda x, w: x @ w, ("n/dp i/tp", "i/tp o | copy(dp)"), "n/dp o | sum(tp) -> n/dp o", mesh
+    )
     rng = np.random.default_rng(0)
-    x, w, c = (jnp.array(rng.integers(-4, 5, shape), jnp.float32) for shape in ((4, 6), (6, 8), (4, 8)))
+    x, w, c = (
+        jnp.array(rng.integers(-4, 5, shape), jnp.float32) for shape in ((4, 6), (6, 8), (4, 8))
+    )
     for call in (f, jax.jit(f)):
         y, pull = jax.vjp(call, x, w)
         assert (y == x @ w).all()
@@ -132,7 +145,8 @@ class Alone(torch.nn.Module):
 
     def __deepcopy__(self, memo) -> Alone:
         other = Alone()
-        other.calls, other.most = self.calls, self.most
+        other.calls = self.calls
+        other.most = self.most
         return other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +170,8 @@ def test_devices_take_turns_with_a_module() -> None:
 def test_on_explicit_axes_arrays_are_brought_to_their_sharding() -> None:
     mesh = jax_mesh(AxisType.Explicit, dp=2)
     f = from_torch(lambda x, w: x * w, ("n/dp", "n/dp"), "n/dp", mesh)
-    x, w = jnp.arange(4.0), jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("dp")))
+    x = jnp.arange(4.0)
+    w = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("dp")))
     with jax.set_mesh(mesh):
         for call in (jax.grad(lambda x: f(x, w).sum()), jax.jit(jax.grad(lambda x: f(x, w).sum()))):
             assert (call(x) == 1).all()
@@ -165,7 +180,8 @@ def test_on_explicit_axes_arrays_are_brought_to_their_sharding() -> None:
 @in_jax
 def test_vmap_and_scan() -> None:
     f, g = both()
-    x, w = numbers(3, 4).astype("float32"), numbers(4, 4).astype("float32")
+    x = numbers(3, 4).astype("float32")
+    w = numbers(4, 4).astype("float32")
     many = jnp.stack([x, 2 * x])
     assert equal(jax.vmap(f, (0, None))(many, w), jax.vmap(g, (0, None))(many, w))
 
@@ -190,7 +206,9 @@ def test_one_inside_the_other_inside_the_one() -> None:
     x = [torch.ones(4, requires_grad=True), torch.zeros(4, requires_grad=True)]
     y = outer(x)
     torch.cat(y).sum().backward()
-    assert torch.allclose(y[0], 2 * torch.ones(4).sin()) and torch.allclose(x[1].grad, torch.full((4,), 2.0))
+    assert torch.allclose(y[0], 2 * torch.ones(4).sin()) and torch.allclose(
+        x[1].grad, torch.full((4,), 2.0)
+    )
 
 
 def unhappy(x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +225,9 @@ def test_errors_of_the_function_keep_their_message() -> None:
     with pytest.raises(RuntimeError, match="same reduction dim"):  # already when it is traced
         from_torch(lambda x: x @ x, "n d", "n d", mesh)(jnp.ones((2, 3)))
     other = from_torch(lambda x: x if type(x) is torch.Tensor else x[1:], "n", "n", mesh)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"returns \(\(3,\).*\(\(2,\).* for fake tensors"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"returns \(\(3,\).*\(\(2,\).* for fake tensors"
+    ):
         jax.block_until_ready(other(jnp.ones(3)))
 
 
@@ -217,9 +237,21 @@ def test_what_is_refused_when_it_is_traced() -> None:
     for fn, ins, outs, kind, message in (
         (torch.sin, "n/b", "n", xs.errors.NotationError, "unknown mesh axis 'b' in\n    'n/b'"),
         (torch.sin, "n/a", "n/a", xs.errors.ShapeError, "needs equal blocks"),
-        (torch.argmax, "n", "...", xs.errors.DtypeError, "is torch.int64, which JAX would make int32"),
+        (
+            torch.argmax,
+            "n",
+            "...",
+            xs.errors.DtypeError,
+            "is torch.int64, which JAX would make int32",
+        ),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
-        (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts: the arrays .* differ: 1 items, and 2"),
+        (
+            torch.sin,
+            ("n", "n"),
+            "n",
+            xs.XshardError,
+            "in_layouts: the arrays .* differ: 1 items, and 2",
+        ),
     ):
         with pytest.raises(kind, match=message):
             from_torch(fn, ins, outs, mesh)(jnp.ones(3))

@@ -43,7 +43,9 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in AGAIN.items() for name in names])
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in AGAIN.items() for name in names]
+)
 @on_gpu
 def test_what_holds_on_cpus_holds_there(file, name) -> None:
     with torch.device("cuda"):
@@ -89,7 +91,8 @@ def test_a_tensor_on_the_host_stays_there() -> None:
 @on_gpu
 def test_streams_wait_for_each_other() -> None:
     """What one framework has begun is finished before the other reads it."""
-    mesh, add = jax_mesh(a=1), jax.jit(lambda x: x + 1)
+    mesh = jax_mesh(a=1)
+    add = jax.jit(lambda x: x + 1)
     for i in range(20):
         x = torch.zeros(2**24, device="cuda")
         for _ in range(10):
@@ -107,7 +110,8 @@ def test_streams_wait_for_each_other() -> None:
 @on_gpu
 def test_each_inside_the_other(jitted) -> None:
     """Values and gradients to the last bit of a product of whole numbers."""
-    mesh, jit = jax_mesh(a=1), jax.jit if jitted else lambda f: f
+    mesh = jax_mesh(a=1)
+    jit = jax.jit if jitted else lambda f: f
     x, w = (np.random.default_rng(i).integers(-4, 5, (8, 8)).astype(np.float32) for i in range(2))
     inside = from_torch(lambda x, w: x @ w, ("n i", "i o"), "n o", mesh)
     y, pull = jax.vjp(jit(inside), jnp.array(x), jnp.array(w))

@@ -17,8 +17,23 @@ from tests.interop.helpers import blocks_of, jax_mesh, logged, memory
 from tests.jax_bridge.helpers import in_jax
 
 NARROW = (
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
-    *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.complex64),
+    *(
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.bool,
+    ),
+    *(
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.complex64,
+    ),
 )
 WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
@@ -107,7 +122,8 @@ NOT_SHARED = {
 @pytest.mark.parametrize("why", NOT_SHARED)
 @in_jax
 def test_a_copy_that_cannot_be_avoided_has_a_reason(why) -> None:
-    x, mesh = NOT_SHARED[why](), jax_mesh(a=1)
+    x = NOT_SHARED[why]()
+    mesh = jax_mesh(a=1)
     with pytest.raises(xs.XshardError, match=why):
         to_jax(x, "...", mesh, copy=False)
     with logged() as lines:
@@ -162,7 +178,8 @@ MOVES = [  # torch's mesh, JAX's, and the layouts on them
 @in_jax
 def test_any_layout_is_handed_over_as_any_other(torchs, jaxs, src, dst) -> None:
     """There and back, of whole numbers: every device has exactly its block."""
-    there, here = xs.Mesh.parse(torchs), xs.Mesh.parse(jaxs)
+    there = xs.Mesh.parse(torchs)
+    here = xs.Mesh.parse(jaxs)
     mesh = jax_mesh(**dict(zip(here.axes, here.sizes, strict=True)))
     x = np.arange(16.0 * 24, dtype=np.float32).reshape(16, 24) - 100
     blocks = blocks_of(x, src, there)
@@ -179,11 +196,13 @@ def test_any_layout_is_handed_over_as_any_other(torchs, jaxs, src, dst) -> None:
 @in_jax
 def test_blocks_are_handed_to_devices_apart_and_gradients_come_back() -> None:
     """The adjoint is the hand-over back, between the dual layouts."""
-    there, here = xs.Mesh(x=4), xs.Mesh(a=2)
+    there = xs.Mesh(x=4)
+    here = xs.Mesh(a=2)
     mesh = jax_mesh(order=[5, 4], a=2)
     x, y = (np.random.default_rng(i).integers(-4, 4, (8, 6)).astype(np.float32) for i in (0, 1))
     for src, dst in (("n/x d", "n d/a"), ("n d | sum(x)", "n/a d"), ("n d", "n/a d")):
-        src_layout, dst_layout = xs.Layout(src), xs.Layout(dst)
+        src_layout = xs.Layout(src)
+        dst_layout = xs.Layout(dst)
         blocks = [torch.tensor(b) for b in xs.reference.scatter(x, src, there)]
         array = to_jax(blocks, (src, dst), mesh, torch_mesh=there)
         assert np.array_equal(np.asarray(array), x) and array.devices() == set(mesh.devices.flat)
@@ -196,10 +215,14 @@ def test_blocks_are_handed_to_devices_apart_and_gradients_come_back() -> None:
 @in_jax
 def test_the_same_blocks_under_another_name_are_not_copied() -> None:
     blocks = [torch.zeros(4, 6) for _ in range(4)]
-    array = to_jax(blocks, "n/x d -> n/(a,b) d", jax_mesh(a=2, b=2), torch_mesh=xs.Mesh(x=4), copy=False)
+    array = to_jax(
+        blocks, "n/x d -> n/(a,b) d", jax_mesh(a=2, b=2), torch_mesh=xs.Mesh(x=4), copy=False
+    )
     assert memory(array) == memory(blocks)
     with pytest.raises(xs.XshardError, match="cannot be handed over without a copy"):
-        to_jax(blocks, "n/x d -> n/(b,a) d", jax_mesh(a=2, b=2), torch_mesh=xs.Mesh(x=4), copy=False)
+        to_jax(
+            blocks, "n/x d -> n/(b,a) d", jax_mesh(a=2, b=2), torch_mesh=xs.Mesh(x=4), copy=False
+        )
 
 
 @in_jax
@@ -234,5 +257,7 @@ def test_the_side_with_the_cheaper_plan_moves() -> None:
     with logged() as lines:
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4))
     assert lines == ["jax moves the blocks first: n/a d -> n d/a"]
-    with pytest.raises(xs.errors.PlanError, match=r"torch cannot bring .*\n  torch: no process group"):
+    with pytest.raises(
+        xs.errors.PlanError, match=r"torch cannot bring .*\n  torch: no process group"
+    ):
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4), via="torch")

@@ -85,7 +85,10 @@ def donated(x: jax.Array) -> jax.Array:
 
 @in_jax
 def test_arrays_that_do_not_fit() -> None:
-    x, gone, one, errors = array(), array(), jax_mesh(a=1), xs.errors
+    x = array()
+    gone = array()
+    one = jax_mesh(a=1)
+    errors = xs.errors
     donated(gone)
     for call, kind, message in (
         (lambda: to_torch(x, "n d/a"), errors.ShapeError,

@@ -32,14 +32,17 @@ def model() -> torch.nn.Module:
 
 @in_jax
 def test_a_state_dict_goes_round_bit_by_bit() -> None:
-    mesh, state = jax_mesh(tp=1), model().state_dict()
+    mesh = jax_mesh(tp=1)
+    state = model().state_dict()
     with logged() as lines:
         arrays = to_jax(state, RULES, mesh)
     assert not lines and type(arrays) is OrderedDict and [*arrays] == [*state]
     assert arrays["layers.1.self_attn.in_proj_weight"].sharding.spec == jax.P("tp", None)
     assert arrays["layers.0.linear1.weight"].sharding.spec == jax.P(None, "tp")
     back = to_torch(arrays, RULES)
-    assert all(torch.equal(back[name], x) and memory(back[name]) == memory(x) for name, x in state.items())
+    assert all(
+        torch.equal(back[name], x) and memory(back[name]) == memory(x) for name, x in state.items()
+    )
     model().load_state_dict(back)
 
 
@@ -58,9 +61,13 @@ def test_leaves_are_lists_where_a_process_has_several_devices() -> None:
 @in_jax
 def test_leaves_without_a_rule_and_rules_without_a_leaf_are_listed() -> None:
     tree = {f"w{i}": torch.zeros(2) for i in range(12)}
-    with pytest.raises(xs.XshardError, match=r"no rule for 11 of 12 names: w1, w10, .* and 3 more") as caught:
+    with pytest.raises(
+        xs.XshardError, match=r"no rule for 11 of 12 names: w1, w10, .* and 3 more"
+    ) as caught:
         to_jax(tree, {"w0": "d", "v": "d"}, jax_mesh(tp=1))
-    assert "rule 'v' fits no name" in str(caught.value) and "the rules are for: 'w0'" in str(caught.value)
+    assert "rule 'v' fits no name" in str(caught.value) and "the rules are for: 'w0'" in str(
+        caught.value
+    )
 
 
 @in_jax
@@ -79,8 +86,11 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
 
 @in_jax
 def test_progress_counts_bytes_and_shows_a_bar_when_asked_for() -> None:
-    tree, seen = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}, []
-    arrays = to_jax(tree, {"**": "..."}, jax_mesh(tp=1), progress=lambda *n_bytes: seen.append(n_bytes))
+    tree = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
+    seen = []
+    arrays = to_jax(
+        tree, {"**": "..."}, jax_mesh(tp=1), progress=lambda *n_bytes: seen.append(n_bytes)
+    )
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         to_torch(arrays, {"**": "..."}, progress=True)
     with contextlib.redirect_stderr(io.StringIO()) as silent:

@@ -20,7 +20,9 @@ from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import device_mesh
 
 Layers = Callable[..., nn.Sharded]  # (placed block, *parameters)
-Results = tuple[NDArray, list[NDArray]]  # global: the output; gradients of the input and each parameter
+Results = tuple[
+    NDArray, list[NDArray]
+]  # global: the output; gradients of the input and each parameter
 
 
 def sharded(local: Callable, mesh: xs.Mesh, **options) -> Callable:
@@ -44,7 +46,8 @@ def on_devices(
 ) -> tuple[Results, xs.Sharding]:
     """The layers on blocks; their cotangent is `cotangent_of` the output. mode: vma, novma or pmap."""
     source = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
-    everywhere, nowhere = PartitionSpec(mesh.axes), PartitionSpec()
+    everywhere = PartitionSpec(mesh.axes)
+    nowhere = PartitionSpec()
 
     def apply(block, *parameters):
         if mode != "vma":
@@ -56,8 +59,12 @@ def on_devices(
     def both(block, *parameters):
         y, pull = jax.vjp(apply, block[0], *parameters)
         cotangent = cotangent_of(targets[-1].shape, x.dtype)
-        cut = padded(xs.reference.scatter(cotangent, str(targets[-1].layout), mesh), targets[-1], fill=np.nan)
-        gradient, *others = pull(jnp.asarray(cut)[jax.lax.axis_index(mesh.axes if mode != "pmap" else axis)])
+        cut = padded(
+            xs.reference.scatter(cotangent, str(targets[-1].layout), mesh), targets[-1], fill=np.nan
+        )
+        gradient, *others = pull(
+            jnp.asarray(cut)[jax.lax.axis_index(mesh.axes if mode != "pmap" else axis)]
+        )
         return y[None], gradient[None], tuple(others)
 
     targets: list[xs.Sharding] = []  # of each trace
@@ -67,7 +74,9 @@ def on_devices(
         axis = next(a for a in mesh.axes if mesh.size(a) == mesh.n_devices)
         program = jax.pmap(both, axis, in_axes=(0, *[None] * len(parameters)))
         y, gradient, others = program(blocks[:, None], *parameters)
-        y, gradient, others = y[:, 0], gradient[:, 0], tuple(g[0] for g in others)
+        y = y[:, 0]
+        gradient = gradient[:, 0]
+        others = tuple(g[0] for g in others)
     else:
         specs = {"in_specs": (everywhere, *given), "out_specs": (everywhere, everywhere, given)}
         mapped = jax.shard_map(both, mesh=device_mesh(mesh), check_vma=mode == "vma", **specs)
@@ -76,7 +85,9 @@ def on_devices(
     return (_whole(y, target), [_whole(gradient, source), *map(np.asarray, others)]), target
 
 
-def on_one(function: Callable[..., jax.Array], x: NDArray, parameters: tuple[NDArray, ...]) -> Results:
+def on_one(
+    function: Callable[..., jax.Array], x: NDArray, parameters: tuple[NDArray, ...]
+) -> Results:
     """The same, of the global array."""
 
     @jax.jit

@@ -39,7 +39,9 @@ GPU = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
 }
-HAS_GPU = Path("/dev/nvidiactl").exists() and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+HAS_GPU = Path("/dev/nvidiactl").exists() and any(
+    map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+)
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device is here that JAX could use")
 needs_flax = pytest.mark.skipif(
     Version(version("jax")) >= Version("0.12") and Version(version("flax")) <= Version("0.12.8"),
@@ -96,7 +98,10 @@ def joined(environments: Sequence[Mapping[str, str]]) -> Iterator[Callable[..., 
         processes = [Process(environment) for environment in environments]
         for process in processes:
             ends.callback(process.end)
-        ask = [functools.partial(threads.submit, process.ask, timeout_s=TIMEOUT_S) for process in processes]
+        ask = [
+            functools.partial(threads.submit, process.ask, timeout_s=TIMEOUT_S)
+            for process in processes
+        ]
         all_of([one("jax_bridge.testing.worker.join", address, n, i) for i, one in enumerate(ask)])
         yield lambda function, *arguments: all_of([one(function, *arguments) for one in ask])
 

@@ -24,7 +24,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def transformer(
-    scan: bool, batch: int = 4, sequence: int = 8, c: int = 16, n: int = 3, heads: int = 2, words: int = 32
+    scan: bool,
+    batch: int = 4,
+    sequence: int = 8,
+    c: int = 16,
+    n: int = 3,
+    heads: int = 2,
+    words: int = 32,
 ) -> Loss:
     """A decoder of n layers, in a scan with `jax.checkpoint` or one after another."""
     weights = {
@@ -37,7 +43,11 @@ def transformer(
         "norm": (c,),
     }
     layer = {name: shape(*((n,) if scan else ()), *lengths) for name, lengths in weights.items()}
-    parameters = {"embed": shape(words, c), "head": shape(c, words), "layers": layer if scan else [layer] * n}
+    parameters = {
+        "embed": shape(words, c),
+        "head": shape(c, words),
+        "layers": layer if scan else [layer] * n,
+    }
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["norm"]
@@ -118,7 +128,8 @@ def of_equinox(batch: int = 4, width: int = 16) -> Loss:
         logits = jax.vmap(net)(x, jax.random.split(key, len(x)))
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(y, 6), -1))
 
-    net, key = eqx.filter_eval_shape(Net, jax.random.key(0)), jax.eval_shape(lambda: jax.random.key(0))
+    net = eqx.filter_eval_shape(Net, jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
     return loss, (net, shape(batch, 2, 8, 8), shape(batch, dtype=jnp.int32), key)
 
 

@@ -13,7 +13,8 @@ from tests.step.prober import N, Run
 from xshard import Op
 from xshard.step.trace import Trace
 
-OF_RESULT, OF_OPERAND = {"shape", "new_sizes"}, {"limit_indices", "slice_sizes"}  # lengths among parameters
+OF_RESULT = {"shape", "new_sizes"}
+OF_OPERAND = {"limit_indices", "slice_sizes"}  # lengths among parameters
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -25,7 +26,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def operation(eqn: Any) -> tuple[Op, dict[str, int]]:
     """An equation as the tracer writes it, and the lengths of its dims."""
-    trace, out = Trace(1), eqn.outvars[0].aval.shape
+    trace = Trace(1)
+    out = eqn.outvars[0].aval.shape
     shapes = [None if is_number(v) else v.aval.shape for v in eqn.invars]
     names = [trace.parameter(f"x{i}", shape) for i, shape in enumerate(shapes) if shape is not None]
     trace.add("y", written(eqn.primitive.name, eqn.params, shapes, out), names, out)
@@ -42,7 +44,9 @@ def judged(eqn: Any, op: Op, lengths: dict[str, int]) -> tuple[set[str], set[str
     def results(runs: list[Run]) -> list[Any]:
         given = [dict(zip(variables, run.values, strict=True)) for run in runs]
         every = [[own.get(i, x) for i, x in enumerate(values)] for own in given]
-        return _results(eqn, [run._replace(values=own) for run, own in zip(runs, every, strict=True)])
+        return _results(
+            eqn, [run._replace(values=own) for run, own in zip(runs, every, strict=True)]
+        )
 
     return prober.judged(op, lengths, [values[i] for i in variables], results, together)
 
@@ -53,22 +57,32 @@ def _results(eqn: Any, runs: list[Run]) -> list[Any]:
     def program(given: list[list[Any]]) -> list[Any]:
         return [_result(eqn, run, arrays) for run, arrays in zip(runs, given, strict=True)]
 
-    arrays = [[x for x, v in zip(run.values, eqn.invars, strict=True) if not is_number(v)] for run in runs]
+    arrays = [
+        [x for x, v in zip(run.values, eqn.invars, strict=True) if not is_number(v)] for run in runs
+    ]
     return list(map(np.asarray, jax.jit(program)(arrays)))
 
 
 def _result(eqn: Any, run: Run, arrays: list[Any]) -> Any:
     params = {**eqn.params}
-    for keys, dim, v in ((OF_OPERAND, run.start, eqn.invars[0]), (OF_RESULT, run.end, eqn.outvars[0])):
+    for keys, dim, v in (
+        (OF_OPERAND, run.start, eqn.invars[0]),
+        (OF_RESULT, run.end, eqn.outvars[0]),
+    ):
         for key in keys & params.keys():
             lengths = zip(params[key] or (), v.aval.shape, strict=False)
             params[key] = params[key] and tuple(
                 n // N if i == dim and n == m else n for i, (n, m) in enumerate(lengths)
             )
-    if params.get("feature_group_count", 1) > 1 and run.start == params["dimension_numbers"].lhs_spec[1]:
+    if (
+        params.get("feature_group_count", 1) > 1
+        and run.start == params["dimension_numbers"].lhs_spec[1]
+    ):
         params["feature_group_count"] //= N
     rest = iter(arrays)
-    operands = [x if is_number(v) else next(rest) for x, v in zip(run.values, eqn.invars, strict=True)]
+    operands = [
+        x if is_number(v) else next(rest) for x, v in zip(run.values, eqn.invars, strict=True)
+    ]
     results = eqn.primitive.bind(*operands, **params)
     return results[0] if eqn.primitive.multiple_results else results
 

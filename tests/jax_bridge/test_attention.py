@@ -40,7 +40,8 @@ def test_every_order_way_and_mask_is_that_of_one_device(order, how, mode, mask) 
 
 def error(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64) -> float:
     """The largest difference from one device of the gradients, the result and the log-sum-exps."""
-    given, n = problem(case, mask), 4 + mask.return_lse
+    given = problem(case, mask)
+    n = 4 + mask.return_lse
     kinds = [(False, "bshk"), (True, "bshk"), (True, "bshk"), (False, "bshk"), (False, "bsh")][:n]
     x = [x.astype(dtype) for x in (*given[:4], given.lse_cotangent)[:n]]
     numbers = {name: getattr(given, name) for name in ("documents", "kv_documents")}
@@ -56,10 +57,15 @@ def error(case: Case, mask: Mask, how: str, mode: str, dtype: type = np.float64)
         return [*pull(x[3:n] if mask.return_lse else x[3]), *results]
 
     y, *others = one_device(given, mask)
-    wanted = [blocks_of(case, x, *kind) for x, kind in zip([*others[:3], y, *others[3:]], kinds, strict=True)]
+    wanted = [
+        blocks_of(case, x, *kind)
+        for x, kind in zip([*others[:3], y, *others[3:]], kinds, strict=True)
+    ]
     program = DeviceProgram(both, case.mesh, placed, [end for _, end in wanted], mode, np.nan)
     sides = program.blocks(program()), [blocks for blocks, _ in wanted]
-    found = ([np.maximum(np.concatenate([*map(np.ravel, y)]), -1e4) for y in side] for side in sides)
+    found = (
+        [np.maximum(np.concatenate([*map(np.ravel, y)]), -1e4) for y in side] for side in sides
+    )
     return difference(*found)
 
 
@@ -77,7 +83,8 @@ def blocks_of(case: Case, x, of_keys: bool = False, dims: str = "bshk"):
 @in_jax
 def test_a_ring_and_others_under_transformations() -> None:
     """Layers in a scan, each computed again, under vmap; in float32, where JAX's own attention is used."""
-    case, mask = Case(xs.Mesh(cp=2), "b s/zigzag(cp) h k", (4, 4)), Mask(True, has_alibi=True)
+    case = Case(xs.Mesh(cp=2), "b s/zigzag(cp) h k", (4, 4))
+    mask = Mask(True, has_alibi=True)
     given = problem(case, mask)
     x = np.stack([padded(*blocks_of(case, y)) for y in (given.q, given.k)], 1)
 
@@ -97,9 +104,12 @@ def test_a_ring_and_others_under_transformations() -> None:
     assert np.allclose(gradients("gather")[1], wanted, atol=1e-4)
     assert error(case, mask, "auto", "vma", np.float32) < 1e-5
     # All but a ring has tangents, also where a row sees nothing.
-    q, kv = jnp.ones((1, 3, 1, 2)), jax.random.normal(jax.random.key(0), (4, 1, 2, 1, 2))
+    q = jnp.ones((1, 3, 1, 2))
+    kv = jax.random.normal(jax.random.key(0), (4, 1, 2, 1, 2))
     few = {"layout": "b s h k", "kv_layout": "b t/cp h k", "causal": True, "offset": -1}
-    ways = (lambda x, how=how: nn.attention(q, x, x, how=how, **few) for how in ("reduce", "gather"))
+    ways = (
+        lambda x, how=how: nn.attention(q, x, x, how=how, **few) for how in ("reduce", "gather")
+    )
     one, other = (jax.jvp(jax.jit(jax.vmap(way, axis_name="cp")), (kv,), (kv,))[1] for way in ways)
     assert np.allclose(one, other, atol=1e-6) and not one[:, :, 0].any()
     q = jnp.ones((2, 19, 3, 6))

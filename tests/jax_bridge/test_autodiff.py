@@ -26,7 +26,9 @@ def on_devices(local, case: Case, mode: str):
         return jax.pmap(local, "a", devices=jax.devices()[:N])(blocks)
     if mode == "novma" or case.given != "one":
         return jax.jit(sharded(local, MESH, check_vma=mode == "vma"))(blocks)
-    mapped = jax.shard_map(lambda x: local(x)[None], mesh=device_mesh(MESH), in_specs=P(), out_specs=P("a"))
+    mapped = jax.shard_map(
+        lambda x: local(x)[None], mesh=device_mesh(MESH), in_specs=P(), out_specs=P("a")
+    )
     return jax.jit(mapped)(blocks[0])
 
 
@@ -42,7 +44,9 @@ def test_the_gradient_is_that_of_a_single_device(name, mode) -> None:
 
     def gradients(x):
         device = 0 if case.is_replicated() else jax.lax.axis_index("a").astype(np.float32)
-        return jnp.stack([jax.grad(lambda x, f=move: case.loss(x, f(x), device))(x) for move in moves])
+        return jnp.stack(
+            [jax.grad(lambda x, f=move: case.loss(x, f(x), device))(x) for move in moves]
+        )
 
     found = np.asarray(on_devices(gradients, case, mode))
     assert (np.abs(found).sum(axis=(0, 2, 3)) > 0).all()
@@ -100,7 +104,8 @@ def test_in_the_padding_of_an_uneven_extreme_no_share_is_divided_by_none() -> No
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 @in_jax
 def test_a_gradient_has_the_dtype_of_its_value(dtype) -> None:
-    moved, x = over_a("n/a d -> n d"), jnp.asarray(X, dtype)
+    moved = over_a("n/a d -> n d")
+    x = jnp.asarray(X, dtype)
     gradient = jax.jit(jax.grad(lambda x: (moved(x).real.astype("float32") * WEIGHTS).sum()))(x)
     assert gradient.dtype == x.dtype and np.array_equal(gradient, jnp.asarray(WEIGHTS, dtype))
 
@@ -123,6 +128,7 @@ def test_the_types_of_values_and_cotangents() -> None:
 
 @in_jax
 def test_whole_numbers_pass_through_differentiated_code() -> None:
-    moved, order = over_a("n/a d -> n d"), np.roll(np.arange(8), 3)[:, None].repeat(4, 1)
+    moved = over_a("n/a d -> n d")
+    order = np.roll(np.arange(8), 3)[:, None].repeat(4, 1)
     gradient = jax.grad(lambda x, order: (moved(x)[moved(order)[:, 0]] * WEIGHTS).sum())(X, order)
     assert np.array_equal(gradient[order[:, 0]], WEIGHTS)

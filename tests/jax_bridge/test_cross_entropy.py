@@ -25,8 +25,11 @@ CASES = (
 
 def whole(logits, labels, d, reduction="mean", label_smoothing=0.0, ignore_index=-100, classes="v"):
     """On one device."""
-    logs, counted = jax.nn.log_softmax(logits, d), labels != ignore_index
-    chosen = jnp.take_along_axis(logs, jnp.expand_dims(jnp.where(counted, labels, 0), d), d).squeeze(d)
+    logs = jax.nn.log_softmax(logits, d)
+    counted = labels != ignore_index
+    chosen = jnp.take_along_axis(
+        logs, jnp.expand_dims(jnp.where(counted, labels, 0), d), d
+    ).squeeze(d)
     losses = -(1 - label_smoothing) * chosen - label_smoothing * logs.mean(d)
     losses = jnp.where(counted, losses, 0)
     reduced = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted.sum()}
@@ -37,14 +40,22 @@ def whole(logits, labels, d, reduction="mean", label_smoothing=0.0, ignore_index
 @in_jax
 def test_the_loss_and_its_gradient_are_those_of_one_device(mode) -> None:
     """NaN in the padding of logits and of cotangents; zeros in that of results."""
-    draw, given, made, expected, ways = np.random.default_rng(0), [], [], [], []
+    draw = np.random.default_rng(0)
+    given = []
+    made = []
+    expected = []
+    ways = []
     for text, shape, options in CASES:
-        layout, d = xs.Layout.parse(text), xs.Layout.parse(text).dim_index(options.get("classes", "v"))
+        layout = xs.Layout.parse(text)
+        d = xs.Layout.parse(text).dim_index(options.get("classes", "v"))
         logits = xs.Sharding(layout, MESH, shape)
         rest = xs.Layout((*layout.dims[:d], *layout.dims[d + 1 :]))
         tokens = xs.Sharding(rest, MESH, (*shape[:d], *shape[d + 1 :]))
-        loss = tokens if options.get("reduction") == "none" else xs.Sharding(xs.Layout(()), MESH, ())
-        x, labels = draw.integers(-9, 9, shape) / 4, draw.integers(0, shape[d], tokens.shape)
+        loss = (
+            tokens if options.get("reduction") == "none" else xs.Sharding(xs.Layout(()), MESH, ())
+        )
+        x = draw.integers(-9, 9, shape) / 4
+        labels = draw.integers(0, shape[d], tokens.shape)
         labels.flat[1] = options.get("ignore_index", -100)
         cotangent = draw.integers(1, 5, loss.shape).astype(float)
         with jax.enable_x64(True):
@@ -70,7 +81,8 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(mode) -> None:
 
 @in_jax
 def test_labels_that_are_no_classes() -> None:
-    logits, e = np.ones((4, 8), np.float32), errors
+    logits = np.ones((4, 8), np.float32)
+    e = errors
 
     def loss(x, y, **options):
         one = functools.partial(xj.nn.cross_entropy, layout="n v/tp", **options)
@@ -79,9 +91,24 @@ def test_labels_that_are_no_classes() -> None:
     found = loss(np.stack([logits] * 2), np.array([[0, 15, 16, -100]] * 2), reduction="none")
     assert np.allclose(found, [[np.log(16), np.log(16), np.nan, 0]] * 2, equal_nan=True)
     for labels, options, kind, words in (
-        (np.ones((2, 4)), {}, e.DtypeError, "labels float32 in 'n v/tp'\n  labels are numbers of classes"),
-        (np.ones((2, 8), int), {}, e.ShapeError, r"labels of shape \(8,\), logits of shape \(4, 8\)"),
-        (np.ones((2, 4), int), {"shape": (4,)}, e.ShapeError, r"shape \(4,\) of a block with 2 dims"),
+        (
+            np.ones((2, 4)),
+            {},
+            e.DtypeError,
+            "labels float32 in 'n v/tp'\n  labels are numbers of classes",
+        ),
+        (
+            np.ones((2, 8), int),
+            {},
+            e.ShapeError,
+            r"labels of shape \(8,\), logits of shape \(4, 8\)",
+        ),
+        (
+            np.ones((2, 4), int),
+            {"shape": (4,)},
+            e.ShapeError,
+            r"shape \(4,\) of a block with 2 dims",
+        ),
         (np.ones((2, 4), int), {"reduction": "max"}, xs.XshardError, "unknown reduction='max'"),
         (np.ones((2, 4), int), {"classes": "c"}, xs.XshardError, "'c'"),
     ):

@@ -42,11 +42,23 @@ def test_the_other_has_an_error_and_does_not_hang() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "16"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PJRT_NPROC": "16",
+    }
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     command = [sys.executable, "-c", PROCESS, str(port)]
-    processes = [subprocess.Popen([*command, str(i), str(HEARTBEAT_S)], **options) for i in range(2)]
+    processes = [
+        subprocess.Popen([*command, str(i), str(HEARTBEAT_S)], **options) for i in range(2)
+    ]
     try:
         (said, log), (said_before, _) = (process.communicate(timeout=600) for process in processes)
     finally:

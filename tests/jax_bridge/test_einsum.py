@@ -35,11 +35,13 @@ class Case:
         self.name, self.mesh, self.lengths = name, xs.Mesh(mesh), lengths
         self.options = {"sizes": lengths, "profile": "bandwidth", "overlap": overlap}
         self.plan = xs.plan(expression, self.mesh, dtype="float64", **self.options)
-        self.expression, ends = expression, self.plan.arrays
+        self.expression = expression
+        ends = self.plan.arrays
         draw = np.random.default_rng(len(expression))
         self.arrays = [draw.integers(-4, 5, end.shape).astype(float) for end in ends]
         duals = [end.with_layout(end.layout.dual) for end in ends]
-        self.taken, self.made = [*ends[:-1], duals[-1]], [ends[-1], *duals[:-1]]
+        self.taken = [*ends[:-1], duals[-1]]
+        self.made = [ends[-1], *duals[:-1]]
 
     @property
     def is_even(self) -> bool:
@@ -53,17 +55,20 @@ class Case:
 
     def expected(self) -> list[np.ndarray]:
         """The result, and the gradients of blocks: under `mean`, a share of the array's."""
-        numbers, later = {name: i for i, name in enumerate(self.lengths)}, itertools.count(40)
+        numbers = {name: i for i, name in enumerate(self.lengths)}
+        later = itertools.count(40)
         ends = [spelled(end.layout) for end in (*self.taken[:-1], self.made[0])]
         apart = [
-            x.reshape([self.lengths[n] for n in some]) for x, some in zip(self.arrays, ends, strict=True)
+            x.reshape([self.lengths[n] for n in some])
+            for x, some in zip(self.arrays, ends, strict=True)
         ]
         names = [[numbers[n] for n in some] for some in ends]
         pairs = [*zip(apart, names, strict=True)]
         found = [np.einsum(*itertools.chain(*pairs[:-1]), names[-1]).reshape(self.made[0].shape)]
         for i, operand in enumerate(self.taken[:-1]):
             # A dim that the operand alone has: its gradient is repeated along it. Beside diagonals: zeros.
-            ones, own = [(np.ones(self.lengths[n]), [numbers[n]]) for n in ends[i]], list(names[i])
+            ones = [(np.ones(self.lengths[n]), [numbers[n]]) for n in ends[i]]
+            own = list(names[i])
             for at, n in enumerate(ends[i]):
                 if n in ends[i][:at]:
                     own[at] = next(later)
@@ -78,13 +83,20 @@ class Case:
         expression: text; by default the plan, which is made by then.
         """
         options = {} if expression is None else self.options
-        y, pull = jax.vjp(functools.partial(xj.einsum, expression or self.plan, **options), *blocks[:-1])
+        y, pull = jax.vjp(
+            functools.partial(xj.einsum, expression or self.plan, **options), *blocks[:-1]
+        )
         return [y, *pull(blocks[-1])]
 
     def check(self, found: Sequence[Sequence[np.ndarray]]) -> None:
-        for i, (blocks, end, expected) in enumerate(zip(found, self.made, self.expected(), strict=True)):
+        for i, (blocks, end, expected) in enumerate(
+            zip(found, self.made, self.expected(), strict=True)
+        ):
             value = xs.reference.gather(blocks, end.layout, self.mesh, end.shape)
-            assert np.array_equal(value, expected), (self.name, "value" if i == 0 else f"gradient {i}")
+            assert np.array_equal(value, expected), (
+                self.name,
+                "value" if i == 0 else f"gradient {i}",
+            )
 
 
 def run_in_shard_map(cases: Sequence[Case], mode: str = "vma") -> DeviceProgram:
@@ -92,7 +104,9 @@ def run_in_shard_map(cases: Sequence[Case], mode: str = "vma") -> DeviceProgram:
 
     def one_device(*blocks):
         left = iter(blocks)
-        return [y for case in cases for y in case.on_device(*itertools.islice(left, len(case.taken)))]
+        return [
+            y for case in cases for y in case.on_device(*itertools.islice(left, len(case.taken)))
+        ]
 
     given = [pair for case in cases for pair in zip(case.blocks(), case.taken, strict=True)]
     made = [end for case in cases for end in case.made]
@@ -110,7 +124,9 @@ def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
         pairs = zip(cases, arrays, strict=True)
         return [case.on_device(*blocks, expression=case.expression) for case, blocks in pairs]
 
-    arrays = [[padded(b, end, np.nan) for b, end in zip(c.blocks(), c.taken, strict=True)] for c in cases]
+    arrays = [
+        [padded(b, end, np.nan) for b, end in zip(c.blocks(), c.taken, strict=True)] for c in cases
+    ]
     for case, found in zip(cases, mapped(one_device)(arrays), strict=True):
         case.check([unpadded(np.asarray(y), end) for y, end in zip(found, case.made, strict=True)])
 
@@ -156,7 +172,9 @@ def test_without_types(mode) -> None:
             uneven = [case for case in along_tp if case.name == "uneven_summed"]
             run_along_one_axis([*along_tp[::8], *uneven, rounds], on_devices)
         else:
-            run_along_one_axis([*along_tp[::16], rounds], lambda f: jax.jit(jax.vmap(f, axis_name="tp")))
+            run_along_one_axis(
+                [*along_tp[::16], rounds], lambda f: jax.jit(jax.vmap(f, axis_name="tp"))
+            )
 
 
 @in_jax
@@ -164,7 +182,9 @@ def test_rounds() -> None:
     """Values, gradients and bytes are those of one collective; no product waits for its round's message."""
     cases = [in_rounds(*ring[:2]) for ring in RINGS]
     parts = [case.plan.parts[0] for case in cases]
-    assert [(part.ring.operand, part.ring.dim) for part in parts] == [travels for *_, travels in RINGS]
+    assert [(part.ring.operand, part.ring.dim) for part in parts] == [
+        travels for *_, travels in RINGS
+    ]
     with jax.enable_x64(True):
         program = run_in_shard_map(cases)
     planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in cases)
@@ -216,10 +236,12 @@ def test_gradients_have_derivatives(where) -> None:
     """Of both operands, by one another; blocks differ along an axis that the expression does not name."""
     plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
     if where == "blocks":
-        given, specs = np.concatenate([X, X - 1]), {"in_specs": (P("dp"), P()), "out_specs": P("dp", "tp")}
+        given = np.concatenate([X, X - 1])
+        specs = {"in_specs": (P("dp"), P()), "out_specs": P("dp", "tp")}
         einsum = jax.shard_map(functools.partial(xj.einsum, plan), mesh=device_mesh(BOTH), **specs)
     else:
-        given, einsum = X, functools.partial(xj.einsum, plan, mesh=device_mesh(plan.mesh))
+        given = X
+        einsum = functools.partial(xj.einsum, plan, mesh=device_mesh(plan.mesh))
 
     def derivatives(product, x, w):
         first = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
@@ -235,7 +257,9 @@ def test_gradients_have_derivatives(where) -> None:
 def test_operands_without_a_gradient_cost_nothing() -> None:
     """What is not differentiated has no tangent, so that none is moved."""
     plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
-    gradient = jax.jit(jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=device_mesh(plan.mesh)) ** 2).sum()))
+    gradient = jax.jit(
+        jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=device_mesh(plan.mesh)) ** 2).sum())
+    )
     moves = *plan.moves, plan.result, plan.result.backward, plan.moves[0].backward
     received = sum(move.bytes_received for move in moves)
     assert received_bytes(gradient.lower(X).compile().as_text(), 4) == received
@@ -244,25 +268,40 @@ def test_operands_without_a_gradient_cost_nothing() -> None:
 @in_jax
 def test_global_arrays() -> None:
     mesh = device_mesh(BOTH)
-    x, w = placed(X, mesh, "dp"), placed(W, mesh, None, "tp")
+    x = placed(X, mesh, "dp")
+    w = placed(W, mesh, None, "tp")
     y = xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w)
     assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
     stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
     assert np.array_equal(xj.reshard(stored, "n f/zigzag(tp) -> n f"), X @ W)
-    with pytest.raises(errors.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
+    with pytest.raises(
+        errors.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"
+    ):
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
-    gathered = xj.einsum("n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100")
-    assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
-    explicit = functools.partial(xj.einsum, "n/dp d, d f -> n/dp f", mesh=device_mesh(BOTH, "Explicit"))
+    gathered = xj.einsum(
+        "n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100"
+    )
+    assert np.array_equal(gathered, X @ W[:, 0]), (
+        "a replica along dp, which no message of a round crosses"
+    )
+    explicit = functools.partial(
+        xj.einsum, "n/dp d, d f -> n/dp f", mesh=device_mesh(BOTH, "Explicit")
+    )
     assert np.array_equal(jax.jit(explicit)(X, W), X @ W), "arrays of which JAX knows no mesh"
-    wide = xj.einsum("... (h k)/tp, k h/dp f -> ... (h f)/tp", X[None], X[:3].T.reshape(2, 4, 3), mesh=mesh)
+    wide = xj.einsum(
+        "... (h k)/tp, k h/dp f -> ... (h f)/tp", X[None], X[:3].T.reshape(2, 4, 3), mesh=mesh
+    )
     right = np.einsum("nhk,khf->nhf", X.reshape(64, 4, 2), X[:3].T.reshape(2, 4, 3))
-    assert wide.sharding.spec == P(None, None, "tp") and np.array_equal(wide, right.reshape(1, 64, 12))
+    assert wide.sharding.spec == P(None, None, "tp") and np.array_equal(
+        wide, right.reshape(1, 64, 12)
+    )
     assert np.array_equal(
         xj.einsum("d/tp d ... -> ... d/dp", X[:8, :, None], mesh=mesh), X[:8].diagonal()[None]
     )
     batches = jnp.stack([X, 2 * X])
-    in_rounds = functools.partial(xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always")
+    in_rounds = functools.partial(
+        xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always"
+    )
     batched = jax.jit(jax.vmap(lambda x: jax.jvp(in_rounds, (x, w), (x, W % 3))[1]))(batches)
     assert np.array_equal(batched, batches @ W + batches @ (W % 3))
 
@@ -271,10 +310,13 @@ def test_global_arrays() -> None:
 def test_on_explicit_axes_addends_are_unreduced() -> None:
     mesh = device_mesh(BOTH, "Explicit")
     with jax.set_mesh(mesh):
-        x, w = jax.device_put(X, P("dp", "tp")), jax.device_put(W, P("tp"))
+        x = jax.device_put(X, P("dp", "tp"))
+        w = jax.device_put(W, P("tp"))
         y = xj.einsum("n/dp d/tp, d/tp f -> n/dp f | sum(tp)", x, w)
         assert jax.typeof(y).sharding.spec == P("dp", None, unreduced={"tp"})
-        assert np.array_equal(xj.einsum("n/dp f | sum(tp), d f -> n/dp d", y, jnp.asarray(W)), X @ W @ W.T)
+        assert np.array_equal(
+            xj.einsum("n/dp f | sum(tp), d f -> n/dp d", y, jnp.asarray(W)), X @ W @ W.T
+        )
         # One operand is traced there, the other is on devices.
         loss = lambda x: (xj.einsum("n/dp d/tp, d/tp f -> n/dp f/tp", x, w) ** 2).sum()  # noqa: E731
         assert np.array_equal(jax.grad(loss)(x), 2 * X @ W @ W.T)
@@ -291,15 +333,20 @@ def test_gradients_of_blocks_that_explicit_axes_cut_besides() -> None:
         specs = (X, P(None, "dp")), (W, P(None, None, "tp"))
         x, w = (jax.device_put(np.stack([a, 2 * a]), spec) for a, spec in specs)
         found = jax.jit(jax.vmap(gradients))(x, w)
-        assert [jax.typeof(g).sharding.spec for g in found] == [P(None, "dp", None), P(None, None, "tp")]
+        assert [jax.typeof(g).sharding.spec for g in found] == [
+            P(None, "dp", None),
+            P(None, None, "tp"),
+        ]
     for got, right in zip(found, (2 * X @ W @ W.T, 2 * X.T @ X @ W), strict=True):
         assert np.array_equal(got, np.stack([right, 8 * right]))
 
 
 @in_jax
 def test_what_the_local_products_are_told() -> None:
-    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
-    expression, mesh = "n d/tp, d/tp f -> n f", device_mesh(xs.Mesh(tp=4))
+    x = X.astype(jnp.bfloat16)
+    w = W.astype(jnp.bfloat16)
+    expression = "n d/tp, d/tp f -> n f"
+    mesh = device_mesh(xs.Mesh(tp=4))
     call = functools.partial(xj.einsum, expression, mesh=mesh)
     told = functools.partial(call, preferred_element_type="float32", precision="highest")
     # The value is kept, or the forward pass is made again: policies see products. All sum the last dim of the
@@ -314,7 +361,10 @@ def test_what_the_local_products_are_told() -> None:
     assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
     assert jax.eval_shape(call, x, W).dtype == np.float32
     narrow = [a.astype(np.int8) for a in (x, w)]
-    assert jax.eval_shape(functools.partial(call, preferred_element_type=np.int32), *narrow).dtype == np.int32
+    assert (
+        jax.eval_shape(functools.partial(call, preferred_element_type=np.int32), *narrow).dtype
+        == np.int32
+    )
 
 
 @in_jax
@@ -323,10 +373,14 @@ def test_whole_numbers_are_contracted_where_the_result_alone_is_cheapest() -> No
     _, _, sizes, expression = next(case for case in CASES if case[0] == "logits_vocab")
     mesh = xs.Mesh(tp=4)
     forward, both = (
-        xs.plan(expression, mesh, sizes=sizes, dtype="int32", profile="bandwidth", objective=objective)
+        xs.plan(
+            expression, mesh, sizes=sizes, dtype="int32", profile="bandwidth", objective=objective
+        )
         for objective in ("forward", "forward+backward")
     )
-    program = jax.jit(functools.partial(xj.einsum, expression, mesh=device_mesh(mesh), profile="bandwidth"))
+    program = jax.jit(
+        functools.partial(xj.einsum, expression, mesh=device_mesh(mesh), profile="bandwidth")
+    )
     text = program.lower(*(np.ones(shape, np.int32) for shape in both.shapes)).compile().as_text()
     assert received_bytes(text, 4) == forward.bytes_received < both.bytes_received
 
@@ -343,7 +397,14 @@ WRONG = [
     (LAYOUTS, [(64, 8), (8, 16, 1)], {}, "ShapeError", "an array of 3 dims", "d f/tp"),
     (LAYOUTS, [(64, 8), (4, 16)], {}, "ShapeError", "is 4 long, elsewhere d=8", "d"),
     ("... d, ... f -> f", [(4, 8), (4, 4, 4)], {}, "ShapeError", "for 1 and for 2 dims", "... f"),
-    ("n (h k)/tp -> n h", [(8, 8)], {}, "ShapeError", "is 8 long, elsewhere no part is known", "(h k)"),
+    (
+        "n (h k)/tp -> n h",
+        [(8, 8)],
+        {},
+        "ShapeError",
+        "is 8 long, elsewhere no part is known",
+        "(h k)",
+    ),
     (PLAN, SHAPES, {"dtype": "float16"}, "DtypeError", "float16, the plan is for float32", None),
     (PLAN, [(64, 8), (8, 32)], {}, "ShapeError", "(8, 32), not (8, 16)", "d f/tp"),
     (LAYOUTS, SHAPES, {"sizes": {"n": 64, "d": 8}}, "ShapeError", "no length for dim 'f'", "f"),

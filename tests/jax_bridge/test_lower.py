@@ -76,7 +76,11 @@ def test_values_gradients_and_bytes() -> None:
             continue
         assert answer.forward_bytes == plan.bytes_received, plan
         widened = plan.dtype == "float16"  # backward, where its plan adds
-        if plan.src.is_linear and all(s.after.is_even for s in plan.backward.stages) and not widened:
+        if (
+            plan.src.is_linear
+            and all(s.after.is_even for s in plan.backward.stages)
+            and not widened
+        ):
             assert answer.backward_bytes == plan.backward.bytes_received, plan.backward
 
 
@@ -149,7 +153,9 @@ def test_picked_rows() -> None:
     ]
     x = np.arange(1, 2 * 3 * 8 * 2 + 1).reshape(2, 3, 8, 2)
     for table in (np.array(rows, int) for rows in tables):
-        found = jax.pmap(lambda x, t=table: pick(x, 1, t, ("a",)), "a", devices=jax.devices()[:2])(x)
+        found = jax.pmap(lambda x, t=table: pick(x, 1, t, ("a",)), "a", devices=jax.devices()[:2])(
+            x
+        )
         for device in (0, 1):
             expected = x[device][:, table[device]]
             expected[:, table[device] == VOID] = 0
@@ -195,8 +201,14 @@ def test_what_devices_keep() -> None:
         (("n/a d/b c -> n d c/(a,b)", "a=2,b=2", (4, 8, 16)), True),
         (("n/a d -> n d/a", "a=4", (10, 8)), False),  # blocks of 3 rows and of 2
         (("n/a -> n | sum(b)", "a=4,b=2", (8,)), False),  # half of the devices contribute nothing
-        (("h/a -> h/a:halo(2,1,zero)", "a=4", (16,)), False),  # boxes of 4 rows, 2, 1; rows beyond the ends
-        (("n/a d -> n d/a", "a=8", (8, 8)), False),  # eight orders: as many branches would be compiled
+        (
+            ("h/a -> h/a:halo(2,1,zero)", "a=4", (16,)),
+            False,
+        ),  # boxes of 4 rows, 2, 1; rows beyond the ends
+        (
+            ("n/a d -> n d/a", "a=8", (8, 8)),
+            False,
+        ),  # eight orders: as many branches would be compiled
     ],
     ids=str,
 )

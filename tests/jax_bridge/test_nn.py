@@ -32,7 +32,10 @@ def test_any_convolution_over_any_cut(seed) -> None:
     draw = random.Random(seed)
     n, length = draw.choice([(2, 9), (3, 10), (4, 8), (4, 13)])
     cut, outputs = drawn_cut(draw, n, length)
-    k, s, d, base = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2), draw.choice([1, 1, 1, 2, 3])
+    k = draw.randint(1, 4)
+    s = draw.randint(1, 3)
+    d = draw.randint(1, 2)
+    base = draw.choice([1, 1, 1, 2, 3])
     boundary = draw.choice(["periodic", "reflect", "edge", "zero"]) if base == 1 else "zero"
     least = -2 if boundary == "zero" and contiguous(cut) else 0
     p = draw.randint(least, 4), draw.randint(least, 4)
@@ -45,18 +48,33 @@ def test_any_convolution_over_any_cut(seed) -> None:
     sizes = {"N": 2, "H": length, "W": 3, "C": 4, "O": 6, "I": 2}
     x = whole_numbers(seed, [sizes[letter] for letter in numbers[0]])
     kernel = whole_numbers(seed + 1, [(sizes | {"H": k, "W": 2})[letter] for letter in numbers[1]])
-    strides, ends, dilation = (s, 1), [p, (1, 0)], (d, 1)
+    strides = (s, 1)
+    ends = [p, (1, 0)]
+    dilation = (d, 1)
 
     def layers(x, kernel):
         rule = {"h": boundary} if boundary != "zero" else None
         return nn.conv_general_dilated(
-            x, kernel, strides, ends, (base, 1), dilation, numbers, 2, boundary=rule, outputs=outputs
+            x,
+            kernel,
+            strides,
+            ends,
+            (base, 1),
+            dilation,
+            numbers,
+            2,
+            boundary=rule,
+            outputs=outputs,
         )
 
     def whole(x, kernel):
         if boundary == "zero":
-            return lax.conv_general_dilated(x, kernel, strides, ends, (base, 1), dilation, numbers, 2)
-        x = jnp.pad(x, [p if letter == "H" else (0, 0) for letter in numbers[0]], PAD_MODES[boundary])
+            return lax.conv_general_dilated(
+                x, kernel, strides, ends, (base, 1), dilation, numbers, 2
+            )
+        x = jnp.pad(
+            x, [p if letter == "H" else (0, 0) for letter in numbers[0]], PAD_MODES[boundary]
+        )
         padding = [(0, 0), (1, 0)]
         return lax.conv_general_dilated(x, kernel, strides, padding, None, dilation, numbers, 2)
 
@@ -75,7 +93,13 @@ def drawn_cut(draw: random.Random, n: int, length: int) -> tuple[str, str]:
     """A cut of the dim, and a rule for the outputs that it can have."""
     ends = sorted(draw.choices(range(length + 1), k=n - 1))
     sizes = [b - a for a, b in zip([0, *ends], [*ends, length], strict=True)]
-    cuts = ["sp", "balanced(sp)", "zigzag(sp)", "cyclic(sp)", f"sizes(sp,{','.join(map(str, sizes))})"]
+    cuts = [
+        "sp",
+        "balanced(sp)",
+        "zigzag(sp)",
+        "cyclic(sp)",
+        f"sizes(sp,{','.join(map(str, sizes))})",
+    ]
     cut = draw.choice(cuts)
     return cut, draw.choice(["", "balanced", "aligned"]) if contiguous(cut) else ""
 
@@ -87,7 +111,8 @@ def whole_numbers(seed: int, shape: list[int]) -> np.ndarray:
 @in_jax
 def test_a_convolution_over_the_poles() -> None:
     """Latitudes beyond a pole come from its other side, negated; longitudes go round; corners too."""
-    x, kernel = whole_numbers(0, [2, 1, 8, 12]), whole_numbers(1, [1, 1, 3, 3])
+    x = whole_numbers(0, [2, 1, 8, 12])
+    kernel = whole_numbers(1, [1, 1, 3, 3])
 
     def layers(x, kernel):
         rules = {"h": "pole(w,-1)", "w": "periodic"}
@@ -120,13 +145,16 @@ def test_windows_that_fit_nowhere_and_maxima_of_whole_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "antialias"), [("nearest", True), ("linear", False), ("cubic", True), ("lanczos3", False)]
+    ("method", "antialias"),
+    [("nearest", True), ("linear", False), ("cubic", True), ("lanczos3", False)],
 )
 @in_jax
 def test_resize_as_jax_does_it(method, antialias) -> None:
-    x, shape = np.random.default_rng(0).normal(size=(2, 13, 10)), (2, 9, 21)
+    x = np.random.default_rng(0).normal(size=(2, 13, 10))
+    shape = (2, 9, 21)
     ours, theirs = (
-        partial(f, shape=shape, method=method, antialias=antialias) for f in (nn.resize, jax.image.resize)
+        partial(f, shape=shape, method=method, antialias=antialias)
+        for f in (nn.resize, jax.image.resize)
     )
     with jax.enable_x64(True):
         found, _ = on_devices(ours, x, (), "n h/a w/balanced(b)", xs.Mesh(a=2, b=3))
@@ -145,8 +173,16 @@ def grouped(x, groups):
 
 # Functions of the array, scale and bias: ours, and of whole arrays; the shape of scale and bias.
 NORMS = {
-    "group": (lambda x, s, b: nn.group_norm(x, 3, s, b), lambda x, s, b: grouped(x, 3) * s + b, (6,)),
-    "instance": (lambda x, s, b: nn.group_norm(x, 6, s, b), lambda x, s, b: grouped(x, 6) * s + b, (6,)),
+    "group": (
+        lambda x, s, b: nn.group_norm(x, 3, s, b),
+        lambda x, s, b: grouped(x, 3) * s + b,
+        (6,),
+    ),
+    "instance": (
+        lambda x, s, b: nn.group_norm(x, 6, s, b),
+        lambda x, s, b: grouped(x, 6) * s + b,
+        (6,),
+    ),
     "batch": (nn.batch_norm, lambda x, s, b: normalised(x, (0, 1, 2)) * s + b, (6,)),
     "layer over cut dims": (
         lambda x, s, b: nn.layer_norm(x, (1, 3), s, b),
@@ -177,7 +213,11 @@ CASES += [
 def test_norms_over_cut_dims(name, mode, layout, mesh) -> None:
     ours, whole, lengths = NORMS[name]
     draw = np.random.default_rng(0)
-    x, *parameters = draw.normal(size=(3, 11, 4, 6)), draw.normal(size=lengths), draw.normal(size=lengths)
+    x, *parameters = (
+        draw.normal(size=(3, 11, 4, 6)),
+        draw.normal(size=lengths),
+        draw.normal(size=lengths),
+    )
     with jax.enable_x64(True):
         found, _ = on_devices(ours, x, parameters, layout, mesh, mode=mode)
         assert difference(found, on_one(whole, x, parameters)) <= 1e-12
@@ -231,7 +271,8 @@ def test_layers_in_a_row_under_jit_remat_and_scan(check_vma) -> None:
 @in_jax
 def test_forward_mode_and_second_derivatives_go_through_layers(check_vma) -> None:
     """jvp, and the gradient of a gradient, of a strided convolution over rows that do not divide."""
-    mesh, shape = xs.Mesh(sp=4), (1, 2, 13)
+    mesh = xs.Mesh(sp=4)
+    shape = (1, 2, 13)
     draw = np.random.default_rng(0)
     x, tangent = (draw.integers(-3, 4, shape).astype(float) for _ in range(2))
     kernel = draw.integers(-2, 3, (3, 2, 3)).astype(float)
@@ -251,7 +292,9 @@ def test_forward_mode_and_second_derivatives_go_through_layers(check_vma) -> Non
         moved = jax.jvp(lambda b: local(b).block, (block,), (direction,))[1]
         return moved, jax.jvp(jax.grad(cubes), (block,), (direction,))[1]
 
-    cut = [padded(xs.reference.scatter(a, "n c h/sp", mesh), sharding, fill=0) for a in (x, tangent)]
+    cut = [
+        padded(xs.reference.scatter(a, "n c h/sp", mesh), sharding, fill=0) for a in (x, tangent)
+    ]
     moved, curved = map(np.asarray, jax.jit(sharded(both, mesh, check_vma=check_vma))(*cut))
     outputs = xs.Sharding(xs.Layout.parse("n c h/sizes(sp,2,2,2,1)"), mesh, (1, 3, 7))
     second = jax.grad(lambda x: (whole(x) ** 3).sum())
@@ -267,7 +310,9 @@ def test_a_block_that_has_its_halo_is_the_input_of_a_layer() -> None:
     kernel = np.ones((1, 1, 3), np.float32)
 
     def local(x, layout):
-        return nn.conv_general_dilated(nn.Sharded(x, layout, shape=(1, 1, 8)), kernel, (1,), "SAME").block
+        return nn.conv_general_dilated(
+            nn.Sharded(x, layout, shape=(1, 1, 8)), kernel, (1,), "SAME"
+        ).block
 
     x = np.arange(8, dtype=np.float32)
     plain = sharded(partial(local, layout="n c h/sp"), xs.Mesh(sp=2))
@@ -293,9 +338,16 @@ REFUSED = [
     ("a boundary for 'x'", partial(conv, boundary={"x": "edge"})),
     ("no rows beyond the ends of 'h'", partial(conv, boundary="none")),
     ("boundary edge of 'h' with dilated inputs", partial(conv, boundary="edge", lhs_dilation=(2,))),
-    ("parts of 'h/zigzag(sp)' are not intervals", partial(conv, lhs_dilation=(2,)), "n c h/zigzag(sp)"),
+    (
+        "parts of 'h/zigzag(sp)' are not intervals",
+        partial(conv, lhs_dilation=(2,)),
+        "n c h/zigzag(sp)",
+    ),
     ("4 features 'c' in 3 groups", partial(nn.group_norm, num_groups=3, feature_dim=1)),
-    ("shape (3,) for dims of lengths (4,)", partial(nn.batch_norm, scale=np.ones(3), feature_dim=1)),
+    (
+        "shape (3,) for dims of lengths (4,)",
+        partial(nn.batch_norm, scale=np.ones(3), feature_dim=1),
+    ),
     ("no interpolation 'lanczos'", partial(nn.interpolate, shape=(2, 4, 16), mode="lanczos")),
     # What lax refuses of the whole array.
     ("must have the same number", lambda x: nn.conv_general_dilated(x, KERNEL, (1, 1), "SAME")),
@@ -310,7 +362,9 @@ def test_what_is_refused() -> None:
         there = xs.Sharding(xs.Layout.parse(*layout or ["n c h/sp"]), xs.Mesh(sp=2), (2, 4, 8))
         local = lambda x, f=call, to=there: f(nn.Sharded(x, to.layout, shape=to.shape)).block  # noqa: E731
         with pytest.raises((ValueError, TypeError)) as caught:
-            jax.eval_shape(sharded(local, there.mesh), np.zeros((2, *there.max_local_shape), np.float32))
+            jax.eval_shape(
+                sharded(local, there.mesh), np.zeros((2, *there.max_local_shape), np.float32)
+            )
         assert words in str(caught.value)
 
 

@@ -33,7 +33,11 @@ def layer_of(case: Case):
         if case.op == "avg":
             options = {"ceil_mode": case.ceil, "count_include_pad": case.include_pad}
             return nn.avg_pool(x, k, s, pads, outputs=case.outputs, **options)
-        options = {"boundary": boundary, "outputs": case.outputs, "feature_group_count": case.groups}
+        options = {
+            "boundary": boundary,
+            "outputs": case.outputs,
+            "feature_group_count": case.groups,
+        }
         if case.op == "conv":
             return nn.conv_general_dilated(x, *kernel, case.s, case.p, None, case.d, **options)
         # A transposed convolution is one of dilated inputs, by the mirrored kernel.
@@ -50,13 +54,16 @@ def mirrored(kernel, case: Case):
     """torch's kernel of a transposed convolution (in, out / groups, ...) as JAX's (out, in / groups, ...)."""
     groups, (wide, narrow, *taps) = case.groups, kernel.shape
     kernel = kernel.reshape(groups, wide // groups, narrow, *taps).swapaxes(1, 2)
-    return kernel.reshape(groups * narrow, wide // groups, *taps)[(..., *[slice(None, None, -1)] * len(taps))]
+    return kernel.reshape(groups * narrow, wide // groups, *taps)[
+        (..., *[slice(None, None, -1)] * len(taps))
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, MODES[i % 3]) for i, name in enumerate(LAYERS)])
 @in_jax
 def test_a_layer(name, mode) -> None:
-    case, draw = LAYERS[name], np.random.default_rng(0)
+    case = LAYERS[name]
+    draw = np.random.default_rng(0)
     x = draw.normal(size=case.shape)
     kernels = (draw.normal(size=case.kernel_shape),) if case.op in ("conv", "transposed") else ()
     if mode == "pmap" and max(case.mesh.sizes) < case.mesh.n_devices:
@@ -74,16 +81,23 @@ def test_a_layer(name, mode) -> None:
 @in_jax
 def test_a_plain_halo(name) -> None:
     """Blocks are pieces of the padded array, and the gradient is the adjoint, in whole numbers."""
-    data, mesh = HALOS[name], cases.device_mesh(HALOS[name])
-    layout, shape = cases.sharded_layout(data), tuple(data["global_shape"])
+    data = HALOS[name]
+    mesh = cases.device_mesh(HALOS[name])
+    layout = cases.sharded_layout(data)
+    shape = tuple(data["global_shape"])
     x = cotangent_of(shape, np.dtype(np.float64))
     texts = layout, cases.halo_layout(data)
     source, target = (xs.Sharding(xs.Layout.parse(text), mesh, shape) for text in texts)
     expected = cases.halo_blocks(data, x)
-    ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
+    ys = [
+        np.random.default_rng(d).integers(-4, 5, b.shape).astype(float)
+        for d, b in enumerate(expected)
+    ]
 
     def local(x, y):
-        wide, pull = jax.vjp(lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x)
+        wide, pull = jax.vjp(
+            lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x
+        )
         return wide, pull(y)[0]
 
     with jax.enable_x64(True):
@@ -100,7 +114,9 @@ def test_neighbourhood_attention() -> None:
     """Blocks get two rows of each neighbour; of the result they keep their own."""
 
     def layers(x):
-        before, after = (str(NATTEN[side][0]).replace(" ", "") for side in ("halo_before", "halo_after"))
+        before, after = (
+            str(NATTEN[side][0]).replace(" ", "") for side in ("halo_before", "halo_after")
+        )
         wide = x.to(f"b h/sp:halo({before},{after},none) w n f")
         y = cases.neighbourhood(jnp, *[wide.block] * 3)
         return nn.Sharded(y, wide.sharding).to("b h/sp w n f")
@@ -110,4 +126,7 @@ def test_neighbourhood_attention() -> None:
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(b, h, 6, n, 8))
         found, _ = on_devices(layers, x, (), "b h/sp w n f", xs.Mesh(sp=2))
-        assert difference(found, on_one(lambda x: cases.neighbourhood(jnp, x, x, x), x, ())) <= TOLERANCE
+        assert (
+            difference(found, on_one(lambda x: cases.neighbourhood(jnp, x, x, x), x, ()))
+            <= TOLERANCE
+        )

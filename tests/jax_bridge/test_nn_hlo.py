@@ -19,7 +19,9 @@ from tests.jax_bridge.domains import difference
 from tests.jax_bridge.helpers import device_mesh, in_jax
 from tests.nn.cases import PAD_MODES
 
-COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 N = 4  # devices
 
 
@@ -51,7 +53,9 @@ CASES = {
 
 def programs(case: Case):
     """(ours, XLA's): jitted functions of a kernel, the whole array and a cotangent of the output."""
-    cut, everywhere, devices = P(None, None, "sp"), P(), device_mesh(xs.Mesh(sp=N))
+    cut = P(None, None, "sp")
+    everywhere = P()
+    devices = device_mesh(xs.Mesh(sp=N))
     arguments = (case.s,), [case.p], (case.base,), (case.d,)
 
     def local(kernel, x):
@@ -98,7 +102,9 @@ def test_equal_to_the_partitioner_and_moves_no_more(name) -> None:
     case = CASES[name]
     with jax.enable_x64(True):
         both_programs, placed = programs(case)
-        given, texts, results = arguments_of(case), [], []
+        given = arguments_of(case)
+        texts = []
+        results = []
         for f in both_programs:
             both = with_gradients(f, placed)
             texts.append(compiled(both, *given))

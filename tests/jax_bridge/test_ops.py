@@ -22,15 +22,21 @@ UNEVEN = (7, 5)
 
 
 def mapped(local, specs, **options):
-    return jax.shard_map(local, mesh=device_mesh(MESH), in_specs=specs[0], out_specs=specs[1], **options)
+    return jax.shard_map(
+        local, mesh=device_mesh(MESH), in_specs=specs[0], out_specs=specs[1], **options
+    )
 
 
-halo, to_all = ops.halo_exchange, partial(ops.all_to_all, split_dim=1, concat_dim=0)
+halo = ops.halo_exchange
+to_all = partial(ops.all_to_all, split_dim=1, concat_dim=0)
 # Each named op, the expression it stands for, and that of its gradient.
 NAMED = [
     (partial(ops.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
     (partial(ops.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
-    (partial(ops.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
+    (
+        partial(ops.all_gather, dim=0, axis=("b", "a"), grad="sum"),
+        "d0/(b,a) d1 -> d0 d1 | copy(a,b)",
+    ),
     (partial(ops.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
     (partial(ops.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
     (partial(ops.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
@@ -55,7 +61,9 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(NAMED)), ids=[f"{f.func.__name__}-{e}" for f, e in NAMED])
+@pytest.mark.parametrize(
+    "case", range(len(NAMED)), ids=[f"{f.func.__name__}-{e}" for f, e in NAMED]
+)
 @in_jax
 def test_a_named_op_is_its_expression(case) -> None:
     """The same program, forward and backward."""
@@ -66,7 +74,9 @@ def test_a_named_op_is_its_expression(case) -> None:
             y, pull = jax.vjp(move, x)
             return y, *pull(y)
 
-        return str(jax.make_jaxpr(sharded(local, MESH, check_vma=False))(np.zeros((8, 16, 16), np.float32)))
+        return str(
+            jax.make_jaxpr(sharded(local, MESH, check_vma=False))(np.zeros((8, 16, 16), np.float32))
+        )
 
     assert program(op) == program(lambda x: xj.redistribute(x, expression))
 
@@ -77,14 +87,18 @@ def test_axes_that_the_expression_does_not_name_are_left_alone() -> None:
     gathered = mapped(lambda x: xj.redistribute(x, "n/a d -> n d"), (P("a", "b"), P(None, "b")))
     assert np.array_equal(gathered(X), X)
     assert np.array_equal(jax.grad(lambda x: (gathered(x) ** 2).sum())(X), 2 * X)
-    permuted = mapped(lambda x: xj.redistribute(x, "n/a d -> n/cyclic(a) d"), (P("a", "b"), P("a", "b")))
+    permuted = mapped(
+        lambda x: xj.redistribute(x, "n/a d -> n/cyclic(a) d"), (P("a", "b"), P("a", "b"))
+    )
     assert np.array_equal(permuted(X), X[[0, 2, 4, 6, 1, 3, 5, 7]])
 
 
 @in_jax
 def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None:
     """Two devices along `a` are of two nodes, though a mesh of two devices would be within one."""
-    nodes = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=xs.Link(0.0, 1e9), node_devices=4)
+    nodes = xs.Profile(
+        "nodes", "made up", xs.Link(0.0, 1e12), across=xs.Link(0.0, 1e9), node_devices=4
+    )
     made = []
 
     def local(x):
@@ -98,7 +112,10 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
 @pytest.mark.parametrize("check_vma", [True, False])
 @in_jax
 def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
-    doubled, specs = lambda x: xj.redistribute(x * 2, "n/a d -> n d/a"), (P("a"), P(None, "a"))
+    def doubled(x):
+        return xj.redistribute(x * 2, "n/a d -> n d/a")
+
+    specs = (P("a"), P(None, "a"))
     moved = mapped(doubled, specs, axis_names={"a"}, check_vma=check_vma)
     assert np.array_equal(jax.jit(moved)(X), 2 * X)
 
@@ -106,11 +123,16 @@ def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
 @in_jax
 def test_every_kind_of_mesh() -> None:
     """For any order of the mesh's axes: an exchange must follow the order of `ppermute`."""
-    here, expression = device_mesh(MESH), "n/b d/a -> n/a d/b"
-    assert [step.kind for step in xs.plan(expression, xs.Mesh(b=4, a=2), X.shape).steps] == ["exchange"]
+    here = device_mesh(MESH)
+    expression = "n/b d/a -> n/a d/b"
+    assert [step.kind for step in xs.plan(expression, xs.Mesh(b=4, a=2), X.shape).steps] == [
+        "exchange"
+    ]
     meshes = (None, here, here.abstract_mesh, MESH, xs.Mesh(b=4, a=2), xs.Mesh(b=4, z=1, a=2))
     for given in meshes:
-        moved = mapped(lambda x, m=given: xj.redistribute(x, expression, m), (P("b", "a"), P("a", "b")))
+        moved = mapped(
+            lambda x, m=given: xj.redistribute(x, expression, m), (P("b", "a"), P("a", "b"))
+        )
         assert np.array_equal(moved(X), X), given
     plan = xs.plan(expression, xs.Mesh(c=1, b=4, a=2), X.shape)
     moved = mapped(lambda x: xj.redistribute(x, plan), (P("b", "a"), P("a", "b")))
@@ -122,7 +144,11 @@ def test_axes_of_one_device() -> None:
     one = device_mesh(xs.Mesh(a=1, b=4))
     for src, dst, specs in [
         ("n/a d/b", "n d/b", (P("a", "b"), P(None, "b"))),
-        ("n d/b", "n/a d/b", (P("a", "b"), P("a", "b"))),  # varying where the source holds one value
+        (
+            "n d/b",
+            "n/a d/b",
+            (P("a", "b"), P("a", "b")),
+        ),  # varying where the source holds one value
         ("n d/b | sum(a)", "n d", (P("a", "b"), P())),
         ("n/a/b d", "n/b d/a", (P(("a", "b")), P("b", "a"))),
     ]:
@@ -130,8 +156,12 @@ def test_axes_of_one_device() -> None:
         moved = jax.shard_map(local, mesh=one, in_specs=specs[0], out_specs=specs[1])
         assert np.array_equal(moved(X), X)
         assert np.array_equal(jax.grad(lambda x, f=moved: (f(x) * X).sum())(X), X)
-    alone = jax.pmap(lambda x: xj.redistribute(x, "n/a/b d -> n d | copy(a)", xs.Mesh(a=1, b=2)), "b")
-    assert np.array_equal(alone(X.reshape(2, 4, 8))[1], X)  # `a` is not bound: nothing to move along it
+    alone = jax.pmap(
+        lambda x: xj.redistribute(x, "n/a/b d -> n d | copy(a)", xs.Mesh(a=1, b=2)), "b"
+    )
+    assert np.array_equal(
+        alone(X.reshape(2, 4, 8))[1], X
+    )  # `a` is not bound: nothing to move along it
 
 
 PADDED = (
@@ -141,7 +171,12 @@ PADDED = (
     "n/zigzag(b) d -> n/b d",
     "n/b d -> n d | sum(b)",
 )
-PADDED += ("n/b d | sum(a) -> n/b d", "n/b d -> n/b d", "n/b d -> n/a d", "n/b d | max(a) -> n/b d | copy(a)")
+PADDED += (
+    "n/b d | sum(a) -> n/b d",
+    "n/b d -> n/b d",
+    "n/b d -> n/a d",
+    "n/b d | max(a) -> n/b d | copy(a)",
+)
 
 
 @pytest.mark.parametrize("expression", PADDED)
@@ -161,7 +196,9 @@ def test_padding_does_not_leak(expression) -> None:
 
 
 def padded_with_nan(sharding: xs.Sharding) -> np.ndarray:
-    return padded([np.ones(sharding.local_shape(d), np.float32) for d in range(8)], sharding, fill=np.nan)
+    return padded(
+        [np.ones(sharding.local_shape(d), np.float32) for d in range(8)], sharding, fill=np.nan
+    )
 
 
 @pytest.mark.parametrize("layout", ["n/b d", "n/(b,a) d", "n/a d/b", "n/zigzag(b) d/a", "n d"])
@@ -193,7 +230,9 @@ def test_a_loss_of_uneven_blocks(check_vma) -> None:
     blocks = padded(xs.reference.scatter(x, "n/b d", xs.Mesh(b=4)), sharding, fill=np.nan)
     value, gradient = jax.jit(both)(blocks)
     assert value == (x**2).sum()
-    assert np.array_equal(gradient, padded(xs.reference.scatter(2 * x, "n/b d", xs.Mesh(b=4)), sharding))
+    assert np.array_equal(
+        gradient, padded(xs.reference.scatter(2 * x, "n/b d", xs.Mesh(b=4)), sharding)
+    )
 
 
 def traced(local, x=X, **options) -> None:
@@ -203,7 +242,10 @@ def traced(local, x=X, **options) -> None:
 def using(expression, given=None, x=X, manual=("a", "b"), **options):
     """A call of `redistribute` on blocks of x."""
     return partial(
-        traced, partial(xj.redistribute, layouts=expression, mesh=given, **options), x, axis_names={*manual}
+        traced,
+        partial(xj.redistribute, layouts=expression, mesh=given, **options),
+        x,
+        axis_names={*manual},
     )
 
 
@@ -228,11 +270,24 @@ WRONG = [
         "'c' in\n    'n/c d'",
     ),
     (partial(traced, lambda _: ops.valid_mask("n/a", shape=UNEVEN)), "ShapeError", "in 'n/a'"),
-    (partial(traced, lambda x: ops.all_gather(x, 0, "a", grad="both")), "XshardError", "replicated"),
+    (
+        partial(traced, lambda x: ops.all_gather(x, 0, "a", grad="both")),
+        "XshardError",
+        "replicated",
+    ),
     (partial(traced, lambda x: ops.all_gather(x, 2, "a", grad="sum")), "ShapeError", "no dim 2"),
     # Outside of shard_map.
-    (lambda: xj.redistribute(X, "n/a d -> n d"), "MeshError", "not manual here", "reshard works outside"),
-    (lambda: xj.redistribute(X, "n/a d -> n d", device_mesh(xs.Mesh(a=2))), "MeshError", "not manual here"),
+    (
+        lambda: xj.redistribute(X, "n/a d -> n d"),
+        "MeshError",
+        "not manual here",
+        "reshard works outside",
+    ),
+    (
+        lambda: xj.redistribute(X, "n/a d -> n d", device_mesh(xs.Mesh(a=2))),
+        "MeshError",
+        "not manual here",
+    ),
 ]
 
 
@@ -247,7 +302,8 @@ def test_errors_mark_the_expression() -> None:
 
 @in_jax
 def test_a_maximum_that_stays_has_no_gradient() -> None:
-    everywhere, expression = P(("a", "b")), "n/b d | max(a) -> n d/b | max(a)"
+    everywhere = P(("a", "b"))
+    expression = "n/b d | max(a) -> n d/b | max(a)"
     kept = mapped(lambda x: xj.redistribute(x, expression), (everywhere, everywhere))
     jax.eval_shape(kept, np.zeros((32, 16), np.float32))
     with pytest.raises(xs.errors.LinearityError):

@@ -33,7 +33,8 @@ CASES = {
 @in_jax
 def test_values_by_phases(expression: str, typed: bool) -> None:
     mesh = MESHES["c" in expression]
-    plan, whole = xs.plan(expression, mesh, (16, 8), profile="gloo:4"), np.arange(128.0).reshape(16, 8)
+    plan = xs.plan(expression, mesh, (16, 8), profile="gloo:4")
+    whole = np.arange(128.0).reshape(16, 8)
     if plan.src.tags and not plan.dst.axes:
         plan = replace(plan, steps=(AllReduce(plan.src.axes, "sum"),))
     assert len(plan.steps) == 1

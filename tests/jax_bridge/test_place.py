@@ -30,7 +30,13 @@ def test_leaves_have_the_names_that_their_library_gives_them() -> None:
     import equinox as eqx
 
     tree = {"b": [1, (2, {"value": 3})], "a.c": 4, 5: None, "d": 6}
-    assert names({str(k): v for k, v in tree.items()}) == ["a.c", "b.0", "b.1.0", "b.1.1.value", "d"]
+    assert names({str(k): v for k, v in tree.items()}) == [
+        "a.c",
+        "b.0",
+        "b.1.0",
+        "b.1.1.value",
+        "d",
+    ]
     keys = jax.tree_util.tree_flatten_with_path([{"x": (1,)}])[0][0][0]
     assert names([{"x": (1,)}]) == [jax.tree_util.keystr(keys, simple=True, separator=".")]
     assert names(7) == [""]
@@ -53,7 +59,9 @@ def test_leaves_of_flax_are_named_without_their_boxes() -> None:
     assert names(nnx.state(model)) == ["bias", "kernel"]
     boxed = linen.Partitioned(array(2, 2), names=("i", "o"))
     assert names({"params": {"Dense_0": {"kernel": boxed}}}) == ["params.Dense_0.kernel"]
-    placed = xj.place({"nnx": model, "box": {"kernel": boxed}}, {"**.kernel": "i/a o", "**": "..."}, mesh())
+    placed = xj.place(
+        {"nnx": model, "box": {"kernel": boxed}}, {"**.kernel": "i/a o", "**": "..."}, mesh()
+    )
     assert placed["nnx"].kernel[...].sharding.spec == P("a", None)
     assert np.array_equal(placed["nnx"](jnp.ones((1, 2))), model(jnp.ones((1, 2))))
     assert placed["box"]["kernel"].value.sharding.spec == P("a", None)
@@ -85,7 +93,8 @@ def test_devices_get_their_part_of_what_is_on_the_host() -> None:
 
 @in_jax
 def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
-    x, on = array(8, 4), mesh()
+    x = array(8, 4)
+    on = mesh()
     for given in (
         placed(x, on, None, "a"),
         xj.place(x, "n/zigzag(b) d", on),
@@ -103,19 +112,36 @@ def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
 
 @in_jax
 def test_errors_come_with_the_leaf_before_anything_moves() -> None:
-    tree, e, rest = {"up": {"w": array(4, 2), "b": array(7)}}, errors, {"**": "..."}
+    tree = {"up": {"w": array(4, 2), "b": array(7)}}
+    e = errors
+    rest = {"**": "..."}
     stored = xj.place(array(6), "n/zigzag(c)", device_mesh(xs.Mesh(c=3)))
     unknown = {"**.w": "...", "**.b": "i", "**.c": "i"}
     for given, rules, kind, words in (
         (tree, {"**.w": "i/q o"} | rest, e.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
-        (tree, {"**.w": "i/a"} | rest, e.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
-        (tree, {"**.b": "i/zigzag(a)"} | rest, e.ShapeError, r"leaf 'up.b': .* uneven blocks in the"),
+        (
+            tree,
+            {"**.w": "i/a"} | rest,
+            e.ShapeError,
+            r"leaf 'up.w': 'i/a' has 1 dims, the array has 2",
+        ),
+        (
+            tree,
+            {"**.b": "i/zigzag(a)"} | rest,
+            e.ShapeError,
+            r"leaf 'up.b': .* uneven blocks in the",
+        ),
         (tree, {"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
         (tree, unknown, xs.XshardError, r"rule '\*\*.c' fits no name\n.*up.b, up.w"),
         (tree, "i", e.ShapeError, "leaf 'up.w'"),
         ({"x": np.zeros(2)}, {"x": "n"}, e.DtypeError, "leaf 'x': .*which JAX would make"),
         ({"x": np.array(["a"])}, {"x": "n"}, e.DtypeError, "leaf 'x': .*cannot hold <U1"),
-        ({"x": stored}, {"x": "n/a"}, e.ShapeError, "leaf 'x': the rows .* are stored as 'n/zigzag"),
+        (
+            {"x": stored},
+            {"x": "n/a"},
+            e.ShapeError,
+            "leaf 'x': the rows .* are stored as 'n/zigzag",
+        ),
     ):
         with pytest.raises(kind, match=words):
             xj.place(given, rules, mesh())

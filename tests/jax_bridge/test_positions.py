@@ -19,7 +19,9 @@ LAYOUTS += ["s", "s/sizes(cp,9,3)", "s/zigzag(dp)"]
 def padded(text: str, mesh: xs.Mesh) -> list[list[int]]:
     """The positions of every device, padded as JAX pads blocks."""
     layout = xs.Layout.parse(text)
-    found = [layout.positions(mesh, (12,), "s", device).tolist() for device in range(mesh.n_devices)]
+    found = [
+        layout.positions(mesh, (12,), "s", device).tolist() for device in range(mesh.n_devices)
+    ]
     return [rows + [-1] * (max(map(len, found)) - len(rows)) for rows in found]
 
 
@@ -39,7 +41,8 @@ def test_positions_inside_pmap_and_vmap() -> None:
     def local(_):
         return xj.positions("b s/zigzag(cp)", shape=(2, 12), dim=1)
 
-    expected, nothing = padded("s/zigzag(cp)", CP), np.zeros(4)
+    expected = padded("s/zigzag(cp)", CP)
+    nothing = np.zeros(4)
     assert jax.pmap(local, "cp", devices=jax.devices()[:4])(nothing).tolist() == expected
     assert jax.vmap(local, axis_name="cp")(nothing).tolist() == expected
 
@@ -52,7 +55,9 @@ def test_positions_of_all_blocks_are_the_order_of_storage(layout) -> None:
     found = xj.positions(layout, mesh, shape=(12,), dim="s")
     assert found.sharding.spec == P(axes or None)
     first_of_each = [group[0] for group in zip(*MESH.groups(axes), strict=True)] if axes else [0]
-    assert found.tolist() == [row for device in first_of_each for row in padded(layout, MESH)[device]]
+    assert found.tolist() == [
+        row for device in first_of_each for row in padded(layout, MESH)[device]
+    ]
     if sorted(found.tolist()) == list(range(12)):
         x = np.arange(12.0) ** 2
         stored = xj.reshard(placed(x, mesh), f"s -> {layout}")
@@ -69,7 +74,9 @@ def test_what_is_refused() -> None:
         xj.positions("b s/cp", device_mesh(CP), shape=(2, 12), dim="c")
     with pytest.raises(xs.errors.NotationError, match="unknown mesh axis 'tp'"):
         xj.positions("b s/tp", device_mesh(CP), shape=(2, 12), dim="s")
-    local = jax.vmap(lambda _: xj.positions("b/dp s/cp", MESH, shape=(2, 12), dim="s"), axis_name="cp")
+    local = jax.vmap(
+        lambda _: xj.positions("b/dp s/cp", MESH, shape=(2, 12), dim="s"), axis_name="cp"
+    )
     with pytest.raises(xs.errors.MeshError, match="'dp' is not manual here"):
         local(np.zeros(2))
 
@@ -77,9 +84,11 @@ def test_what_is_refused() -> None:
 @in_jax
 def test_rows_of_a_map_in_blocks_and_in_global_arrays() -> None:
     """A halo of a graph and its adjoint on blocks, in types; a migration of arrays at rest, and its order."""
-    mesh, shape = device_mesh(CP), (9, 2)
+    mesh = device_mesh(CP)
+    shape = (9, 2)
     maps = {"cells": CELLS, "near": NEAR, "even": xs.Owners([3, 0, 1, 2] * 2)}
-    here, wide = "n/by(cp,cells) d", "n/by(cp,cells):reads(near) d"
+    here = "n/by(cp,cells) d"
+    wide = "n/by(cp,cells):reads(near) d"
     layouts = [xs.Layout.parse(text, maps) for text in (here, wide)]
     x = np.arange(18.0, dtype=np.float32).reshape(shape)
     own, read = (xs.reference.scatter(x, layout, CP) for layout in layouts)

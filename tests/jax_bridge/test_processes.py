@@ -27,7 +27,9 @@ def check(environments, names) -> None:
         by_process = ask("jax_bridge.testing.worker.answers", [QUESTIONS[name] for name in names])
     wrong = []
     for name, parts in zip(names, zip(*by_process, strict=True), strict=True):
-        answer = Answer(merged([part.outputs for part in parts]), merged([part.gradients for part in parts]))
+        answer = Answer(
+            merged([part.outputs for part in parts]), merged([part.gradients for part in parts])
+        )
         verdict = judge(answer, in_numpy(QUESTIONS[name]))
         if not verdict.agrees:
             wrong.append((name, verdict))

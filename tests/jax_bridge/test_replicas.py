@@ -37,7 +37,10 @@ def gradient(expression: str, axis: str | None, **options):
 
 def raised(run, *arguments) -> str:
     """The text of the error that JAX raises when the program runs, and nobody tells beside it."""
-    with TestCase().assertNoLogs("jax", "WARNING"), pytest.raises(jax.errors.JaxRuntimeError) as caught:
+    with (
+        TestCase().assertNoLogs("jax", "WARNING"),
+        pytest.raises(jax.errors.JaxRuntimeError) as caught,
+    ):
         jax.block_until_ready(run(*arguments))
     assert str(caught.value).count("ReplicaError") == 1
     return str(caught.value)
@@ -48,7 +51,8 @@ def raised(run, *arguments) -> str:
 )
 @in_jax
 def test_the_silent_bug_is_reported(axis, devices, jit) -> None:
-    wrong, right = f"n/{axis} d -> n d", f"n/{axis} d -> n d | copy({axis})"
+    wrong = f"n/{axis} d -> n d"
+    right = f"n/{axis} d -> n d | copy({axis})"
     run = jax.jit if jit else lambda f: f
     silent = run(mapped(gradient(wrong, axis), check_vma=False))(X)
     assert not (np.asarray(silent) == 3).all()
@@ -67,7 +71,9 @@ def test_the_silent_bug_is_reported(axis, devices, jit) -> None:
 def test_which_devices_and_in_pmap() -> None:
     def odd_one(x):
         weight = (jax.lax.axis_index(BOTH) == 3).astype(np.float32)
-        checked = partial(xj.redistribute, layouts="n d/tp | sum(dp) -> n d/tp", check_replicated=True)
+        checked = partial(
+            xj.redistribute, layouts="n d/tp | sum(dp) -> n d/tp", check_replicated=True
+        )
         return jax.grad(lambda x: (weight * checked(x)).sum())(x)
 
     assert "along 'dp'" in (text := raised(jax.jit(mapped(odd_one, check_vma=False)), X))
@@ -75,7 +81,9 @@ def test_which_devices_and_in_pmap() -> None:
     over = gradient("n/p d -> n d", "p", check_replicated=True)
     assert "along 'p'" in raised(jax.pmap(over, "p", devices=jax.devices()[:4]), X.reshape(4, 4, 2))
     once = gradient("n/p d -> n d", None, check_replicated=True)
-    assert (np.asarray(jax.pmap(once, "p", devices=jax.devices()[:4])(X.reshape(4, 4, 2))) == 5).all()
+    assert (
+        np.asarray(jax.pmap(once, "p", devices=jax.devices()[:4])(X.reshape(4, 4, 2))) == 5
+    ).all()
 
 
 @in_jax
@@ -137,10 +145,17 @@ def test_padding_is_not_compared() -> None:
     jax.block_until_ready(jax.jit(mapped(local, check_vma=False))(np.tile(X[:4], (4, 1))))
 
 
-EVERY = ["n/tp d -> n d", "n d | sum(tp) -> n d | copy(tp)", "n d | copy(tp) -> n/tp d", "n/dp d -> n d/dp"]
+EVERY = [
+    "n/tp d -> n d",
+    "n d | sum(tp) -> n d | copy(tp)",
+    "n d | copy(tp) -> n/tp d",
+    "n/dp d -> n d/dp",
+]
 
 
-@pytest.mark.parametrize(("expression", "check_vma"), [(e, i % 2 == 0) for i, e in enumerate(EVERY)])
+@pytest.mark.parametrize(
+    ("expression", "check_vma"), [(e, i % 2 == 0) for i, e in enumerate(EVERY)]
+)
 @in_jax
 def test_nothing_else_changes(expression, check_vma) -> None:
     """The same values and derivatives, of every mode."""
@@ -165,7 +180,9 @@ def test_nothing_else_changes(expression, check_vma) -> None:
 @in_jax
 def test_the_environment_switches_it_and_a_vmapped_axis_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "ALWAYS", True)  # as the environment variable XSHARD_CHECK_REPLICATED does
+        patch.setattr(
+            replicas, "ALWAYS", True
+        )  # as the environment variable XSHARD_CHECK_REPLICATED does
         sliced = partial(xj.ops.shard, dim=0, axis="tp", grad="replicated")
         assert "blocks differ" in raised(jax.jit(mapped(sliced, check_vma=False)), X)
         with pytest.raises(xs.XshardError, match="a batch of vmap") as caught:

@@ -83,23 +83,32 @@ def test_dims_in_another_order(kind) -> None:
 @in_jax
 def test_the_order_of_rows_is_remembered() -> None:
     """And no other is read. What JAX computed, or nobody moved, is believed, unless debugging is on."""
-    contiguous, back = on("Auto", "b"), "n/zigzag(b) d -> n d/b"
-    with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
+    contiguous = on("Auto", "b")
+    back = "n/zigzag(b) d -> n d/b"
+    with pytest.raises(
+        errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'"
+    ) as caught:
         xj.reshard(xj.reshard(contiguous, "n/b d -> n/b d"), back)
     assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
     ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
     kept = np.concatenate(xs.reference.scatter(X, "n/zigzag(b) d", xs.Mesh(b=4)))
-    assert np.array_equal(ordered, kept) and ordered.sharding.is_equivalent_to(contiguous.sharding, 2)
+    assert np.array_equal(ordered, kept) and ordered.sharding.is_equivalent_to(
+        contiguous.sharding, 2
+    )
     assert np.array_equal(xj.reshard(np.asarray(ordered), back, mesh()), X)
     for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
-        with pytest.raises(errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
+        with pytest.raises(
+            errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"
+        ):
             xj.reshard(ordered, wrong)
     doubled = ordered * 2
     assert np.array_equal(xj.reshard(doubled, back), 2 * X)
     with pytest.MonkeyPatch.context() as debugging:
         debugging.setattr(stored, "STRICT", True)
         for unknown in (contiguous, X, doubled):
-            with pytest.raises(errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"):
+            with pytest.raises(
+                errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"
+            ):
                 xj.reshard(unknown, back, mesh())
     assert np.array_equal(xj.reshard(xj.stored_as(doubled, "n/zigzag(b) d"), back), 2 * X)
     assert np.array_equal(xj.reshard(xj.stored_as(ordered, "n/b d"), "n/b d -> n d/b"), ordered)
@@ -116,8 +125,11 @@ def test_the_order_of_rows_is_remembered() -> None:
 
 @in_jax
 def test_compiled_once() -> None:
-    x, compiled = on("Auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    x = on("Auto", "a", "b", x=np.ones((24, 8)))
+    compiled = []  # of a shape that no other test has
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name)
+    )
     for _ in range(2):
         first = len(compiled)
         xj.reshard(x, "n/a d/b -> n/b d/a")
@@ -148,7 +160,8 @@ def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dty
     plan = xs.Plan(src, dst, AXES, X.shape, dtype, (step,))
     x = on("Auto", *spec, x=X.astype(dtype))
     compiled = jax.jit(lambda x: xj.reshard(x, plan)).lower(x).compile()
-    y, held = compiled(x), {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    y = compiled(x)
+    held = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     expected = xs.reference.run(plan, [held[device] for device in mesh().devices.flat])
     found = {shard.device: np.asarray(shard.data) for shard in y.addressable_shards}
     for device, block in zip(mesh().devices.flat, expected, strict=True):
@@ -160,11 +173,14 @@ def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dty
 @in_jax
 def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
     x = on("Auto", "b", x=(X % 4).astype(dtype))
-    turn, back = "n/b d -> n/cyclic(b) d", "n/cyclic(b) d -> n d/b"
+    turn = "n/b d -> n/cyclic(b) d"
+    back = "n/cyclic(b) d -> n d/b"
     compiled = jax.jit(lambda x: xj.reshard(xj.reshard(x, turn), back))
     y = compiled(x)
     assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
-    sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
+    sent = re.findall(
+        r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text()
+    )
     assert sent and set(sent) == {"u8"}
     with pytest.raises(errors.DtypeError, match=f"dtype {dtype} cannot be reduced"):
         xs.plan("n d | sum(b) -> n d", xs.Mesh(b=4), X.shape, dtype)
@@ -190,7 +206,8 @@ def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
 def test_partial_sums_on_explicit_meshes() -> None:
     """An unreduced product is reduce-scattered by its name, and so is its gradient gathered."""
     with jax.set_mesh(mesh("Explicit")):
-        a, b = jax.reshard(X, P(None, "b")), jax.reshard(X.T, P("b", None))
+        a = jax.reshard(X, P(None, "b"))
+        b = jax.reshard(X.T, P("b", None))
 
         def product(a, b):
             return jnp.einsum("ik,kj->ij", a, b, out_sharding=P(unreduced={"b"}))
@@ -201,7 +218,9 @@ def test_partial_sums_on_explicit_meshes() -> None:
 
         partial = jax.jit(product)(a, b)
         assert np.array_equal(xj.reshard(partial, "i j | sum(b) -> i/b j"), X @ X.T)
-        assert np.allclose(jax.grad(loss)(a, b), jax.grad(lambda a: ((a @ X.T) ** 2).sum())(X), rtol=1e-5)
+        assert np.allclose(
+            jax.grad(loss)(a, b), jax.grad(lambda a: ((a @ X.T) ** 2).sum())(X), rtol=1e-5
+        )
         there = xj.reshard(a, "n d/b -> n d | copy(b)")
         assert jax.typeof(there).sharding.spec.reduced == {"b"}
         assert np.array_equal(xj.reshard(there, "n d | copy(b) -> n/b d"), X)
@@ -227,44 +246,85 @@ def test_idle_replicas_take_shares_of_a_sum() -> None:
 @in_jax
 def test_errors() -> None:
     """Ours, whose hints lead out, instead of those of what happens to fail first."""
-    x, move = on("Auto", "a", "b"), "n/a d/b -> n d/b"
-    e, specs, here, reshard = errors, xj.specs, mesh(), xj.reshard
-    from_spec, unknown = specs.from_partition_spec, "on which mesh the array is in 'n/a d -> n d'"
+    x = on("Auto", "a", "b")
+    move = "n/a d/b -> n d/b"
+    e = errors
+    specs = xj.specs
+    here = mesh()
+    reshard = xj.reshard
+    from_spec = specs.from_partition_spec
+    unknown = "on which mesh the array is in 'n/a d -> n d'"
     wrong = [
-        (lambda: reshard(x, "n/b d -> n d"), e.ShapeError, "not sharded as 'n/b d' says in 'n/b d -> n d'"),
-        (lambda: reshard(X[:14], "n/a d -> n/b d", here), e.ShapeError, r"\(14, 8\) does not divide"),
-        (lambda: reshard(x, "n/a d/b -> n d/b | copy(a)"), e.MeshError, "Explicit axes only in 'n/a d/b"),
+        (
+            lambda: reshard(x, "n/b d -> n d"),
+            e.ShapeError,
+            "not sharded as 'n/b d' says in 'n/b d -> n d'",
+        ),
+        (
+            lambda: reshard(X[:14], "n/a d -> n/b d", here),
+            e.ShapeError,
+            r"\(14, 8\) does not divide",
+        ),
+        (
+            lambda: reshard(x, "n/a d/b -> n d/b | copy(a)"),
+            e.MeshError,
+            "Explicit axes only in 'n/a d/b",
+        ),
         (lambda: reshard(X, "n/a d -> n d"), e.MeshError, unknown),
         # And JAX knows no sharding either.
         (lambda: jax.jit(lambda x: reshard(x, "n/a d -> n d"))(X), e.MeshError, unknown),
-        (lambda: reshard(x, "n/a d/b -> n d", here.abstract_mesh), e.MeshError, "the mesh passed lacks"),
+        (
+            lambda: reshard(x, "n/a d/b -> n d", here.abstract_mesh),
+            e.MeshError,
+            "the mesh passed lacks",
+        ),
         (lambda: reshard(x, "n/c d -> n d"), e.NotationError, "unknown mesh axis 'c'"),
         (lambda: reshard(x, move, AXES), e.MeshError, "lacks devices\n.* jax.sharding.Mesh"),
         (lambda: reshard(x, move, "a=2,b=4"), e.MeshError, "'a=2,b=4' is not a mesh"),
         (lambda: specs.to_named_sharding("n/a d", xs.Mesh(a=2)), e.MeshError, "lacks devices"),
         (lambda: specs.to_named_sharding("n/q d", here), e.NotationError, "unknown mesh axis 'q'"),
-        (lambda: specs.to_named_sharding("n/a d | sum(b)", here), e.MeshError, "Explicit axes only"),
+        (
+            lambda: specs.to_named_sharding("n/a d | sum(b)", here),
+            e.MeshError,
+            "Explicit axes only",
+        ),
         (lambda: xj.positions("n/a d", "a", shape=(4, 2), dim=0), e.MeshError, "'a' is not a mesh"),
-        (lambda: reshard(x, P("a"), here), e.NotationError, "place of a layout\n.*from_partition_spec"),
+        (
+            lambda: reshard(x, P("a"), here),
+            e.NotationError,
+            "place of a layout\n.*from_partition_spec",
+        ),
         (lambda: reshard(x, (P("a"), P())), e.NotationError, "in place of a layout"),
         (lambda: reshard(x, x.sharding), e.NotationError, "a NamedSharding in place of a layout"),
         (lambda: reshard(move, x), e.NotationError, "the array comes first"),
         (lambda: reshard(np.array(["a"]), "n -> n", here), e.DtypeError, "cannot hold <U1"),
         (lambda: xj.redistribute(move, x), e.NotationError, "the array comes first"),
-        (lambda: xj.redistribute(move, move), e.NotationError, "an expression in place of the array"),
+        (
+            lambda: xj.redistribute(move, move),
+            e.NotationError,
+            "an expression in place of the array",
+        ),
         (lambda: xj.redistribute(object(), move), e.DtypeError, "cannot make an array of a object"),
         (lambda: xj.redistribute(x, P("a")), e.NotationError, "in place of a layout"),
         (lambda: xj.redistribute(x, move, (2, 4)), e.MeshError, r"\(2, 4\) is not a mesh"),
         (lambda: xj.redistribute(x, 3), e.NotationError, "3 is no"),
         (lambda: xj.ops.valid_mask("n", shape=8), e.ShapeError, "the shape 8 is not a sequence"),
-        (lambda: xj.positions("n/a d", here, shape=8, dim=0), e.ShapeError, "the shape 8 is not a sequence"),
+        (
+            lambda: xj.positions("n/a d", here, shape=8, dim=0),
+            e.ShapeError,
+            "the shape 8 is not a sequence",
+        ),
         (lambda: from_spec(x.sharding, 2), e.NotationError, "not a PartitionSpec\n.*its .spec"),
         (lambda: from_spec(("a", None), 2), e.NotationError, "a tuple is not a PartitionSpec"),
         (lambda: from_spec(P("a"), 2, ["n"]), e.ShapeError, "1 names for 2 dims"),
         (lambda: from_spec(P("a", "b"), 1), e.ShapeError, "has 2 dims, the array has 1"),
         (lambda: from_spec(P(P.UNCONSTRAINED), 1), e.PlanError, "names no axes"),
         (lambda: specs.to_partition_spec("n/zigzag(a) d"), e.PlanError, "order 'zigzag"),
-        (lambda: specs.to_partition_spec("n | mean(a)"), e.PlanError, "only have the reduction sum"),
+        (
+            lambda: specs.to_partition_spec("n | mean(a)"),
+            e.PlanError,
+            "only have the reduction sum",
+        ),
         (lambda: specs.to_partition_spec("n/a:halo(1,1)"), e.PlanError, "cannot have overlaps"),
     ]
     for call, kind, message in wrong:

@@ -12,7 +12,8 @@ import jax_bridge as xj
 import xshard as xs
 from tests.jax_bridge.helpers import device_mesh, in_jax, placed
 
-AUTO, EXPLICIT = "Auto", "Explicit"
+AUTO = "Auto"
+EXPLICIT = "Explicit"
 X = np.arange(4 * 8 * 4, dtype=np.float32).reshape(4, 8, 4)
 W = X[0] % 5 - 2
 
@@ -35,7 +36,11 @@ BATCHES = {
     "vmap": (jax.vmap(lambda x: xj.reshard(x, "s/cp c -> s c/cp")), X, P("dp", None, "cp")),
     "vmap of grad": (jax.vmap(GRAD), X * W, P("dp", "cp", None)),
     "grad of vmap": (jax.grad(lambda x: jax.vmap(weighted)(x).sum()), X * W, P("dp", "cp", None)),
-    "vmap of jvp of grad": (jax.vmap(lambda x: jax.jvp(GRAD, (x,), (x,))[1]), X * W, P("dp", "cp", None)),
+    "vmap of jvp of grad": (
+        jax.vmap(lambda x: jax.jvp(GRAD, (x,), (x,))[1]),
+        X * W,
+        P("dp", "cp", None),
+    ),
 }
 
 
@@ -68,7 +73,8 @@ def test_what_the_axes_of_a_batch_are_used_for() -> None:
 
 @in_jax
 def test_the_context_has_other_types_of_axes() -> None:
-    move, whole = "b/dp s/cp c -> b/dp s c", P("dp", None, None)
+    move = "b/dp s/cp c -> b/dp s c"
+    whole = P("dp", None, None)
     x = on(EXPLICIT, "dp", "cp")
 
     def half_of_squares(y):
@@ -86,12 +92,22 @@ def test_the_context_has_other_types_of_axes() -> None:
         gradient = jax.jit(jax.grad(lambda x: half_of_squares(jax.reshard(within(x), whole))))(x)
         assert np.array_equal(gradient, X) and gradient.sharding.is_equivalent_to(x.sharding, 3)
         with pytest.raises(xs.errors.ShapeError, match="not sharded as 'b/dp s c' says"):
-            jax.jit(lambda x: auto_axes(lambda: xj.reshard(x, "b/dp s c -> b s c"), out_sharding=whole)())(x)
+            jax.jit(
+                lambda x: auto_axes(
+                    lambda: xj.reshard(x, "b/dp s c -> b s c"), out_sharding=whole
+                )()
+            )(x)
     with jax.set_mesh(mesh(AUTO)):
         moved = xj.reshard(x, move)
-        assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(on(AUTO, "dp").sharding, 3)
-    words, other = r"the array is on .*\(dp=2, cp=2\), the context has .*a=2, b=2", xs.Mesh(a=2, b=2)
-    with jax.set_mesh(device_mesh(other, EXPLICIT)), pytest.raises(xs.errors.MeshError, match=words):
+        assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(
+            on(AUTO, "dp").sharding, 3
+        )
+    words = r"the array is on .*\(dp=2, cp=2\), the context has .*a=2, b=2"
+    other = xs.Mesh(a=2, b=2)
+    with (
+        jax.set_mesh(device_mesh(other, EXPLICIT)),
+        pytest.raises(xs.errors.MeshError, match=words),
+    ):
         xj.reshard(x, move)
 
 
@@ -146,7 +162,9 @@ def test_keys_travel(kind) -> None:
     words = np.arange(16, dtype=np.uint32).reshape(8, 2)
     with jax.set_mesh(mesh(kind)):
         keys = jax.device_put(jax.random.wrap_key_data(words), NamedSharding(mesh(kind), P("dp")))
-        moved = xj.reshard({"k": keys, "w": on(kind)}, {"k": "n/dp -> n/cp", "w": "... -> ..."})["k"]
+        moved = xj.reshard({"k": keys, "w": on(kind)}, {"k": "n/dp -> n/cp", "w": "... -> ..."})[
+            "k"
+        ]
         assert moved.dtype == keys.dtype and moved.sharding.spec == P("cp")
         gather = partial(xj.redistribute, layouts="n/dp -> n", shape=(8,))
         gathered = jax.jit(jax.shard_map(gather, in_specs=P("dp"), out_specs=P()))(keys)
@@ -155,7 +173,9 @@ def test_keys_travel(kind) -> None:
         for wrong in ("n/dp -> n/dp:halo(1,1)", "n | sum(dp) -> n/dp"):
             with pytest.raises(xs.errors.DtypeError, match="keys are only moved"):
                 xj.reshard(keys, wrong)
-        with pytest.raises(xs.errors.DtypeError, match="the array is key<fry>, the plan is for float32"):
+        with pytest.raises(
+            xs.errors.DtypeError, match="the array is key<fry>, the plan is for float32"
+        ):
             xj.reshard(keys, xs.plan("n/dp -> n", xs.Mesh(dp=2, cp=2), (8,)))
         xj.reshard(keys, "n/dp -> n", donate=True)
         assert keys.is_deleted()

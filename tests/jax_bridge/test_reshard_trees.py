@@ -27,7 +27,10 @@ def on(*spec, x=X, kind: str = "Auto") -> jax.Array:
 
 
 def model() -> dict[str, object]:
-    return {"w": on("a", "b"), "layers": [(on("b"), on("b", x=X[:, 0])), (on("b"), on("b", x=X[:, 1]))]}
+    return {
+        "w": on("a", "b"),
+        "layers": [(on("b"), on("b", x=X[:, 0])), (on("b"), on("b", x=X[:, 1]))],
+    }
 
 
 MOVES = {"w": "n/a d/b -> n/b d/a", "layers": [("n/b d -> n d", "n/b -> n/a")] * 2}
@@ -45,10 +48,17 @@ def test_a_tree_of_expressions() -> None:
 @in_jax
 def test_one_expression_for_all_and_a_prefix() -> None:
     two = {"p": on("a"), "q": [on("a"), on("a")]}
-    for expression in ("n/a d -> n d/b", ("n/a d", "n d/b"), {"p": "n/a d -> n d/b", "q": "n/a d -> n d/b"}):
+    for expression in (
+        "n/a d -> n d/b",
+        ("n/a d", "n d/b"),
+        {"p": "n/a d -> n d/b", "q": "n/a d -> n d/b"},
+    ):
         for moved in jax.tree.leaves(xj.reshard(two, expression)):
             assert np.array_equal(moved, X) and moved.sharding.spec == P(None, "b")
-    pair = (on("a"), on("b"))  # a pair of expressions is one for each, a pair of layouts one for all
+    pair = (
+        on("a"),
+        on("b"),
+    )  # a pair of expressions is one for each, a pair of layouts one for all
     moved = xj.reshard(pair, ("n/a d -> n d/b", "n/b d -> n/a d"))
     assert [x.sharding.spec for x in moved] == [P(None, "b"), P("a", None)]
     assert xj.reshard({}, "n -> n") == {} and xj.reshard(None, "n -> n") is None
@@ -57,15 +67,22 @@ def test_one_expression_for_all_and_a_prefix() -> None:
 @in_jax
 def test_rules_over_the_names_of_leaves() -> None:
     rules = xs.Rules({"w": "n/a d/b -> n/b d/a", "layers.*.0": "n/b d -> n d", "**": "n/b -> n/a"})
-    by_rules, by_tree = xj.reshard(model(), rules), xj.reshard(model(), MOVES)
+    by_rules = xj.reshard(model(), rules)
+    by_tree = xj.reshard(model(), MOVES)
     specs = [[x.sharding.spec for x in jax.tree.leaves(tree)] for tree in (by_rules, by_tree)]
     assert specs[0] == specs[1]
     inner = xs.Rules({"*.0": "n/b d -> n d", "*.1": "n/b -> n/a"})  # names begin where rules stand
     after = xj.reshard(model(), {"w": MOVES["w"], "layers": inner})
     chex.assert_trees_all_equal(after, by_tree)
     for wrong, words in (
-        (xs.Rules({"w": MOVES["w"], "v": "n"}), r"no rule for 4 of 5 names: .*; rule 'v' fits no name"),
-        ({"w": MOVES["w"], "layers": xs.Rules({"0.*": "n"})}, "leaf 'layers': no rule for 2 of 4 names"),
+        (
+            xs.Rules({"w": MOVES["w"], "v": "n"}),
+            r"no rule for 4 of 5 names: .*; rule 'v' fits no name",
+        ),
+        (
+            {"w": MOVES["w"], "layers": xs.Rules({"0.*": "n"})},
+            "leaf 'layers': no rule for 2 of 4 names",
+        ),
         (xs.Rules({"**": "n/b -> n"}), "leaf 'layers.0.0': 'n/b' has 1 dims, the array has 2"),
     ):
         with pytest.raises(xs.XshardError, match=words):
@@ -75,7 +92,8 @@ def test_rules_over_the_names_of_leaves() -> None:
 @in_jax
 def test_one_program_that_moves_what_the_plans_say() -> None:
     text = jax.jit(lambda t: xj.reshard(t, MOVES)).lower(model()).compile().as_text()
-    axes, vector = xs.Mesh(a=2, b=4), (16,)
+    axes = xs.Mesh(a=2, b=4)
+    vector = (16,)
     moves = (MOVES["w"], X.shape), *(("n/b d -> n d", X.shape), ("n/b -> n/a", vector)) * 2
     plans = [xs.plan(move, axes, shape, profile="host") for move, shape in moves]
     assert received_bytes(text, 8) == sum(plan.bytes_received for plan in plans) > 0
@@ -115,7 +133,9 @@ def test_progress_is_logged() -> None:
             xj.reshard(pair, ["n/a d -> n d/b", "n/b d -> n/b d"])
     first, *rest = [record.getMessage() for record in logs.records]
     assert first.startswith("array 1 of 2: n/a d -> n d/b, float32[8, 8]: ")
-    second = "array 2 of 2: n/b d -> n/b d, float32[8, 8]: 0 steps, 0 B received by the busiest device"
+    second = (
+        "array 2 of 2: n/b d -> n/b d, float32[8, 8]: 0 steps, 0 B received by the busiest device"
+    )
     assert rest == [second, "tracing one program for 2 arrays"]  # and nothing the second time
 
 
@@ -123,8 +143,16 @@ def test_progress_is_logged() -> None:
 def test_wrong_trees() -> None:
     elsewhere = placed(X, device_mesh(xs.Mesh(c=8)), "c")
     for tree, layouts, words in (
-        ({"p": on("a")}, {"q": "n/a d -> n d"}, "the arrays and the layouts differ: keys 'p', and keys 'q'"),
-        ([on("a")] * 2, ["n/a d -> n d", "n/b d -> n d"], "not sharded as 'n/b d' says in 'n/b d -> n d'"),
+        (
+            {"p": on("a")},
+            {"q": "n/a d -> n d"},
+            "the arrays and the layouts differ: keys 'p', and keys 'q'",
+        ),
+        (
+            [on("a")] * 2,
+            ["n/a d -> n d", "n/b d -> n d"],
+            "not sharded as 'n/b d' says in 'n/b d -> n d'",
+        ),
         ([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"], "on several meshes"),
     ):
         with pytest.raises(xs.XshardError, match=words):
@@ -140,7 +168,9 @@ def test_wrong_trees() -> None:
 @in_jax
 def test_wide_numbers_are_not_narrowed_in_silence() -> None:
     for dtype in ("float64", "int64", "complex128"):
-        with pytest.raises(xs.errors.DtypeError, match=f"block is {dtype}, which JAX would .*n/a d -> n d"):
+        with pytest.raises(
+            xs.errors.DtypeError, match=f"block is {dtype}, which JAX would .*n/a d -> n d"
+        ):
             xj.reshard(X.astype(dtype), "n/a d -> n d", mesh())
     with pytest.raises(xs.errors.DtypeError, match="jax_enable_x64"):
         xj.redistribute(X.astype("float64"), "n/a d -> n d", mesh())
@@ -148,12 +178,17 @@ def test_wide_numbers_are_not_narrowed_in_silence() -> None:
 
 @in_jax
 def test_a_traced_array_of_an_explicit_mesh_is_sharded_as_its_type_says() -> None:
-    explicit, x = mesh("Explicit"), on("a", kind="Explicit")
+    explicit = mesh("Explicit")
+    x = on("a", kind="Explicit")
     with jax.set_mesh(explicit):
         for given in (None, explicit, explicit.abstract_mesh):
             moved = jax.jit(lambda x, m=given: xj.reshard(x, "n/a d -> n d/b", m))(x)
-            assert np.array_equal(moved, X) and moved.sharding == NamedSharding(explicit, P(None, "b"))
-        with pytest.raises(xs.errors.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
+            assert np.array_equal(moved, X) and moved.sharding == NamedSharding(
+                explicit, P(None, "b")
+            )
+        with pytest.raises(
+            xs.errors.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"
+        ):
             jax.jit(lambda x: xj.reshard(x, "n/b d -> n d"))(x)
 
 

@@ -23,9 +23,15 @@ MESH = xs.Mesh(ep=4)
 class Case:
     """Rows of 4 devices, their choices, weights, and matrices of their groups: whole numbers, from a seed."""
 
-    def __init__(self, k: int, groups: int | list[int], capacity: int | None, seed: int = 0) -> None:
-        draw, rng, length = random.Random(seed), np.random.default_rng(seed), 5
-        self.k, self.groups, self.capacity = k, groups, capacity
+    def __init__(
+        self, k: int, groups: int | list[int], capacity: int | None, seed: int = 0
+    ) -> None:
+        draw = random.Random(seed)
+        rng = np.random.default_rng(seed)
+        length = 5
+        self.k = k
+        self.groups = groups
+        self.capacity = capacity
         n_groups = groups if isinstance(groups, int) else len(groups)
         low, high = draw.choice([(0, n_groups), (2, 3), (1, n_groups), (-2, 4)])
         self.to = rng.integers(low, high, (4, length, self.k))
@@ -49,7 +55,9 @@ class Case:
 
     def on_one_device(self, x, to, w, blocks, kept):
         matrices = blocks[np.array(self.parts.parts), np.array(self.parts.numbers)]
-        chosen = jnp.take_along_axis(jnp.einsum("dtc,gcf->dtgf", x, matrices), to.clip(0)[..., None], 2)
+        chosen = jnp.take_along_axis(
+            jnp.einsum("dtc,gcf->dtgf", x, matrices), to.clip(0)[..., None], 2
+        )
         return (chosen * (w * kept)[..., None]).sum(2), None
 
     def local(self, x, to, w, blocks, kept):
@@ -77,7 +85,8 @@ def values_and_gradients(run):
         return (jax.grad(loss, 2)(x, to, w, blocks, kept, c) * w).sum()
 
     def every(*arguments):
-        first, second = jax.grad(loss, (0, 2, 3)), jax.grad(of_gradient, (0, 3))
+        first = jax.grad(loss, (0, 2, 3))
+        second = jax.grad(of_gradient, (0, 3))
         return run(*arguments[:5]), first(*arguments), second(*arguments)
 
     return jax.jit(every)
@@ -102,7 +111,10 @@ def test_rows_results_and_gradients_are_those_of_one_device(check_vma) -> None:
             for d, each in enumerate(arrived):
                 n = len(each.rows)
                 assert np.array_equal(rows[d, :n], each.rows) and not rows[d, n:].any()
-                assert sizes[d, : len(each.sizes)].tolist() == each.sizes.tolist() and dropped[d] == lost[d]
+                assert (
+                    sizes[d, : len(each.sizes)].tolist() == each.sizes.tolist()
+                    and dropped[d] == lost[d]
+                )
 
 
 def columns(x, output, *tables, axis_name):
@@ -132,7 +144,10 @@ def test_under_names_of_pmap_and_vmap_and_what_is_refused() -> None:
     case = Case(2, 8, None, 3)
     want, _ = case.on_one_device(*case.arguments)
     arguments = [np.asarray(a)[:, None] for a in case.arguments]
-    for run in (jax.pmap(case.local, "ep", devices=jax.devices()[:4]), jax.vmap(case.local, axis_name="ep")):
+    for run in (
+        jax.pmap(case.local, "ep", devices=jax.devices()[:4]),
+        jax.vmap(case.local, axis_name="ep"),
+    ):
         assert np.array_equal(run(*arguments)[0][:, 0], want)
     for error, to, options in (
         ("MeshError: 'tp' is not manual here", case.to, {"axis": "tp"}),

@@ -59,7 +59,10 @@ def test_blocks_of_any_layout_and_their_adjoint(check_vma) -> None:
     columns = texts, arrays, stored, results, blocks, gradients, cotangents
     for text, x, before, y, found, g, ct in zip(*columns, strict=True):
         expected = reference.scatter(x, text, AXES)
-        given = [mine[tuple(map(slice, block.shape))] for mine, block in zip(found, expected, strict=True)]
+        given = [
+            mine[tuple(map(slice, block.shape))]
+            for mine, block in zip(found, expected, strict=True)
+        ]
         assert np.array_equal(reference.gather(given, text, AXES, x.shape), x), text
         assert "mean" in text or all(map(np.array_equal, given, expected)), text
         assert np.array_equal(y, 2 * np.asarray(before)), text
@@ -69,7 +72,9 @@ def test_blocks_of_any_layout_and_their_adjoint(check_vma) -> None:
 @in_jax
 def test_gradients_of_what_layouts_leave_to_types() -> None:
     """Weights that all devices use have no `copy` in their layout: types say it."""
-    x, w, v = whole(8, 4), whole(4, 6, seed=1), whole(6, seed=2)
+    x = whole(8, 4)
+    w = whole(4, 6, seed=1)
+    v = whole(6, seed=2)
     layouts = "n/zigzag(a) c, c f/b, f/b -> n/zigzag(a), n/zigzag(a) f/b"
 
     def layer(x, w, v):
@@ -82,14 +87,17 @@ def test_gradients_of_what_layouts_leave_to_types() -> None:
     expected = jax.grad(loss(lambda x, w, v: ((x @ w) ** 2 @ v, (x @ w) ** 2)), (0, 1, 2))(x, w, v)
     for kind in ("Auto", "Explicit"):
         f = xj.shard_map(layer, layouts, mesh(kind))
-        given = [xj.place(y, text, mesh(kind)) for y, text in ((x, "n/a c"), (w, "c f/b"), (v, "f"))]
+        given = [
+            xj.place(y, text, mesh(kind)) for y, text in ((x, "n/a c"), (w, "c f/b"), (v, "f"))
+        ]
         found = jax.jit(jax.grad(loss(f), (0, 1, 2)))(*given)
         assert all(map(np.array_equal, found, expected)), kind
 
 
 @in_jax
 def test_gradients_without_types_where_layouts_say_what_devices_share() -> None:
-    x, w = whole(4, 4), whole(4, 3, seed=1)
+    x = whole(4, 4)
+    w = whole(4, 3, seed=1)
     layouts = "n/a c/b, c/b f | copy(a) -> n/a f | sum(b)"
     f = xj.shard_map(jnp.matmul, layouts, mesh(), check_vma=False)
     found = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1))(x, w)
@@ -102,8 +110,12 @@ def test_jit_vmap_and_donation() -> None:
     x = whole(3, 8, 2)
     f = xj.shard_map(lambda x: x + 1, "n/a:halo(1,1) d -> n/a:halo(1,1) d", mesh())
     assert np.array_equal(jax.jit(jax.vmap(f))(x), x + 1)
-    along_b = jax.shard_map(f, mesh=mesh(), in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})
-    assert np.array_equal(jax.jit(along_b)(x[0]), x[0] + 1)  # inside another, over the axes that are left
+    along_b = jax.shard_map(
+        f, mesh=mesh(), in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"}
+    )
+    assert np.array_equal(
+        jax.jit(along_b)(x[0]), x[0] + 1
+    )  # inside another, over the axes that are left
     given = xj.place(x, "... d/a", mesh())
     jax.jit(xj.shard_map(lambda x: x + 1, "... d/a -> ... d/a", mesh()), donate_argnums=0)(given)
     assert given.is_deleted()
@@ -135,7 +147,8 @@ def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> 
 
 @in_jax
 def test_arrays_that_are_cut_otherwise_are_moved() -> None:
-    x, on = whole(4, 8), mesh()
+    x = whole(4, 8)
+    on = mesh()
     f = xj.shard_map(lambda x: x + 1, "n/a d/zigzag(b) -> n/a d/zigzag(b)", on)
     y = f(placed(x, on, None, ("b", "a")))
     assert np.array_equal(y, x + 1) and y.sharding.spec == P("a", "b")
@@ -148,7 +161,8 @@ def test_arrays_that_are_cut_otherwise_are_moved() -> None:
 @in_jax
 def test_trees_by_rules_and_what_is_no_array() -> None:
     rules = xs.Rules({"layers.*.w": "i o/b -> i o", "**.bias|scale": "... | copy(a)"})
-    w, bias = whole(4, 4), whole(4, seed=1)
+    w = whole(4, 4)
+    bias = whole(4, seed=1)
     model = {"layers": [{"w": w, "bias": bias}], "scale": bias, "act": jax.nn.relu, "power": 2}
     traced = []
 
@@ -158,13 +172,17 @@ def test_trees_by_rules_and_what_is_no_array() -> None:
         h = model["act"](x @ first["w"] + first["bias"]) * model["scale"] ** model["power"]
         return {"h": times * h, "act": model["act"], "model": model}
 
-    f = xj.shard_map(forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": rules}), mesh())
+    f = xj.shard_map(
+        forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": rules}), mesh()
+    )
     x = whole(6, 4, seed=2)
     words = "result 'model.layers.0.w': the block has 4 rows of dim 'o', not 2"
     with pytest.raises(xs.errors.ShapeError, match=words):
         f(model, x)  # `i o/b -> i o` is said of what the function has whole
     back = xs.Rules({"**.w": "...", "**": "... | copy(a)"})
-    f = xj.shard_map(forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": back}), mesh())
+    f = xj.shard_map(
+        forward, ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": back}), mesh()
+    )
     expected = jax.nn.relu(x @ w + bias) * bias**2
     placed = xj.place(model, rules, mesh())
     assert placed["layers"][0]["w"].sharding.spec == P(None, "b") and placed["act"] is jax.nn.relu
@@ -194,7 +212,9 @@ def test_a_decorator_takes_its_mesh_from_the_arrays() -> None:
 def test_keys_are_cut_too() -> None:
     keys = jax.random.split(jax.random.key(0), 6)
     drawn = jax.vmap(lambda key: jax.random.uniform(key, (2,)))
-    f = xj.shard_map(lambda keys: drawn(keys), (["n/a -> n/sizes(b,1,5)"], "n/sizes(b,1,5) d"), mesh())
+    f = xj.shard_map(
+        lambda keys: drawn(keys), (["n/a -> n/sizes(b,1,5)"], "n/sizes(b,1,5) d"), mesh()
+    )
     assert np.array_equal(f(xj.place(keys, "n/a", mesh())), drawn(keys))
 
 
@@ -205,8 +225,18 @@ WRONG = [
     ("n/a d", (X,), xs.errors.NotationError, "layouts of a function read"),
     ("n/a d, n/a -> n/a d", (X,), xs.XshardError, "1 arguments by position, layouts for 2"),
     ("n/a -> n/a d", (X,), xs.errors.ShapeError, "argument 'x': 'n/a' has 1 dims, the array has 2"),
-    ("n/a d -> n d", (X,), xs.errors.ShapeError, "the result: the block has 2 rows of dim 'n', not 4"),
-    ("n d/a -> m d", (X,), xs.errors.ShapeError, "the result: the block has 1 rows of dim 'd', not 2"),
+    (
+        "n/a d -> n d",
+        (X,),
+        xs.errors.ShapeError,
+        "the result: the block has 2 rows of dim 'n', not 4",
+    ),
+    (
+        "n d/a -> m d",
+        (X,),
+        xs.errors.ShapeError,
+        "the result: the block has 1 rows of dim 'd', not 2",
+    ),
     ("n/a d -> ...", (X,), xs.errors.NotationError, r"the result: the block varies along 'a'"),
     ("n d/sizes(a,2,1) -> n d", (X,), xs.errors.ShapeError, "argument 'x': .* 3 rows, not 2"),
     (((), ()), (X,), xs.XshardError, "1 arguments by position, layouts for 0"),
@@ -218,7 +248,12 @@ WRONG = [
         xs.XshardError,
         "the result: the arrays .* 1 items|the result: the arrays: one array",
     ),
-    (((xs.Rules({"w": "n d"}),), "n d"), ({"v": X},), xs.XshardError, r"leaf 'x': no rule .*: v; .*'w' fits"),
+    (
+        ((xs.Rules({"w": "n d"}),), "n d"),
+        ({"v": X},),
+        xs.XshardError,
+        r"leaf 'x': no rule .*: v; .*'w' fits",
+    ),
     (
         (({"w": "n d"},), "n d"),
         ({"v": X},),
@@ -242,8 +277,12 @@ def test_errors_name_the_argument_or_the_result() -> None:
 @in_jax
 def test_lengths_of_results() -> None:
     x = whole(7, 2)
-    f = xj.shard_map(lambda x: (x, x[:, 0]), "n/(a,b) d -> n/(a,b) d, m/(a,b)", mesh(), sizes={"m": 6})
+    f = xj.shard_map(
+        lambda x: (x, x[:, 0]), "n/(a,b) d -> n/(a,b) d, m/(a,b)", mesh(), sizes={"m": 6}
+    )
     assert np.array_equal(f(x)[0], x) and f(x)[1].shape == (6,)
     two = xj.shard_map(lambda x, y: x, (["n/a", "n/a"], "n/a"), mesh())
-    with pytest.raises(xs.errors.ShapeError, match="2 rows are a block of dim 'n' if it is 3 or 4 long"):
+    with pytest.raises(
+        xs.errors.ShapeError, match="2 rows are a block of dim 'n' if it is 3 or 4 long"
+    ):
         two(x[:4, 0], x[:3, 0])  # both have blocks of 2

@@ -43,19 +43,28 @@ def test_every_equation_has_a_rule_and_equal_layers_are_one(name: str) -> None:
     assert max(op.times for op in step.ops) == n_layers
     assert all("b" in step.arrays[x].names for x in step.inputs)
     leaves = loss.names[: loss.n_parameters]
-    starred = {re.sub(r"(^|\.)\d+\.", r"\1*.", x, count=1) for x in leaves} if n_layers == 3 else set(leaves)
+    starred = (
+        {re.sub(r"(^|\.)\d+\.", r"\1*.", x, count=1) for x in leaves}
+        if n_layers == 3
+        else set(leaves)
+    )
     assert set(step.parameters) == starred
 
 
 @in_jax
 def test_rules_are_right_on_blocks() -> None:
-    seen, wrong = set(), {}
+    seen = set()
+    wrong = {}
     for name in (n for n in LOSSES if "flax" not in n or not needs_flax.args[0]):
         loss = loss_of(name)
         for eqn in equations(jax.make_jaxpr(loss.run)(*loss.arrays).jaxpr):
             op, lengths = operation(eqn)
             primitive = eqn.primitive.name
-            key = (primitive, op.kind, "" if primitive in ELEMENTWISE else re.sub(r"n\d+", "n", op.text))
+            key = (
+                primitive,
+                op.kind,
+                "" if primitive in ELEMENTWISE else re.sub(r"n\d+", "n", op.text),
+            )
             if key in seen or op.kind in ("source", "opaque"):
                 continue
             seen.add(key)
@@ -66,7 +75,9 @@ def test_rules_are_right_on_blocks() -> None:
     assert "cumsum" in {primitive for primitive, *_ in seen}
     loss = loss_of("recurrent")
     (eqn,) = (
-        e for e in equations(jax.make_jaxpr(loss.run)(*loss.arrays).jaxpr) if e.primitive.name == "cumsum"
+        e
+        for e in equations(jax.make_jaxpr(loss.run)(*loss.arrays).jaxpr)
+        if e.primitive.name == "cumsum"
     )
     op, lengths = operation(eqn)
     stated, right = judged(eqn, replace(op, whole=()), lengths)
@@ -75,7 +86,8 @@ def test_rules_are_right_on_blocks() -> None:
 
 def _bytes_received(compiled: str) -> int:
     """Bytes that a device receives in the collectives of a compiled program without loops."""
-    total, sizes = 0, {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
+    total = 0
+    sizes = {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
     for line in compiled.splitlines():
         match = re.search(
             r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line
@@ -83,7 +95,8 @@ def _bytes_received(compiled: str) -> int:
         if match:
             arrays = re.findall(r"(f32|s32|u32|pred)\[([\d,]*)\]", match[1])
             n = sum(
-                sizes[kind] * int(np.prod([int(x) for x in dims.split(",") if x])) for kind, dims in arrays
+                sizes[kind] * int(np.prod([int(x) for x in dims.split(",") if x]))
+                for kind, dims in arrays
             )
             total += 2 * n if match[2] == "all-reduce" else n
     return total
@@ -93,7 +106,9 @@ def _filled(args: Any) -> Any:
     rng = np.random.default_rng(0)
 
     def array(x: Any) -> jax.Array:
-        random = rng.normal(0, 0.1, x.shape) if x.dtype == jnp.float32 else rng.integers(0, 32, x.shape)
+        random = (
+            rng.normal(0, 0.1, x.shape) if x.dtype == jnp.float32 else rng.integers(0, 32, x.shape)
+        )
         return jnp.asarray(random, x.dtype)
 
     return jax.tree.map(array, args)
@@ -103,14 +118,18 @@ def _filled(args: Any) -> Any:
 def test_constraints_leave_results_and_save_bytes() -> None:
     """Without them XLA goes on with the layout in which rows of the embedding arrive."""
     loss, args = transformer(False, batch=32, sequence=64, c=256, n=1)
-    mesh, fixed = device_mesh(xs.Mesh(dp=2, tp=2)), {"embed": "v c/tp", "head": "c/tp v"}
+    mesh = device_mesh(xs.Mesh(dp=2, tp=2))
+    fixed = {"embed": "v c/tp", "head": "c/tp v"}
     plan = xj.suggest(loss, args, mesh, profile="h100:2", fixed=fixed, **ONE)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs, is_leaf=is_spec)
     arrays = _filled(args)
-    results, received = [], []
+    results = []
+    received = []
     for f in (loss, plan.constrain(loss)):
-        step = jax.jit(jax.value_and_grad(f), in_shardings=shardings, out_shardings=(None, shardings[0]))
+        step = jax.jit(
+            jax.value_and_grad(f), in_shardings=shardings, out_shardings=(None, shardings[0])
+        )
         received.append(_bytes_received(step.lower(*args).compile().as_text()))
         results.append(step(*arrays))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
@@ -130,7 +149,10 @@ def test_a_scan_is_constrained_inside() -> None:
     np.testing.assert_allclose(plan.constrain(loss)(*arrays), loss(*arrays), rtol=1e-5)
     text = str(jax.make_jaxpr(plan.constrain(loss))(*args))
     assert text.count("sharding_constraint") > 4 and text.count("remat2[") == 1
-    for once in (False, True):  # the gradient needs the layers' parameters as they came, or as gathered
+    for once in (
+        False,
+        True,
+    ):  # the gradient needs the layers' parameters as they came, or as gathered
         object.__setattr__(plan, "once", "layers.up" if once else "")
         gradient = jax.make_jaxpr(jax.grad(plan.constrain(loss)))(*args)
         forward = next(eqn for eqn in gradient.eqns if eqn.primitive.name == "scan")
@@ -140,11 +162,14 @@ def test_a_scan_is_constrained_inside() -> None:
 
 @in_jax
 def test_what_is_no_loss_is_refused() -> None:
-    w, x = shape(8, 4), shape(16, 8)
+    w = shape(8, 4)
+    x = shape(16, 8)
 
     def step(p, x):
         loss, gradients = jax.value_and_grad(lambda p: (x @ p["w"]).sum())(p)
         return loss, jax.tree.map(lambda w, g: w - 1e-3 * g, p, gradients)
 
-    with pytest.raises(PlanError, match=r"the function returns float32\[\], float32\[8,4\]\n  pass the loss"):
+    with pytest.raises(
+        PlanError, match=r"the function returns float32\[\], float32\[8,4\]\n  pass the loss"
+    ):
         xj.suggest(step, ({"w": w}, x), xs.Mesh(dp=2))

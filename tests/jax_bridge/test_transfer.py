@@ -61,8 +61,12 @@ TREE = {
 @pytest.mark.parametrize("first", [0, 3, 4], ids=["the same devices", "a shared one", "others"])
 @in_jax
 def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(first) -> None:
-    train, serve, programs = on(0, dp=4), on(first, tp=2), []
-    tree = {name: xj.place(x, src, train) for name, (x, src, _) in TREE.items()} | {"count": jnp.int32(3)}
+    train = on(0, dp=4)
+    serve = on(first, tp=2)
+    programs = []
+    tree = {name: xj.place(x, src, train) for name, (x, src, _) in TREE.items()} | {
+        "count": jnp.int32(3)
+    }
     rules = {name: dst for name, (_, _, dst) in TREE.items()} | {"count": "()"}
     made = execute._program
 
@@ -80,7 +84,9 @@ def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(fir
     plan = xj.transfer(tree, rules, serve, dry_run=True, profile="h100")
     assert plan.bytes_received == plan.bytes_lower_bound and "up.kernel" in str(plan)
     [text] = programs
-    assert received_bytes(text, len({*train.devices.flat, *serve.devices.flat})) == plan.bytes_received
+    assert (
+        received_bytes(text, len({*train.devices.flat, *serve.devices.flat})) == plan.bytes_received
+    )
     # Its record of order goes along: the way back needs no word of it.
     order = xj.transfer(moved["order"], "s/dp c", train)
     assert np.array_equal(order, TREE["order"][0])
@@ -90,7 +96,11 @@ SHAPES = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "gate": (24, 8), "up": (24, 8)
 
 
 def layers(n: int) -> dict[str, np.ndarray]:
-    found = {f"{i}.{key}": random(*size, dtype="bfloat16") for i in range(n) for key, size in SHAPES.items()}
+    found = {
+        f"{i}.{key}": random(*size, dtype="bfloat16")
+        for i in range(n)
+        for key, size in SHAPES.items()
+    }
     experts = {f"experts.{i}.w": random(4, 6) for i in range(3)}
     return found | experts | {"norm": np.arange(8, dtype=np.float32)}
 
@@ -107,15 +117,20 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     apart = {"experts.*.w": "a/dp b", "*.out": "o i/dp", "norm": "n", "**": "o/dp i"}
     fused = {"*.qkv": "o/tp i", "*.gate_up": "o/block(tp,24,24) i", "*.out": "i/tp o"}
     fused |= {"experts.w": "e a b/tp", "norm": "n"}
-    train, serve, weights = on(0, dp=4), on(4, tp=2), layers(2)
+    train = on(0, dp=4)
+    serve = on(4, tp=2)
+    weights = layers(2)
     given = xj.place(weights, apart, train)
     seen: list[tuple[int, int]] = []
     options = {"names": names, "bucket_bytes": 600}
-    moved = xj.transfer(given, fused, serve, **options, progress=lambda *bytes_: seen.append(bytes_))
+    moved = xj.transfer(
+        given, fused, serve, **options, progress=lambda *bytes_: seen.append(bytes_)
+    )
     plan = xj.transfer(given, fused, serve, **options, dry_run=True)
     assert len(seen) == len(plan.buckets) > 2 and seen[-1] == (plan.bytes_moved, plan.bytes_moved)
     assert seen == sorted(set(seen)) and plan.bytes_received == plan.bytes_lower_bound
-    expected, layouts = names.apply(weights), {each.name: each.sharding.layout for each in plan.arrays}
+    expected = names.apply(weights)
+    layouts = {each.name: each.sharding.layout for each in plan.arrays}
     assert [*moved] == [*expected]
     for name, x in expected.items():
         assert held(moved[name]) == stored(x, str(layouts[name]), serve), name
@@ -132,7 +147,12 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     [
         ("n/a d -> n d", {"a": 2}, {"b": 4}, ["transfer", "all_gather"]),
         ("n/a d -> d n", {"a": 2}, {"b": 2, "c": 2}, ["transfer", "all_gather", "transpose"]),
-        ("n/a d -> d n", {"a": 2}, {"b": 6}, ["transfer", "exchange", "transpose"]),  # parts of unequal size
+        (
+            "n/a d -> d n",
+            {"a": 2},
+            {"b": 6},
+            ["transfer", "exchange", "transpose"],
+        ),  # parts of unequal size
         ("n d | sum(a) -> n/b d", {"a": 4}, {"b": 2}, ["reduce_scatter", "transfer"]),
     ],
 )
@@ -142,7 +162,8 @@ def test_steps_on_either_mesh_are_run_there(expression, src, dst, steps) -> None
     x = np.arange(512 * 50, dtype=np.float32).reshape(512, 50)
     before, after = (side.strip() for side in expression.split("->"))
     n = int(np.prod([*src.values()]))
-    train, serve = on(0, AxisType.Explicit, **src), on(min(n, 8 - int(np.prod([*dst.values()]))), **dst)
+    train = on(0, AxisType.Explicit, **src)
+    serve = on(min(n, 8 - int(np.prod([*dst.values()]))), **dst)
     spec = xj.specs.to_named_sharding(before, train)
     blocks = xs.reference.scatter(x, before, xs.Mesh(src))
     given = [jax.device_put(b, d) for b, d in zip(blocks, train.devices.flat, strict=True)]
@@ -157,7 +178,8 @@ def test_steps_on_either_mesh_are_run_there(expression, src, dst, steps) -> None
 @in_jax
 def test_arrays_without_elements_have_their_blocks_there() -> None:
     """JAX holds all of an empty array on every device, whatever its sharding says."""
-    here, there = on(0, a=4), on(3, b=2)
+    here = on(0, a=4)
+    there = on(3, b=2)
     x = {"rows": np.zeros((8, 0), np.float32), "columns": np.zeros((0, 8), np.float32)}
     placed = xj.reshard(xj.place(x, "n d", here), "n d -> n/a d")
     for profile in ("h100", "gloo"):
@@ -171,8 +193,11 @@ def test_arrays_without_elements_have_their_blocks_there() -> None:
 
 @in_jax
 def test_sources_are_freed_if_they_are_donated() -> None:
-    x, keys = np.arange(32, dtype=np.float32).reshape(8, 4), jax.random.split(jax.random.key(0), 4)
-    given = xj.place({"moved": x, "kept": x, "keys": keys}, {"keys": "k/a", "**": "n/a d"}, on(0, a=4))
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = xj.place(
+        {"moved": x, "kept": x, "keys": keys}, {"keys": "k/a", "**": "n/a d"}, on(0, a=4)
+    )
     rules = {"moved": "n d/b", "kept": "n/(b,c) d", "keys": "k/c"}
     made = xj.transfer(given, rules, on(0, b=2, c=2), donate=True)
     assert all(array.is_deleted() for array in given.values())
@@ -185,15 +210,34 @@ def test_sources_are_freed_if_they_are_donated() -> None:
 
 @in_jax
 def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
-    train, serve = on(0, dp=4), on(4, tp=2)
-    w, v = (xj.place(np.zeros((8, 6), np.float32), "i/zigzag(dp) o", mesh) for mesh in (train, on(4, dp=2)))
+    train = on(0, dp=4)
+    serve = on(4, tp=2)
+    w, v = (
+        xj.place(np.zeros((8, 6), np.float32), "i/zigzag(dp) o", mesh)
+        for mesh in (train, on(4, dp=2))
+    )
     e = xs.errors
     for rule, mesh, kind, words in (
-        ("i o/tq", serve, e.NotationError, r"leaf 'w': unknown mesh axis 'tq' in\n *'i o/tq'\n *\^\^\n"),
+        (
+            "i o/tq",
+            serve,
+            e.NotationError,
+            r"leaf 'w': unknown mesh axis 'tq' in\n *'i o/tq'\n *\^\^\n",
+        ),
         ("i/tp o -> i o", serve, e.NotationError, "unknown mesh axis 'tp'.*\n.*\n.*\n.*dp=4"),
         ("i o/dp -> i o", serve, e.ShapeError, "leaf 'w': the array is not sharded as 'i o/dp'"),
-        ("i/dp o -> i o", serve, e.ShapeError, "leaf 'w': the rows of the array are stored as 'i/zigzag"),
-        ("i/sizes(tp,1,7) o", serve, e.ShapeError, "leaf 'w': a jax.Array cannot have uneven blocks"),
+        (
+            "i/dp o -> i o",
+            serve,
+            e.ShapeError,
+            "leaf 'w': the rows of the array are stored as 'i/zigzag",
+        ),
+        (
+            "i/sizes(tp,1,7) o",
+            serve,
+            e.ShapeError,
+            "leaf 'w': a jax.Array cannot have uneven blocks",
+        ),
         ("i o | copy(tp)", serve, e.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
         ("i", serve, e.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
         ("i o", serve.abstract_mesh, e.MeshError, "is not a mesh of devices"),
@@ -220,26 +264,42 @@ def test_modules_of_flax_and_equinox_come_whole() -> None:
     import equinox as eqx
     from flax import nnx
 
-    train, serve = on(0, dp=2), on(2, tp=2)
+    train = on(0, dp=2)
+    serve = on(2, tp=2)
     model = [nnx.Linear(4, 6, rngs=nnx.Rngs(0)), eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))]
     linear, mlp = xj.place(model, {"0.kernel": "i/dp o", "**": "..."}, train)
     rules = {"0.kernel": "i o/tp", "1.**.weight": "o/tp i", "**": "..."}
     moved, moved_mlp = xj.transfer([linear, mlp], rules, serve)
-    assert isinstance(moved, nnx.Linear) and moved.kernel[...].sharding == NamedSharding(serve, P(None, "tp"))
+    assert isinstance(moved, nnx.Linear) and moved.kernel[...].sharding == NamedSharding(
+        serve, P(None, "tp")
+    )
     assert np.array_equal(moved.kernel[...], linear.kernel[...])
-    assert moved(np.ones((1, 4), np.float32)).shape == (1, 6) and moved_mlp.activation is mlp.activation
+    assert (
+        moved(np.ones((1, 4), np.float32)).shape == (1, 6)
+        and moved_mlp.activation is mlp.activation
+    )
 
 
 def across() -> list[bool]:
     """From the devices of the first process to those of the second: two programs' parts of one."""
-    train, serve = on(0, dp=4), on(4, tp=2)
+    train = on(0, dp=4)
+    serve = on(4, tp=2)
     mine = jax.process_index() == 0
     weights = layers(1) | {"step": np.int32(3)}
     names = Names(concat(["*.q", "*.k"], "*.qk"), rename("**", "**"))
     rules = {"norm": "n", "step": "()", "experts.*.w": "a/dp b", "**": "o/dp i"}
     placed = xj.place(weights, rules, train)  # where a process has no device it has no block either
-    types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in placed.items()}
-    there = {"norm": "n", "step": "()", "experts.*.w": "a b/tp", "*.qk": "o/block(tp,16,8) i", "**": "o/tp i"}
+    types = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in placed.items()
+    }
+    there = {
+        "norm": "n",
+        "step": "()",
+        "experts.*.w": "a b/tp",
+        "*.qk": "o/block(tp,16,8) i",
+        "**": "o/tp i",
+    }
     moved = xj.transfer(placed if mine else types, there, serve, names=names, donate=True)
     expected = names.apply(weights)
     layout = {"norm": "n", "step": "()", "0.qk": "o/block(tp,16,8) i"}

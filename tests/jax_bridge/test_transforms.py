@@ -26,8 +26,12 @@ W = (X * 7) % 5 - 2  # weights and cotangents
 class Moved:
     """The argument of a row: a function on blocks, and how it is run on all devices."""
 
-    def __init__(self, expression: str, src: P, dst: P, check_vma: bool, ad: str = "linear") -> None:
-        self.expression, self.check_vma, self.ad = expression, check_vma, ad
+    def __init__(
+        self, expression: str, src: P, dst: P, check_vma: bool, ad: str = "linear"
+    ) -> None:
+        self.expression = expression
+        self.check_vma = check_vma
+        self.ad = ad
         self.specs = {"src": src, "dst": dst, "all": P()}
 
     def op(self, x):
@@ -152,7 +156,9 @@ ROWS: dict[str, Callable[..., object]] = {  # programs of what moves, X, T and W
     "grad_of_jvp": lambda m, X, T, W: jax.grad(lambda x: jax.jvp(cubes(m, W), (x,), (T,))[1])(X),
     "linearize": linearize,
     "linear_transpose": lambda m, X, T, W: jax.linear_transpose(m.whole, X)(jnp.asarray(W)),
-    "vmap_outside": lambda m, X, T, W: jax.vmap(m.whole, in_axes=2, out_axes=1)(jnp.stack([X, T, W], axis=2)),
+    "vmap_outside": lambda m, X, T, W: jax.vmap(m.whole, in_axes=2, out_axes=1)(
+        jnp.stack([X, T, W], axis=2)
+    ),
     "vmap_inside": vmap_inside,
     "vmap_of_grad": lambda m, X, T, W: jax.vmap(jax.grad(cubes(m, W)))(jnp.stack([X, T, W])),
     "remat": lambda m, X, T, W: jax.grad(jax.checkpoint(cubes(m, W)))(X),
@@ -175,7 +181,15 @@ MOVES = {
 ADD_UP = ("grad_inside", "grad_inside_of_jit", "vjp_inside")
 
 
-COMPOSED = ("jacrev", "hessian", "grad_of_grad", "jvp_of_grad", "grad_of_jvp", "scan", "cond_and_while")
+COMPOSED = (
+    "jacrev",
+    "hessian",
+    "grad_of_grad",
+    "jvp_of_grad",
+    "grad_of_jvp",
+    "scan",
+    "cond_and_while",
+)
 # What a rule for reverse mode cannot do. (JAX takes no function with a rule of its own through `jet`.)
 FORWARD = ("jvp_outside", "jvp_inside", "jacfwd", "grad_of_jvp", "linearize", "linear_transpose")
 REVERSE = [name for name in ROWS if name not in (*FORWARD, "taylor_series")]

@@ -50,7 +50,9 @@ def exchange_plan(expression, mesh, shape, dtype) -> xs.Plan:
 def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`lax.ragged_all_to_all` as its documentation has it, by gathering everything."""
     me = lax.axis_index(axis_name)
-    everyone = [lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)]
+    everyone = [
+        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    ]
     at = jnp.arange(output.shape[0])
     for src in range(everyone[0].shape[0]):
         data, start, size, target = (x[src] for x in everyone)
@@ -80,7 +82,8 @@ def test_what_is_sent_is_expected_and_does_not_overlap(case) -> None:
     plan = exchange_plan(*case)
     ((step, before, _),) = plan.stages
     local, schedule = rounds(step, before)
-    n, shapes = plan.mesh.n_devices, [box_shape(r) for r in schedule]
+    n = plan.mesh.n_devices
+    shapes = [box_shape(r) for r in schedule]
     _, sent, offsets, received = transports.ragged_arguments(schedule, shapes, n)
     assert np.array_equal(sent, received.T)
     if local:  # what devices keep is apart, and stays
@@ -88,7 +91,9 @@ def test_what_is_sent_is_expected_and_does_not_overlap(case) -> None:
     assert np.trace(sent) == sum(m.size for r in schedule for m in r if m.src == m.dst)
     length = sum(map(math.prod, shapes))
     for device in range(n):
-        ends = sorted((offsets[src, device], sent[src, device]) for src in range(n) if sent[src, device])
+        ends = sorted(
+            (offsets[src, device], sent[src, device]) for src in range(n) if sent[src, device]
+        )
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
         assert all(a + size <= length for a, size in ends)
 

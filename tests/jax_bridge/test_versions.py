@@ -33,9 +33,18 @@ NONE = frozenset[str]()
 
 def test_how_addends_add_up_and_the_cuts_of_a_spec_with_tags() -> None:
     assert unreduced_kind(Later(unreduced=A, unreduced_kind=Kind.max)) == "max"
-    for a_sum in (Later(unreduced=A, unreduced_kind=Kind.sum), Later(), P("a", unreduced={"b"}), None):
+    for a_sum in (
+        Later(unreduced=A, unreduced_kind=Kind.sum),
+        Later(),
+        P("a", unreduced={"b"}),
+        None,
+    ):
         assert unreduced_kind(a_sum) == "sum"
-    assert cuts_of(P("a", None, ("b", "c"), unreduced={"d"}, reduced={"e"})) == ("a", None, ("b", "c"))
+    assert cuts_of(P("a", None, ("b", "c"), unreduced={"d"}, reduced={"e"})) == (
+        "a",
+        None,
+        ("b", "c"),
+    )
 
 
 def test_a_type_keeps_its_kind_as_long_as_something_is_unreduced() -> None:

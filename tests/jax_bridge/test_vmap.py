@@ -29,7 +29,8 @@ def test_every_kind_of_case_of_one_axis() -> None:
     names = sorted(one_of_each(ONE_AXIS))
     assert len(names) > 10
     for seed, name in enumerate(names):
-        plan, modes = ONE_AXIS[name], ("linear",) if seed % 3 else ("linear", "custom_vjp")
+        plan = ONE_AXIS[name]
+        modes = ("linear",) if seed % 3 else ("linear", "custom_vjp")
         question = plan_question(plan, seed)
         expected = in_numpy(question)
 

@@ -16,7 +16,9 @@ SIZES = [1, 2, 3, 4, 8]
 def positions(text, mesh, length):
     """The rows of every device under the layout."""
     layout = xs.Layout.parse(text)
-    return [layout.positions(mesh, (length,), "s", device).tolist() for device in range(mesh.n_devices)]
+    return [
+        layout.positions(mesh, (length,), "s", device).tolist() for device in range(mesh.n_devices)
+    ]
 
 
 def ring_flash_attention(rows, rank, n):
@@ -37,7 +39,8 @@ def transformer_engine_thd(rows, rank, n, ends=None):
     found = []
     for token in range(len(rows) // n):
         document = np.searchsorted(starts, token, side="right") - 1
-        length, index = starts[document + 1] - starts[document], token - starts[document]
+        length = starts[document + 1] - starts[document]
+        index = token - starts[document]
         offset = rank if index < length // 2 else 2 * (n - 1) - rank
         found.append(index + starts[document] * n + length // 2 * offset)
     return rows[found]
@@ -67,19 +70,24 @@ def hyena(rows, rank, n):
 
 def torch_head_tail(rows, rank, n):
     """torch's _HeadTailLoadBalancer: every head followed by its tail, then contiguous parts."""
-    chunks, head = rows.reshape(2 * n, -1), np.arange(n)
+    chunks = rows.reshape(2 * n, -1)
+    head = np.arange(n)
     paired = np.stack([chunks[head], chunks[2 * n - 1 - head]], axis=1)
     return np.split(paired.ravel(), n)[rank]
 
 
 def torch_per_document(lengths, n):
     """torch's _PerDocumentHeadTailLoadBalancer: of each document head and tail of every rank, then parts."""
-    found, start = [], 0
+    found = []
+    start = 0
     for length in lengths:
         chunk = length // (2 * n)
         for rank in range(n):
             end = start + chunk * (2 * n - rank)
-            found += [*range(start + chunk * rank, start + chunk * (rank + 1)), *range(end - chunk, end)]
+            found += [
+                *range(start + chunk * rank, start + chunk * (rank + 1)),
+                *range(end - chunk, end),
+            ]
         start += length
     return [part.tolist() for part in np.split(np.array(found), n)]
 
@@ -106,8 +114,11 @@ DOCUMENTS = [(4, 8, 4), (8, 24, 16), (16,)]
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("lengths", DOCUMENTS)
-def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_attentions_varlen(lengths, n):
-    ends, rows = np.cumsum([0, *lengths]), np.arange(sum(lengths))
+def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_attentions_varlen(
+    lengths, n
+):
+    ends = np.cumsum([0, *lengths])
+    rows = np.arange(sum(lengths))
     text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
     found = positions(text, xs.Mesh(cp=n), len(rows))
     assert found == [transformer_engine_thd(rows, rank, n, ends).tolist() for rank in range(n)]
@@ -118,7 +129,8 @@ def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_atte
 
 def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
     """It is document-major: parts are cut without regard to ranks, and work is not balanced."""
-    lengths, n = [4, 8, 4], 2
+    lengths = [4, 8, 4]
+    n = 2
     expected = torch_per_document(lengths, n)
     assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
     assert expected != positions("s/zigzag(cp,4,8,4)", xs.Mesh(cp=n), 16)
@@ -146,10 +158,13 @@ def test_cyclic_is_striped_attention_and_fpdt(n):
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (2, 3), (1, 4)])
 def test_yunchang_cuts_twice(ring, ulysses):
     """Ulysses is the inner axis of its ranks: devices of one Ulysses group are adjacent."""
-    n, mesh = ring * ulysses, xs.Mesh(ring=ring, ulysses=ulysses)
+    n = ring * ulysses
+    mesh = xs.Mesh(ring=ring, ulysses=ulysses)
     rows = np.arange(6 * n)
     strip = rows.reshape(-1, ring).T.ravel()  # "strip": the whole sequence by stripes of the ring
-    assert positions("s/cyclic(ring)/ulysses", mesh, len(rows)) == [p.tolist() for p in np.split(strip, n)]
+    assert positions("s/cyclic(ring)/ulysses", mesh, len(rows)) == [
+        p.tolist() for p in np.split(strip, n)
+    ]
     halves = [np.split(ring_flash_attention(rows, rank, ring), ulysses) for rank in range(ring)]
     zigzag = [part.tolist() for some in halves for part in some]
     assert positions("s/zigzag(ring)/ulysses", mesh, len(rows)) == zigzag
@@ -163,20 +178,25 @@ def test_yunchang_cuts_twice(ring, ulysses):
     [("s/cp", 1.75), ("s/zigzag(cp)", 1.0), ("s/cyclic(cp)", 1.0), ("s/cyclic(cp,64)", 1.047)],
 )
 def test_the_busiest_of_four_devices_against_the_mean(text, balance):
-    work = [sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=4), 4096)]  # keys attended to
+    work = [
+        sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=4), 4096)
+    ]  # keys attended to
     assert max(work) / np.mean(work) == pytest.approx(balance, rel=0.001)
     assert (min(work) == max(work)) == ("zigzag" in text)
 
 
 def test_segments_are_cut_one_by_one():
     """Rows of q, k and v in one weight: every device has its part of each, as three weights cut alone."""
-    layout, mesh = xs.Layout("o/block(tp,8,4,4) i"), xs.Mesh(tp=2)
+    layout = xs.Layout("o/block(tp,8,4,4) i")
+    mesh = xs.Mesh(tp=2)
     sharding = xs.Sharding(layout, mesh, (16, 3))
     rows = [xs.layout.runs.row_numbers(sharding.owned(0, device)).tolist() for device in range(2)]
     alone = [np.array_split(part, 2) for part in np.split(np.arange(16), [8, 12])]
     assert rows == [[row for part in alone for row in part[device].tolist()] for device in range(2)]
     assert str(layout) == "o/block(tp,8,4,4) i" and xs.Layout("o/block(tp,16)") != xs.Layout("o/tp")
-    whole = [xs.Sharding(text, mesh, (16,)) for text in ("o/block(tp,16)", "o/tp", "o/block(tp,8,8)")]
+    whole = [
+        xs.Sharding(text, mesh, (16,)) for text in ("o/block(tp,16)", "o/tp", "o/block(tp,8,8)")
+    ]
     assert whole[0].means_the_same_as(whole[1]) and not whole[2].means_the_same_as(whole[1])
     with pytest.raises(xs.errors.ShapeError, match=r"'block\(tp,8,4\)' adds up to 12 rows, not 16"):
         xs.Sharding("o/block(tp,8,4)", mesh, (16,))

@@ -20,9 +20,15 @@ def test_devices_number_a_row_major_array(mesh):
 def test_groups_are_the_lines_and_planes_of_that_array():
     mesh = xs.Mesh(a=2, b=3, c=4)
     numbers = np.arange(24).reshape(2, 3, 4)
-    assert mesh.groups(("b",)) == tuple(map(tuple, numbers.transpose(0, 2, 1).reshape(-1, 3).tolist()))
-    assert mesh.groups(("a", "c")) == tuple(map(tuple, numbers.transpose(1, 0, 2).reshape(-1, 8).tolist()))
-    assert mesh.groups(("c", "a")) == tuple(map(tuple, numbers.transpose(1, 2, 0).reshape(-1, 8).tolist()))
+    assert mesh.groups(("b",)) == tuple(
+        map(tuple, numbers.transpose(0, 2, 1).reshape(-1, 3).tolist())
+    )
+    assert mesh.groups(("a", "c")) == tuple(
+        map(tuple, numbers.transpose(1, 0, 2).reshape(-1, 8).tolist())
+    )
+    assert mesh.groups(("c", "a")) == tuple(
+        map(tuple, numbers.transpose(1, 2, 0).reshape(-1, 8).tolist())
+    )
     assert mesh.groups(()) == tuple((device,) for device in range(24))
     for axes in [(), ("a",), ("c", "a"), ("b", "c", "a")]:
         for device in range(24):
@@ -31,7 +37,12 @@ def test_groups_are_the_lines_and_planes_of_that_array():
 
 def test_sizes():
     mesh = xs.Mesh(a=2, b=3, c=4)
-    assert (mesh.size("c", "a"), mesh.size(), mesh.sizes_of(("c", "a")), mesh.n_devices) == (8, 1, (4, 2), 24)
+    assert (mesh.size("c", "a"), mesh.size(), mesh.sizes_of(("c", "a")), mesh.n_devices) == (
+        8,
+        1,
+        (4, 2),
+        24,
+    )
 
 
 def test_order_of_axes_is_part_of_the_value():
@@ -61,7 +72,10 @@ NO_NAME = "\n  letters, digits and '_', without a digit first"
         (lambda: xs.Mesh().position("c"), "unknown mesh axis 'c'\n  the mesh has: no axes"),
         (lambda: xs.Mesh(a=2, b=3).coords(6), "no device 6 in Mesh(a=2, b=3)\n  devices are 0..5"),
         (lambda: xs.Mesh(a=2).coords(-1), "no device -1 in Mesh(a=2)\n  devices are 0..1"),
-        (lambda: xs.Mesh.parse("a=2,b"), said("a=2,«b»", "an axis reads NAME=SIZE", "as in dp=2,cp=4")),
+        (
+            lambda: xs.Mesh.parse("a=2,b"),
+            said("a=2,«b»", "an axis reads NAME=SIZE", "as in dp=2,cp=4"),
+        ),
         (lambda: xs.Mesh.parse("a=2,a=3"), said("a=2,«a=3»", "axis 'a' is named twice")),
     ],
 )

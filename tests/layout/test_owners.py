@@ -28,7 +28,8 @@ WIDE = "n/by(gp,cells):reads(near) d"
 
 
 def test_a_map_is_a_value():
-    owners, other = xs.Owners([1, 0, 1, 1]), xs.Owners.of_rows([[1], [0, 2, 3]])
+    owners = xs.Owners([1, 0, 1, 1])
+    other = xs.Owners.of_rows([[1], [0, 2, 3]])
     assert owners == other and hash(owners) == hash(other) and owners.digest == other.digest
     assert owners != xs.Owners.of_rows([[1], [3, 2, 0]]) != xs.Needs.of_rows([[1], [3, 2, 0]])
     assert xs.Owners([0, 0], parts=3).sizes == (2, 0, 0) != xs.Owners([0, 0]).sizes
@@ -80,11 +81,15 @@ def test_texts_with_digests_need_no_maps_while_the_map_lives():
     layout = xs.Layout.parse(WIDE, MAPS)
     assert re.fullmatch(r"n/by\(gp,cells@\w{16}\):reads\(near@\w{16}\) d", str(layout))
     assert xs.Layout.parse(str(layout)) == layout == pickle.loads(pickle.dumps(layout))
-    assert layout == xs.Layout(f"n/by(gp,{layout.dims[0].shards[0].numbers[0]}):{layout.dims[0].overlap} d")
+    assert layout == xs.Layout(
+        f"n/by(gp,{layout.dims[0].shards[0].numbers[0]}):{layout.dims[0].overlap} d"
+    )
     assert str(layout.dual) == f"{str(layout).replace(':', ':fold(').replace(' d', ') d')}"
     assert layout.dual.dual == layout == layout.tangent
     digest = xs.Owners([*b"rows of no other test, whose maps may live on in caches"]).digest
-    with pytest.raises(NotationError, match=f"the map 'gone@{digest}' is not in this process in\n    'n/by"):
+    with pytest.raises(
+        NotationError, match=f"the map 'gone@{digest}' is not in this process in\n    'n/by"
+    ):
         xs.Layout.parse(f"n/by(gp,gone@{digest})")
 
 
@@ -97,7 +102,9 @@ def test_every_verb_takes_maps():
     assert np.array_equal(xs.reference.gather(blocks, WIDE, MESH, x.shape, maps=MAPS), x)
     pulled = xs.reference.run(plan.backward, [np.ones((2, 2), int), np.ones((3, 2), int)])
     assert [b[:, 0].tolist() for b in pulled] == [[1], [1, 1, 2]]
-    assert plan.bytes_received == plan.bytes_lower_bound == 16 and plan.backward.bytes_received == 16
+    assert (
+        plan.bytes_received == plan.bytes_lower_bound == 16 and plan.backward.bytes_received == 16
+    )
     rules = xs.Rules({"x": WIDE}, MAPS)
     assert xs.Layout.parse(rules.find("x")) == plan.dst
     product = xs.plan(
@@ -142,7 +149,9 @@ def test_rows_that_move_are_neither_lost_nor_doubled(tmp_path: Path) -> None:
 
 def test_caches_let_go_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty moves of a thousand rows: caches keep ten maps at most, and texts of dead ones are refused."""
-    rng, mesh, n = np.random.default_rng(0), xs.Mesh(gp=8), 1000
+    rng = np.random.default_rng(0)
+    mesh = xs.Mesh(gp=8)
+    n = 1000
     monkeypatch.setattr(maps, "MOST_NEW_ROWS", 10 * n)
     before = xs.Owners(rng.integers(0, 8, n))
     gc.collect()
@@ -153,7 +162,8 @@ def test_caches_let_go_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = xs.plan("n/by(gp,before) -> n/by(gp,after)", mesh, (n,), "int8", maps=both)
         lacks = np.bincount(after.owner[after.owner != before.owner])
         assert plan.bytes_received == plan.bytes_lower_bound == max(lacks)
-        before, text = after, str(plan.dst)
+        before = after
+        text = str(plan.dst)
     del plan, both
     gc.collect()
     assert len(maps._KNOWN) <= alive + 12
@@ -170,13 +180,16 @@ def test_the_bytes_of_a_need_are_the_rows_that_parts_lack():
     """And of a migration, those whose owner changes; both ways, and never more."""
     rng = random.Random(1)
     for _ in range(60):
-        rows, mesh = rng.randint(1, 24), xs.Mesh(gp=rng.choice((2, 3, 4)))
+        rows = rng.randint(1, 24)
+        mesh = xs.Mesh(gp=rng.choice((2, 3, 4)))
         before, after = (random_owners(rng, rows, mesh.n_devices) for _ in range(2))
         dim = Dim("n", xs.Layout.parse("n/by(gp,m)", {"m": before}).dims[0].shards)
         maps = {"a": before, "b": after, "near": random_needs(rng, dim, rows, mesh)}
         read = xs.plan("n/by(gp,a) -> n/by(gp,a):reads(near)", mesh, (rows,), "int8", maps=maps)
         moved = xs.plan("n/by(gp,a) -> n/by(gp,b)", mesh, (rows,), "int8", maps=maps)
-        lacks = [{*after.part(i).tolist()} - {*before.part(i).tolist()} for i in range(mesh.n_devices)]
+        lacks = [
+            {*after.part(i).tolist()} - {*before.part(i).tolist()} for i in range(mesh.n_devices)
+        ]
         assert read.bytes_received == read.bytes_lower_bound == max(maps["near"].sizes)
         assert moved.bytes_received == moved.bytes_lower_bound == max(map(len, lacks))
         for plan in (read, moved):
@@ -188,12 +201,15 @@ def test_edges_of_parts_against_sets(hops: int) -> None:
     """Directed edges, also to the same row and twice: every part has what its layers need, and no more."""
     rng = random.Random(hops)
     for _ in range(100):
-        rows, parts, n = rng.randint(1, 20), rng.randint(1, 4), rng.randint(0, 40)
+        rows = rng.randint(1, 20)
+        parts = rng.randint(1, 4)
+        n = rng.randint(0, 40)
         owners = random_owners(rng, rows, parts)
         ends = [(rng.randrange(rows), rng.randrange(rows)) for _ in range(n)]
         needs, edges = xs.Needs.of_edges(owners, [a for a, _ in ends], [b for _, b in ends], hops)
         for part, (number, sender, receiver) in enumerate(edges):
-            held, expected = owners.part(part).tolist(), set()
+            held = owners.part(part).tolist()
+            expected = set()
             for _ in range(hops):
                 inside = {*held}
                 expected |= (into := {i for i, (_, b) in enumerate(ends) if b in inside})
@@ -227,7 +243,9 @@ def test_a_graph_is_planned_in_seconds(random_edges: bool) -> None:
 
     And as many edges between any rows: 10^7 of 10^6 rows take 1.6 s.
     """
-    began, side, rng = time.process_time(), 316, np.random.default_rng(0)
+    began = time.process_time()
+    side = 316
+    rng = np.random.default_rng(0)
     x, y = np.divmod(np.arange(side**2), side)
     number = rng.permutation(side**2)
     owner = np.empty(side**2, np.int64)
@@ -236,23 +254,33 @@ def test_a_graph_is_planned_in_seconds(random_edges: bool) -> None:
         (number[(x + a) % side * side + (y + b) % side], number)
         for a, b in ((0, 1), (1, 0), (0, -1), (-1, 0))
     ]
-    owners, graph = xs.Owners(owner), list(map(np.concatenate, zip(*ends, strict=True)))
+    owners = xs.Owners(owner)
+    graph = list(map(np.concatenate, zip(*ends, strict=True)))
     if random_edges:
         graph = [rng.permutation(rows) for rows in graph]
     needs, _ = xs.Needs.of_edges(owners, *graph)
-    maps, mesh = {"cells": owners, "near": needs}, xs.Mesh(gp=16)
-    plan = xs.plan("n/by(gp,cells) d -> n/by(gp,cells):reads(near) d", mesh, (side**2, 8), maps=maps)
+    maps = {"cells": owners, "near": needs}
+    mesh = xs.Mesh(gp=16)
+    plan = xs.plan(
+        "n/by(gp,cells) d -> n/by(gp,cells):reads(near) d", mesh, (side**2, 8), maps=maps
+    )
     assert plan.bytes_received == plan.bytes_lower_bound == max(needs.sizes) * 32
-    returned = np.bincount(owners.owner[needs.rows])  # each part gets a contribution of each reader of a row
+    returned = np.bincount(
+        owners.owner[needs.rows]
+    )  # each part gets a contribution of each reader of a row
     assert plan.backward.bytes_received == max(returned) * 32 >= plan.backward.bytes_lower_bound
     assert time.process_time() - began < 3
 
 
 def test_whole_arrays_go_to_the_least_loaded_device() -> None:
     """The load is that of the rule by its definition, and each array is whole on one device."""
-    rng, mesh = random.Random(0), xs.Mesh(dp=2, fsdp=4)
-    shapes = {f"w{i}": tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 4))) for i in range(60)}
-    rules, loads = xs.owned(shapes, mesh, "fsdp"), [0] * 4
+    rng = random.Random(0)
+    mesh = xs.Mesh(dp=2, fsdp=4)
+    shapes = {
+        f"w{i}": tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 4))) for i in range(60)
+    }
+    rules = xs.owned(shapes, mesh, "fsdp")
+    loads = [0] * 4
     for size in sorted((np.prod(shape) for shape in shapes.values()), reverse=True):
         loads[loads.index(min(loads))] += size
     found = np.zeros(8, np.int64)

@@ -15,7 +15,8 @@ import xshard as xs
 from tests import oracle
 from xshard.errors import NotationError, ShapeError
 
-HERE, WIDE = "n/by(gp,cells) d", "n/by(gp,cells):reads(near) d"
+HERE = "n/by(gp,cells) d"
+WIDE = "n/by(gp,cells):reads(near) d"
 GRIDS = {1: (1, 1, 1), 2: (1, 1, 2), 3: (1, 1, 3), 4: (1, 2, 2), 8: (2, 2, 2)}
 Blocks = list[np.ndarray]
 
@@ -59,7 +60,8 @@ def test_halos_of_particles(side: int, parts: int, reach: float, periodic: bool)
     """Owned rows stay, others are their owners' values; the way back adds them; adjoint in integers."""
     cells, near, senders, receivers = lattice(side, parts, reach, periodic)
     needs, edges = xs.Needs.of_edges(cells, senders, receivers)
-    x, maps = whole(side**3), {"cells": cells, "near": needs}
+    x = whole(side**3)
+    maps = {"cells": cells, "near": needs}
     there = plan_of(f"{HERE} -> {WIDE}", side**3, maps)
     blocks = xs.reference.run(there, scattered(there, x))
     readers = np.zeros(side**3, np.int64)
@@ -73,9 +75,12 @@ def test_halos_of_particles(side: int, parts: int, reach: float, periodic: bool)
         readers[lacking] += 1
     assert sum(cells.sizes) == side**3 == len(np.unique(cells.rows))
     zeroed = [
-        np.where(np.arange(len(b))[:, None] < n, b, 0) for b, n in zip(blocks, cells.sizes, strict=True)
+        np.where(np.arange(len(b))[:, None] < n, b, 0)
+        for b, n in zip(blocks, cells.sizes, strict=True)
     ]
-    for found, given in zip(xs.reference.run(there.backward, zeroed), scattered(there, x), strict=True):
+    for found, given in zip(
+        xs.reference.run(there.backward, zeroed), scattered(there, x), strict=True
+    ):
         assert np.array_equal(found, given)
     ones = xs.reference.run(there, scattered(there, np.ones_like(x)))
     for part, found in enumerate(xs.reference.run(there.backward, ones)):
@@ -84,7 +89,11 @@ def test_halos_of_particles(side: int, parts: int, reach: float, periodic: bool)
     assert trimmed.bytes_received == 0 and there.bytes_received == max(needs.sizes) * 24
     for found, given in zip(xs.reference.run(trimmed, blocks), scattered(there, x), strict=True):
         assert np.array_equal(found, given)
-    for plan in (there, trimmed, plan_of("n/by(gp,cells):fold(reads(near)) d -> " + HERE, side**3, maps)):
+    for plan in (
+        there,
+        trimmed,
+        plan_of("n/by(gp,cells):fold(reads(near)) d -> " + HERE, side**3, maps),
+    ):
         oracle.assert_right(plan, np.random.default_rng(side))
 
 
@@ -102,23 +111,31 @@ OWNERS = {
 @pytest.mark.parametrize("owner", OWNERS.values(), ids=OWNERS)
 def test_rows_by_global_number(owner: np.ndarray) -> None:
     """Every part asks for rows at random, also twice, and adds into others: gathers, scatters, gradients."""
-    rng, cells, rows = np.random.default_rng(1), xs.Owners(owner), len(owner)
+    rng = np.random.default_rng(1)
+    cells = xs.Owners(owner)
+    rows = len(owner)
     parts = len(cells.sizes)
     for part in range(parts):  # rows of a part are in the order of the array
         assert np.array_equal(cells.part(part), np.flatnonzero(np.equal(owner, part)))
     asked = [rng.integers(0, rows, 6) for _ in range(parts)]
     needs = xs.Needs.of_rows([np.setdiff1d(a, cells.part(i)) for i, a in enumerate(asked)])
     held = [np.array([*cells.part(i), *needs.part(i)]) for i in range(parts)]
-    local = [np.argsort(h)[np.searchsorted(np.sort(h), a)] for h, a in zip(held, asked, strict=True)]
-    maps, x = {"cells": cells, "near": needs}, whole(rows)
+    local = [
+        np.argsort(h)[np.searchsorted(np.sort(h), a)] for h, a in zip(held, asked, strict=True)
+    ]
+    maps = {"cells": cells, "near": needs}
+    x = whole(rows)
     gather, scatter = (
         plan_of(text, rows, maps)
         for text in (f"{HERE} -> {WIDE}", f"n/by(gp,cells):fold(reads(near)) d -> {HERE}")
     )
     blocks = xs.reference.run(gather, scattered(gather, x))
     weights = [rng.integers(-9, 9, (6, 3)) for _ in range(parts)]
-    expected, addends = np.zeros_like(x), [np.zeros_like(block) for block in blocks]
-    for block, index, numbers, weight, addend in zip(blocks, local, asked, weights, addends, strict=True):
+    expected = np.zeros_like(x)
+    addends = [np.zeros_like(block) for block in blocks]
+    for block, index, numbers, weight, addend in zip(
+        blocks, local, asked, weights, addends, strict=True
+    ):
         assert np.array_equal(block[index], x[numbers])
         np.add.at(expected, numbers, weight)
         np.add.at(addend, index, weight)
@@ -132,21 +149,29 @@ def test_rows_by_global_number(owner: np.ndarray) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_sums_over_parts(parts: int) -> None:
     """Sums of owned rows by system, the same everywhere; weights of a part's own loss; two sums in a row."""
-    rng, mesh, systems = np.random.default_rng(parts), xs.Mesh(gp=parts), 3
+    rng = np.random.default_rng(parts)
+    mesh = xs.Mesh(gp=parts)
+    systems = 3
     total = xs.plan("s d | sum(gp) -> s d | copy(gp)", mesh, (systems, 4), "int64")
     values = [rng.integers(-9, 9, (5 + part, 4)) for part in range(parts)]
     number = [rng.integers(0, systems, len(v)) for v in values]
     shares = [
-        np.array([v[n == s].sum(0) for s in range(systems)]) for v, n in zip(values, number, strict=True)
+        np.array([v[n == s].sum(0) for s in range(systems)])
+        for v, n in zip(values, number, strict=True)
     ]
-    before, found = pickle.loads(pickle.dumps(shares)), xs.reference.run(total, shares)
+    before = pickle.loads(pickle.dumps(shares))
+    found = xs.reference.run(total, shares)
     expected = sum(shares)
     assert all(np.array_equal(block, expected) for block in found)
-    assert all(map(np.array_equal, shares, before)) and not any(map(np.shares_memory, shares, found))
+    assert all(map(np.array_equal, shares, before)) and not any(
+        map(np.shares_memory, shares, found)
+    )
     differing = [np.full((systems, 4), rank) for rank in range(parts)]
     for pulled in xs.reference.run(total.backward, differing):
         assert np.array_equal(pulled, np.full((systems, 4), sum(range(parts))))
-    twice = [2 * block for block in xs.reference.run(total.backward, [np.ones_like(expected)] * parts)]
+    twice = [
+        2 * block for block in xs.reference.run(total.backward, [np.ones_like(expected)] * parts)
+    ]
     assert all((block == 2 * parts**2).all() for block in xs.reference.run(total.backward, twice))
     oracle.assert_right(total, rng)
 
@@ -182,7 +207,9 @@ def test_rows_go_where_they_are_sent(
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     for part, found in enumerate(xs.reference.run(plan, scattered(plan, x))):
         rows = maps["after"].part(part)
-        assert found.dtype == x.dtype and np.array_equal(found, x[rows]) and (to[rows] == part).all()
+        assert (
+            found.dtype == x.dtype and np.array_equal(found, x[rows]) and (to[rows] == part).all()
+        )
 
 
 @pytest.mark.parametrize("one_way", [False, True])
@@ -191,7 +218,12 @@ def test_only_neighbours_of_a_chain_send(one_way: bool) -> None:
     cells = xs.Owners(np.repeat(np.arange(4), 9))
     reads: list[list[int]] = [[], [], [9, 10, 11], []]
     if not one_way:
-        reads = [[9, 10, 11], [0, 1, 2, *range(18, 24)], [*range(9, 15), *range(27, 36)], [*range(18, 27)]]
+        reads = [
+            [9, 10, 11],
+            [0, 1, 2, *range(18, 24)],
+            [*range(9, 15), *range(27, 36)],
+            [*range(18, 27)],
+        ]
     plan = plan_of(f"{HERE} -> {WIDE}", 36, {"cells": cells, "near": xs.Needs.of_rows(reads)})
     x = whole(36)
     for part, found in enumerate(xs.reference.run(plan, scattered(plan, x))):
@@ -202,21 +234,34 @@ def test_only_neighbours_of_a_chain_send(one_way: bool) -> None:
 
 # Lengths of two and three dims, even and not; the dims that are split, and from where a transpose comes.
 SHARDED = [
-    *(("i j", text, shape) for text, shape in (("i/balanced(gp) j", (8, 8)), ("i/balanced(gp) j", (9, 8)))),
+    *(
+        ("i j", text, shape)
+        for text, shape in (("i/balanced(gp) j", (8, 8)), ("i/balanced(gp) j", (9, 8)))
+    ),
     *(("i j", "i j/balanced(gp)", (8, length)) for length in (8, 9)),
     *(("i j k", f"i {cut}", (2, 9, 9)) for cut in ("j/balanced(gp) k", "j k/balanced(gp)")),
-    *(("i/balanced(gp) j", "i j/balanced(gp)", shape) for shape in itertools.product((8, 9), (8, 9))),
+    *(
+        ("i/balanced(gp) j", "i j/balanced(gp)", shape)
+        for shape in itertools.product((8, 9), (8, 9))
+    ),
     *(("i j k/balanced(gp)", "i j/balanced(gp) k", (2, 9, length)) for length in (8, 9)),
 ]
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize(("src", "dst", "shape"), SHARDED)
-def test_splits_gathers_and_transposes(src: str, dst: str, shape: tuple[int, ...], parts: int) -> None:
-    x, mesh = np.arange(np.prod(shape)).reshape(shape), xs.Mesh(gp=parts)
+def test_splits_gathers_and_transposes(
+    src: str, dst: str, shape: tuple[int, ...], parts: int
+) -> None:
+    x = np.arange(np.prod(shape)).reshape(shape)
+    mesh = xs.Mesh(gp=parts)
     for ends in ((src, dst), (dst, src)):
         plan = xs.plan(ends, mesh, shape, "int64")
-        cut = next(d for d, name in enumerate(ends[1].split()) if "gp" in name) if "gp" in ends[1] else None
+        cut = (
+            next(d for d, name in enumerate(ends[1].split()) if "gp" in name)
+            if "gp" in ends[1]
+            else None
+        )
         expected = [x] * parts if cut is None else np.array_split(x, parts, cut)
         assert all(map(np.array_equal, xs.reference.run(plan, scattered(plan, x)), expected))
         oracle.assert_right(plan, np.random.default_rng(parts))
@@ -224,7 +269,9 @@ def test_splits_gathers_and_transposes(src: str, dst: str, shape: tuple[int, ...
         plan = xs.plan(f"{dst} -> {src} | sum(gp)", mesh, shape, "int64")
         blocks = scattered(plan, x)
         found = xs.reference.run(plan, blocks)
-        assert all(np.count_nonzero(f) == np.count_nonzero(b) for f, b in zip(found, blocks, strict=True))
+        assert all(
+            np.count_nonzero(f) == np.count_nonzero(b) for f, b in zip(found, blocks, strict=True)
+        )
         assert np.array_equal(sum(found), x)
 
 
@@ -250,25 +297,31 @@ def test_nothing_is_lost_in_a_file() -> None:
     """A plan that went through text sends the same, and its gradients have the same sums."""
     cells, _, senders, receivers = lattice(4, 4, 1, True)
     maps = {"cells": cells, "near": xs.Needs.of_edges(cells, senders, receivers)[0]}
-    plan, x = plan_of(f"{HERE} -> {WIDE}", 64, maps), whole(64)
+    plan = plan_of(f"{HERE} -> {WIDE}", 64, maps)
+    x = whole(64)
     blocks = scattered(plan, x)
     for copy in (xs.Plan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
         assert copy == plan and copy.backward == plan.backward and hash(copy) == hash(plan)
         wide = xs.reference.run(copy, blocks)
         assert all(map(np.array_equal, wide, xs.reference.run(plan, blocks)))
-        assert sum(b.sum() for b in xs.reference.run(copy.backward, wide)) == sum(b.sum() for b in wide)
+        assert sum(b.sum() for b in xs.reference.run(copy.backward, wide)) == sum(
+            b.sum() for b in wide
+        )
 
 
 def test_owners_that_lag_behind_places() -> None:
     """Points move 50 times, and owners follow seldom: each part has both ends of all edges into its rows."""
-    rng, draw = np.random.default_rng(0), random.Random(0)
-    place, refused = rng.uniform(0, 10, 40), 0
+    rng = np.random.default_rng(0)
+    draw = random.Random(0)
+    place = rng.uniform(0, 10, 40)
+    refused = 0
     cells = xs.Owners((place >= 5).astype(int), 2)
     for _ in range(50):
         place = (place + rng.normal(0, 0.3, 40)) % 10
         senders, receivers = np.nonzero(np.abs(place[:, None] - place) < 1)
         needs, edges = xs.Needs.of_edges(cells, senders, receivers)
-        x, maps = whole(40), {"cells": cells, "near": needs}
+        x = whole(40)
+        maps = {"cells": cells, "near": needs}
         plan = plan_of(f"{HERE} -> {WIDE}", 40, maps)
         found = xs.reference.run(plan, scattered(plan, x))
         for block, (number, sender, receiver) in zip(found, edges, strict=True):
@@ -280,7 +333,9 @@ def test_owners_that_lag_behind_places() -> None:
             after = cells.moved(late, (place >= 5).astype(int)[late])
             if any(np.isin(needs.part(part), after.part(part)).any() for part in (0, 1)):
                 refused += 1
-                with pytest.raises(ShapeError, match="which it owns"):  # a need of the owners before
+                with pytest.raises(
+                    ShapeError, match="which it owns"
+                ):  # a need of the owners before
                     plan_of(f"{HERE} -> {WIDE}", 40, {"cells": after, "near": needs})
             cells = after
     assert refused > 3
@@ -289,13 +344,17 @@ def test_owners_that_lag_behind_places() -> None:
 @pytest.mark.parametrize("parts", [2, 4])
 def test_graphs_that_are_not_symmetric(parts: int) -> None:
     """Rows are sent because an edge leaves them; a symmetric graph would let its receivers be sent."""
-    rng, rows = np.random.default_rng(parts), 24
+    rng = np.random.default_rng(parts)
+    rows = 24
     cells = xs.Owners(np.arange(rows) * parts // rows)
     senders, receivers = rng.integers(0, rows, (2, 30))
     needs, edges = xs.Needs.of_edges(cells, senders, receivers)
-    plan, x = plan_of(f"{HERE} -> {WIDE}", rows, {"cells": cells, "near": needs}), whole(rows)
+    plan = plan_of(f"{HERE} -> {WIDE}", rows, {"cells": cells, "near": needs})
+    x = whole(rows)
     crossing = cells.owner[senders] != cells.owner[receivers]
-    backwards = [np.unique(receivers[crossing & (cells.owner[senders] == part)]) for part in range(parts)]
+    backwards = [
+        np.unique(receivers[crossing & (cells.owner[senders] == part)]) for part in range(parts)
+    ]
     assert [b.tolist() for b in backwards] != [needs.part(part).tolist() for part in range(parts)]
     found = xs.reference.run(plan, scattered(plan, x))
     for part, (block, (number, sender, _)) in enumerate(zip(found, edges, strict=True)):

@@ -94,7 +94,8 @@ def test_what_is_refused(layout, shape, dim, device, error, message):
     ],
 )
 def test_a_block_of_any_device_gives_the_shape(layout, shape):
-    mesh, parsed = xs.Mesh(dp=2, tp=2), xs.Layout.parse(layout)
+    mesh = xs.Mesh(dp=2, tp=2)
+    parsed = xs.Layout.parse(layout)
     for device in range(4):
         assert global_shape(parsed, mesh, parsed.local_shape(mesh, shape, device), layout) == shape
 

@@ -47,13 +47,18 @@ def test_owned_rows_of_any_layout(data, mesh, length):
     for device in range(mesh.n_devices):
         rows = oracle.owned_rows(layout.dims[0], length, mesh, device)
         assert expanded(sharding.owned(0, device)) == rows
-        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows),)
+        assert (
+            sharding.local_shape(device)
+            == layout.local_shape(mesh, (length,), device)
+            == (len(rows),)
+        )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("inner", ORDERS)
 def test_every_order_inside_every_other(order, inner):
-    mesh, dim = xs.Mesh(a=2, b=3), Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
+    mesh = xs.Mesh(a=2, b=3)
+    dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for length, device in itertools.product([0, 1, 5, 12, 13, 24, 37], range(6)):
         runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
         rows = expanded(runs)
@@ -107,7 +112,8 @@ def test_nested_and_grouped_cuts_differ_where_uneven():
     ],
 )
 def test_orders_that_are_written_in_numbers(text, length, expected):
-    mesh, dim = xs.Mesh(a=2), Layout.parse(text).dims[0]
+    mesh = xs.Mesh(a=2)
+    dim = Layout.parse(text).dims[0]
     assert held(text, length, mesh) == expected
     assert [oracle.owned_rows(dim, length, mesh, device) for device in (0, 1)] == expected
 
@@ -193,12 +199,24 @@ def test_windows_hold_the_rows_that_torch_reads():
     """Convolving a block without padding gives the device's part of the whole convolution."""
     import torch
 
-    x, mesh = torch.arange(1.0, 24.0), xs.Mesh(a=4)
-    for k, s, d, p in [(3, 1, 1, 1), (3, 2, 1, 1), (2, 2, 1, 0), (5, 4, 1, 2), (3, 1, 4, 4), (4, 3, 2, 0)]:
+    x = torch.arange(1.0, 24.0)
+    mesh = xs.Mesh(a=4)
+    for k, s, d, p in [
+        (3, 1, 1, 1),
+        (3, 2, 1, 1),
+        (2, 2, 1, 0),
+        (5, 4, 1, 2),
+        (3, 1, 4, 4),
+        (4, 3, 2, 0),
+    ]:
         weight = torch.arange(1.0, k + 1).reshape(1, 1, k)
         whole = torch.conv1d(x[None, None], weight, stride=s, dilation=d, padding=p).flatten()
-        blocks = xs.reference.scatter(x.numpy(), f"h/balanced(a):window(k={k},s={s},d={d},p={p})", mesh)
-        parts = [torch.conv1d(torch.tensor(b)[None, None], weight, stride=s, dilation=d) for b in blocks]
+        blocks = xs.reference.scatter(
+            x.numpy(), f"h/balanced(a):window(k={k},s={s},d={d},p={p})", mesh
+        )
+        parts = [
+            torch.conv1d(torch.tensor(b)[None, None], weight, stride=s, dilation=d) for b in blocks
+        ]
         assert torch.equal(torch.cat(parts, -1).flatten(), whole)
 
 
@@ -210,7 +228,9 @@ def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src,
         for j in range(n_dst):
             dst = owned_rows(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
             expected = [(have[row], at) for at, row in enumerate(expanded(dst)) if row in have]
-            found = [(s.src + k, s.dst + k) for s in common_segments(src, dst) for k in range(s.length)]
+            found = [
+                (s.src + k, s.dst + k) for s in common_segments(src, dst) for k in range(s.length)
+            ]
             assert found == expected
 
 
@@ -219,11 +239,14 @@ def test_one_period_counts_for_all(data, length, n_src, n_dst):
     """The rows that blocks of cyclic cuts share, counted in one period, against row by row."""
 
     def blocks(n):
-        order, numbers = data.draw(st.sampled_from((("block", ()), ("zigzag", ()), ("cyclic", (1, 2, 3, 7)))))
+        order, numbers = data.draw(
+            st.sampled_from((("block", ()), ("zigzag", ()), ("cyclic", (1, 2, 3, 7))))
+        )
         shard = Shard(("a",), order, (data.draw(st.sampled_from(numbers)),) if numbers else ())
         return all_owned_rows(Dim("n", (shard,)), length, (n,))
 
-    src, dst = blocks(n_src), blocks(n_dst)
+    src = blocks(n_src)
+    dst = blocks(n_dst)
     every = [[len({*expanded(a)} & {*expanded(b)}) for a in src] for b in dst]
     expected = [(j, i, n) for j, row in enumerate(every) for i, n in enumerate(row) if n]
     for most in (pieces.MOST_COUNTED, -1):
@@ -232,7 +255,9 @@ def test_one_period_counts_for_all(data, length, n_src, n_dst):
             assert list(zip(*map(list, pieces.shared_rows(src, dst)), strict=True)) == expected
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order not in ("sizes", "intervals")])
+@pytest.mark.parametrize(
+    "order", [order for order in ORDERS if order not in ("sizes", "intervals")]
+)
 def test_the_longest_block_is_known_without_looking_at_blocks(order):
     for length, n, inner in itertools.product(range(13), (1, 2, 3, 4), (1, 2)):
         dim = Dim("n", (Shard(("a",), order), Shard(("b",))))
@@ -241,7 +266,9 @@ def test_the_longest_block_is_known_without_looking_at_blocks(order):
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "edge", "pole"])
-@pytest.mark.parametrize("overlap", ["halo(1,0,{0})", "halo([0,0],[0,1],{0})", "window(k=3,p=1,{0})"])
+@pytest.mark.parametrize(
+    "overlap", ["halo(1,0,{0})", "halo([0,0],[0,1],{0})", "window(k=3,p=1,{0})"]
+)
 def test_an_empty_dim_has_no_rows_to_copy(boundary, overlap):
     layout = Layout.parse("h/sp:" + overlap.format(boundary))
     with pytest.raises(ShapeError, match=f"dim 'h' lacks rows that '{boundary}' could copy"):

@@ -43,7 +43,9 @@ def test_a_refined_layout_gives_every_device_the_same_rows(data, src_mesh, dst_m
             layout = data.draw(layouts(mesh, len(shape)))
             for device in range(mesh.n_devices):
                 plain = oracle.block_index(layout, mesh, shape, device)
-                fine = oracle.block_index(factored(layout, dict(factors)), common.mesh, shape, device)
+                fine = oracle.block_index(
+                    factored(layout, dict(factors)), common.mesh, shape, device
+                )
                 assert all(np.array_equal(a, b) for a, b in zip(plain, fine, strict=True))
 
 
@@ -52,7 +54,13 @@ def test_a_refined_layout_gives_every_device_the_same_rows(data, src_mesh, dst_m
     [
         ("n/dp d", "n/dp d/tp", "dp=8", "dp=2,tp=4", ["all_to_all n/dp_tp -> d/dp_tp"]),
         ("n/dp d", "n/dp d", "dp=8", "dp=2,tp=4", ["all_gather n/dp_tp"]),
-        ("n d | sum(dp)", "n d/tp | sum(dp)", "dp=8", "dp=2,tp=4", ["reduce_scatter sum -> d/dp_tp"]),
+        (
+            "n d | sum(dp)",
+            "n d/tp | sum(dp)",
+            "dp=8",
+            "dp=2,tp=4",
+            ["reduce_scatter sum -> d/dp_tp"],
+        ),
         ("n/x d", "n/(a,b) d", "x=8", "a=2,b=4", []),
         ("n/x d", "n/b/a d", "x=8", "a=2,b=4", ["permute"]),
     ],
@@ -71,7 +79,8 @@ def test_a_refined_plan_prints_in_the_refined_axes():
 
 def test_the_factors_of_an_axis_have_its_link():
     """If both ends name a link, the slower one counts."""
-    fast, slow = xs.Link(0.0, 8e9), xs.Link(0.0, 2e9)
+    fast = xs.Link(0.0, 8e9)
+    slow = xs.Link(0.0, 2e9)
     machine = xs.Profile("named", "made up", xs.Link(0.0, 1e9), axes=(("dp", fast), ("tp", slow)))
     found = refined(machine, refine(xs.Mesh(dp=4, pp=2), xs.Mesh(tp=2, ep=4)))
     assert dict(found.axes) == {"dp_tp": slow, "dp_ep": fast}

@@ -21,7 +21,9 @@ import xshard as xs
 from tests import oracle
 from xshard.nn.windows import taps
 
-PAIR, ROW, GRID = xs.Mesh(sp=2), xs.Mesh(sp=4), xs.Mesh(x=2, y=2)
+PAIR = xs.Mesh(sp=2)
+ROW = xs.Mesh(sp=4)
+GRID = xs.Mesh(x=2, y=2)
 # Boundaries, as numpy's padding modes.
 PAD_MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
 Ints = tuple[int, ...]
@@ -58,7 +60,8 @@ class Case(NamedTuple):
     @property
     def kernel_shape(self) -> Ints:
         """The kernel of a convolution to 2 features for each group."""
-        first, second = 2 * self.groups, self.shape[1] // self.groups
+        first = 2 * self.groups
+        second = self.shape[1] // self.groups
         return (self.shape[1], 2, *self.k) if self.op == "transposed" else (first, second, *self.k)
 
 
@@ -73,11 +76,14 @@ def case(
     spread = {name: (n,) * len(space) if isinstance(n, int) else n for name, n in each.items()}
     spread["p"] = tuple((n, n) if isinstance(n, int) else n for n in spread["p"])
     shape = (options.pop("batch", 1), channels, *space)
-    return Case(op, shape, layout if layout[:2] == "b/" else f"b c {layout}", mesh, **spread, **options)
+    return Case(
+        op, shape, layout if layout[:2] == "b/" else f"b c {layout}", mesh, **spread, **options
+    )
 
 
 conv, transposed, interpolate = (partial(case, op) for op in ("conv", "transposed", "interpolate"))
-max_pool, avg_pool = partial(case, "max"), partial(case, "avg")
+max_pool = partial(case, "max")
+avg_pool = partial(case, "avg")
 CASES = {
     # Libraries get these wrong: values, lengths, gradients, or they hang.
     "patch embedding, k3 s3 over 9+9": conv((18,), "h/sp", PAIR, 3, s=3),
@@ -134,7 +140,13 @@ CASES = {
 # -- published cases ---------------------------------------------------------------------------------------
 
 DATA = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
-OPS = {"conv": "conv", "causal": "conv", "conv_transpose": "transposed", "maxpool": "max", "avgpool": "avg"}
+OPS = {
+    "conv": "conv",
+    "causal": "conv",
+    "conv_transpose": "transposed",
+    "maxpool": "max",
+    "avgpool": "avg",
+}
 OPS |= {"interpolate": "interpolate"}
 
 
@@ -142,7 +154,8 @@ def sharded_layout(data: dict[str, Any]) -> str:
     """The case's dims: sharded in balanced parts, or in the order or the parts that it gives."""
     names = [f"d{d}" for d in range(len(data["global_shape"]))]
     for i, d in enumerate(data["sharded_dims"]):
-        sizes, parts = (data.get("shard_sizes") or {i: None})[i], data["mesh"][i]
+        sizes = (data.get("shard_sizes") or {i: None})[i]
+        parts = data["mesh"][i]
         order = f"zigzag(m{i})" if data.get("layout") == "zigzag" else f"balanced(m{i})"
         even = [len(part) for part in np.array_split(range(data["global_shape"][d]), parts)]
         if sizes not in (None, even):
@@ -157,11 +170,15 @@ def device_mesh(data: dict[str, Any]) -> xs.Mesh:
 
 def _published(data: dict[str, Any]) -> Case:
     """A layer with at most two samples and channels, and unsharded dims no longer than two windows."""
-    op, n = data["op"].split()[0], len(data["global_shape"]) - 2
-    numbers = {a: ast.literal_eval(b) for a, b in re.findall(r"(\w+)=(\[.*?\]|\d+|True|False)", data["op"])}
+    op = data["op"].split()[0]
+    n = len(data["global_shape"]) - 2
+    numbers = {
+        a: ast.literal_eval(b) for a, b in re.findall(r"(\w+)=(\[.*?\]|\d+|True|False)", data["op"])
+    }
     shape = [*(min(m, 2) for m in data["global_shape"][:2]), *data["global_shape"][2:]]
     numbers = {a: (b,) * n if isinstance(b, int) and a in "kd" else b for a, b in numbers.items()}
-    k, d = numbers.get("k", ()), numbers.get("d", (1,) * n)
+    k = numbers.get("k", ())
+    d = numbers.get("d", (1,) * n)
     for i, width in enumerate(k):
         if i + 2 not in data["sharded_dims"]:
             shape[i + 2] = min(shape[i + 2], 2 * (d[i] * (width - 1) + 1))
@@ -240,7 +257,8 @@ def one_device(
 
     cotangent: shape of the output -> cotangent.
     """
-    rank, axes = len(case.shape) - 2, "xyz"[: len(case.shape) - 2]
+    rank = len(case.shape) - 2
+    axes = "xyz"[: len(case.shape) - 2]
     if case.op == "interpolate":
         matrices = [np.zeros((m, n)) for m, n in zip(case.size, case.shape[2:], strict=True)]
         for matrix, n in zip(matrices, case.shape[2:], strict=True):
@@ -252,11 +270,14 @@ def one_device(
     rows = [_tap_rows(case, i) for i in range(rank)]
     if kernel is not None:
         taps_of = "".join(a + a.upper() for a in axes)
-        size, features = case.groups, kernel.shape[0] // case.groups
+        size = case.groups
+        features = kernel.shape[0] // case.groups
         weights = kernel.reshape(size, features, *kernel.shape[1:])
         grouped = lambda z: z.reshape(z.shape[0], size, -1, *z.shape[2:])  # noqa: E731
         flat = lambda z: z.reshape(z.shape[0], -1, *z.shape[3:])  # noqa: E731
-        wide, narrow, of_kernel = f"ngi{taps_of}", f"ngo{axes}", f"goi{axes.upper()}"
+        wide = f"ngi{taps_of}"
+        narrow = f"ngo{axes}"
+        of_kernel = f"goi{axes.upper()}"
         if case.op == "conv":
             patches = grouped(_gathered(x, rows))
             y = flat(np.einsum(f"{wide},{of_kernel}->{narrow}", patches, weights))
@@ -266,7 +287,9 @@ def one_device(
             of_weights = np.einsum(f"{wide},{narrow}->{of_kernel}", patches, dy)
         else:  # the adjoint of a convolution: its outputs are a convolution's inputs
             numbers = zip(case.shape[2:], case.s, case.p, case.d, case.k, case.extra, strict=True)
-            lengths = [(n - 1) * s - sum(p) + d * (k - 1) + 1 + more for n, s, p, d, k, more in numbers]
+            lengths = [
+                (n - 1) * s - sum(p) + d * (k - 1) + 1 + more for n, s, p, d, k, more in numbers
+            ]
             added = flat(np.einsum(f"{narrow},{of_kernel}->{wide}", grouped(x), weights))
             y = _scattered(added, rows, lengths)
             dy = grouped(_gathered(cotangent(y.shape), rows))
@@ -307,7 +330,9 @@ RULES |= {"replicate top, constant=1 bottom": "edge,constant(1)"}
 def halo_layout(data: dict[str, Any]) -> str:
     dims = sharded_layout(data).split()
     rule = "pole(d3)" if data["name"] == EARTH else RULES[data["boundary"]]
-    for d, before, after in zip(data["sharded_dims"], data["halo_before"], data["halo_after"], strict=True):
+    for d, before, after in zip(
+        data["sharded_dims"], data["halo_before"], data["halo_after"], strict=True
+    ):
         dims[d] += f":halo([{','.join(map(str, before))}],[{','.join(map(str, after))}],{rule})"
     if data["name"] == EARTH:
         dims[3] += ":halo(3,3,periodic)"
@@ -316,14 +341,20 @@ def halo_layout(data: dict[str, Any]) -> str:
 
 def halo_blocks(data: dict[str, Any], x: NDArray) -> list[NDArray]:
     """Pieces of the array that numpy padded."""
-    mesh, layout = device_mesh(data), xs.Layout(halo_layout(data))
+    mesh = device_mesh(data)
+    layout = xs.Layout(halo_layout(data))
     return [oracle.spread(x, layout, mesh, device) for device in range(mesh.n_devices)]
 
 
-def adjoint_error(data: dict[str, Any], x: NDArray, ys: Sequence[NDArray], gradient: NDArray) -> float:
+def adjoint_error(
+    data: dict[str, Any], x: NDArray, ys: Sequence[NDArray], gradient: NDArray
+) -> float:
     """How far `<halo(x), y>` and `<x, gradient>` differ, for the linear part of the halo."""
-    blocks, zero = halo_blocks(data, x), halo_blocks(data, np.zeros_like(x))
-    return sum(np.vdot(b - z, y) for b, z, y in zip(blocks, zero, ys, strict=True)) - np.vdot(x, gradient)
+    blocks = halo_blocks(data, x)
+    zero = halo_blocks(data, np.zeros_like(x))
+    return sum(np.vdot(b - z, y) for b, z, y in zip(blocks, zero, ys, strict=True)) - np.vdot(
+        x, gradient
+    )
 
 
 def neighbourhood(xp: Any, q: Any, keys: Any, v: Any) -> Any:
@@ -332,4 +363,6 @@ def neighbourhood(xp: Any, q: Any, keys: Any, v: Any) -> Any:
     rows, columns = (np.clip(np.arange(n) - 2, 0, n - 5)[:, None] + np.arange(5) for n in (h, w))
     near_keys, near_v = (t[:, rows][:, :, :, columns] for t in (keys, v))  # b h k w k heads f
     weights = xp.exp(xp.einsum("bhwnd,bhiwjnd->bhwnij", q, near_keys) / math.sqrt(q.shape[-1]))
-    return xp.einsum("bhwnij,bhiwjnd->bhwnd", weights / weights.sum((-2, -1), keepdims=True), near_v)
+    return xp.einsum(
+        "bhwnij,bhiwjnd->bhwnd", weights / weights.sum((-2, -1), keepdims=True), near_v
+    )

@@ -14,7 +14,9 @@ from xshard.nn.attention import ALL, CAUSAL, Attention, attention, dim_order, ti
 def given(case: Case, mask: Mask, how: str) -> Attention:
     names = dim_order(Layout.parse(case.layout), "s", "h")
     lengths = dict(zip(Layout.parse(case.layout).names, case.shape, strict=True))
-    q = Sharding(Layout.parse(case.layout).in_order(names), case.mesh, tuple(lengths[n] for n in names))
+    q = Sharding(
+        Layout.parse(case.layout).in_order(names), case.mesh, tuple(lengths[n] for n in names)
+    )
     k = Sharding(q.layout, case.mesh, (*q.shape[:-3], case.heads[1], *q.shape[-2:]))
     return attention(q, k, k, how=how, causal=mask.causal, window=mask.window)
 
@@ -25,11 +27,15 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
     for mask in MASKS:
         found = given(ORDERS[name], mask, how)
         for device in range(4):
-            rows, seen = found.query_rows(device), []
-            assert np.array_equal(rows, found.q.layout.positions(found.q.mesh, found.q.shape, -2, device))
+            rows = found.query_rows(device)
+            seen = []
+            assert np.array_equal(
+                rows, found.q.layout.positions(found.q.mesh, found.q.shape, -2, device)
+            )
             for turn in range(found.rounds):
                 keys = found.key_rows(device, turn)
-                wanted, mine = found.visible(rows[:, None], keys), np.zeros((len(rows), len(keys)), bool)
+                wanted = found.visible(rows[:, None], keys)
+                mine = np.zeros((len(rows), len(keys)), bool)
                 for tile in tiles(found, device, turn):
                     part = wanted[tile.q, tile.k]
                     if tile.kind == ALL:
@@ -46,6 +52,8 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
 
 def test_grouped_heads_that_are_cut_by_numbers_have_no_layout() -> None:
     q, k = (Layout.parse(text) for text in ("h/sizes(cp,3,1,1,1) s k", "h s k"))
-    found = attention(Sharding(q, ROW, (6, 4, 2)), *2 * (Sharding(k, ROW, (3, 4, 2)),), how="gather")
+    found = attention(
+        Sharding(q, ROW, (6, 4, 2)), *2 * (Sharding(k, ROW, (3, 4, 2)),), how="gather"
+    )
     with pytest.raises(NotationError, match="heads in groups, sharded by numbers"):
         _ = found.keys

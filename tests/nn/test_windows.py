@@ -11,10 +11,16 @@ from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim, Shard
 
 
-@pytest.mark.parametrize(("length", "outputs"), [(17, 24), (24, 17), (5, 5), (3, 11), (8, 16), (1, 4)])
+@pytest.mark.parametrize(
+    ("length", "outputs"), [(17, 24), (24, 17), (5, 5), (3, 11), (8, 16), (1, 4)]
+)
 @pytest.mark.parametrize(
     ("mode", "corners"),
-    [("nearest", None), ("nearest-exact", None), *itertools.product(["linear", "cubic"], [False, True])],
+    [
+        ("nearest", None),
+        ("nearest-exact", None),
+        *itertools.product(["linear", "cubic"], [False, True]),
+    ],
 )
 def test_taps_interpolate_as_torch_does(mode, corners, length, outputs):
     import torch
@@ -46,7 +52,11 @@ def test_resampled_blocks_hold_every_tap(mode):
     assert [run.outputs for (run,) in shape.runs] == [5, 5, 5, 5, 4]
 
 
-SHARDS = [(8, Shard(("sp",))), (7, Shard(("sp",), "balanced")), (7, Shard(("sp",), "sizes", (3, 0, 4)))]
+SHARDS = [
+    (8, Shard(("sp",))),
+    (7, Shard(("sp",), "balanced")),
+    (7, Shard(("sp",), "sizes", (3, 0, 4))),
+]
 
 
 def check_rows(frame, length, needs, outputs, fill=None):
@@ -108,7 +118,9 @@ def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, lengt
         first, last = (o * s - p[0] + d * j for j in (0, k - 1))
         return range(-(-first // base), last // base + 1)
 
-    check_rows(frame, length, needs, ((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1, 77)
+    check_rows(
+        frame, length, needs, ((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1, 77
+    )
 
 
 def test_parts_that_are_no_intervals_are_refused():
@@ -124,7 +136,9 @@ def test_pools_have_as_many_outputs_as_in_torch(ceil):
     import torch
 
     found = 0
-    for length, k, s, p, d in itertools.product(range(1, 8), range(1, 5), range(1, 5), (0, 1, 2), (1, 2)):
+    for length, k, s, p, d in itertools.product(
+        range(1, 8), range(1, 5), range(1, 5), (0, 1, 2), (1, 2)
+    ):
         if p > k // 2:
             continue
         x = torch.zeros(1, 1, length)

@@ -16,7 +16,8 @@ from xshard.plans.expression import sides
 @given(written_layouts())
 def test_layouts_print_and_parse_back_survive_pickling_and_have_a_dual(layout):
     """The dual swaps sum and copy and nothing else."""
-    text, copy = str(layout), pickle.loads(pickle.dumps(layout))
+    text = str(layout)
+    copy = pickle.loads(pickle.dumps(layout))
     assert Layout.parse(text) == copy == layout and hash(copy) == hash(layout)
     assert str(Layout.parse(text)) == text
     swap = {"sum": "copy", "mean": "copy", "copy": "sum"}
@@ -46,7 +47,10 @@ def test_layouts_print_and_parse_back_survive_pickling_and_have_a_dual(layout):
         ("h:halo(1,1,pole)", "h:halo(1,1,pole)"),
         ("h/a:window(p=1, s=1, k=3, d=1)", "h/a:window(k=3,p=1)"),
         ("h:window(k=3,s=2,edge)", "h:window(k=3,s=2,edge)"),
-        ("h:window(k=3,p=[ 1,2 ],out=aligned, edge,none)", "h:window(k=3,p=[1,2],out=aligned,edge,none)"),
+        (
+            "h:window(k=3,p=[ 1,2 ],out=aligned, edge,none)",
+            "h:window(k=3,p=[1,2],out=aligned,edge,none)",
+        ),
         ("h/a:halo([1,0],[ 0,-1 ], edge, edge)", "h/a:halo([1,0],[0,-1],edge)"),
         ("h:halo(1,1,constant( 1.50 ))", "h:halo(1,1,constant(1.5))"),
         ("h:halo(1,1,constant(-inf),constant(2e3))", "h:halo(1,1,constant(-inf),constant(2000))"),
@@ -186,7 +190,9 @@ def test_error_messages(text, message):
 
 def test_a_move_sums_no_dims():
     hint = "left: b s c   right: c b   (the same names, in any order; einsum sums dims)"
-    with refused(NotationError, said("b «s»/tp c -> c b", "dim names differ across the arrow", hint)):
+    with refused(
+        NotationError, said("b «s»/tp c -> c b", "dim names differ across the arrow", hint)
+    ):
         sides("b s/tp c -> c b")
 
 
@@ -194,7 +200,11 @@ def test_errors_survive_pickling():
     with pytest.raises(NotationError) as caught:
         Layout.parse("n/a/a")
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert (type(copy), str(copy), copy.span) == (NotationError, str(caught.value), caught.value.span)
+    assert (type(copy), str(copy), copy.span) == (
+        NotationError,
+        str(caught.value),
+        caught.value.span,
+    )
 
 
 @pytest.mark.parametrize(

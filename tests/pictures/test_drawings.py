@@ -43,14 +43,25 @@ def elements(svg: str, tag: str) -> list[ElementTree.Element]:
 def test_a_plan_is_drawn_with_all_that_travels(case: Case) -> None:
     plan = case.plan()
     svg = plan_svg(plan)
-    pairs = [(p, stage) for stage in plan.stages for p in stage.step.pair_traffic(stage.before) if p.elements]
+    pairs = [
+        (p, stage)
+        for stage in plan.stages
+        for p in stage.step.pair_traffic(stage.before)
+        if p.elements
+    ]
     lines = elements(svg, "line")
     assert [line[0].text for line in lines] == [
         f"d{p.src} to d{p.dst}: {format_bytes(p.elements * plan.itemsize)}" for p, _ in pairs
     ]
     texts = " ".join(text.text or "" for text in elements(svg, "text"))
-    layouts = [plan.source.layout, *(stage.after.layout for stage in plan.stages[:-1]), plan.target.layout]
-    assert all(str(drawn) in texts for drawn in (*plan.steps, *(layouts if plan.stages else layouts[:1])))
+    layouts = [
+        plan.source.layout,
+        *(stage.after.layout for stage in plan.stages[:-1]),
+        plan.target.layout,
+    ]
+    assert all(
+        str(drawn) in texts for drawn in (*plan.steps, *(layouts if plan.stages else layouts[:1]))
+    )
     assert ElementTree.fromstring(html(plan)) is not None
 
 
@@ -65,7 +76,9 @@ def test_thicker_lines_carry_more() -> None:
 def boxes(svg: str) -> list[tuple[int, int, tuple[float, ...]]]:
     """The drawn blocks: device, card, and place in pixels as (x, y, width, height)."""
     every = [rect for rect in elements(svg, "rect") if rect.get("data-device")]
-    places = [tuple(float(rect.get(name, "")) for name in ("x", "y", "width", "height")) for rect in every]
+    places = [
+        tuple(float(rect.get(name, "")) for name in ("x", "y", "width", "height")) for rect in every
+    ]
     owners = [(int(rect.get("data-device", "")), int(rect.get("data-card", ""))) for rect in every]
     return [(device, card, place) for (device, card), place in zip(owners, places, strict=True)]
 
@@ -74,7 +87,12 @@ def frame(svg: str, card: int = 0) -> tuple[float, float, float, float]:
     """The rectangle of the array on a card."""
     places = [place for _, on, place in boxes(svg) if on == card]
     left, top = (min(place[i] for place in places) for i in (0, 1))
-    return left, top, max(p[0] + p[2] for p in places) - left, max(p[1] + p[3] for p in places) - top
+    return (
+        left,
+        top,
+        max(p[0] + p[2] for p in places) - left,
+        max(p[1] + p[3] for p in places) - top,
+    )
 
 
 def random_shardings(n: int) -> Iterator[xs.Sharding]:
@@ -92,16 +110,22 @@ def test_drawn_blocks_are_to_scale_and_those_of_their_devices() -> None:
     """Of 500 random layouts: each drawn row is one that the device owns, and areas are shares."""
     for at in random_shardings(500):
         drawn = picture(at)
-        svg, dims = sharding_svg(drawn), [at.dim_index(strip.dim.name) for strip in drawn.strips]
+        svg = sharding_svg(drawn)
+        dims = [at.dim_index(strip.dim.name) for strip in drawn.strips]
         lengths = [1, *(at.shape[d] for d in dims)][-2:]
         rows: dict[int, list[set[int]]] = {}
         for device, card, (x, y, width, height) in boxes(svg):
             left, top, whole_width, whole_height = frame(svg, card)
             assert (whole_width, whole_height) == pytest.approx(frame(svg)[2:], abs=0.05)
-            ends = (y - top, height, whole_height, lengths[0]), (x - left, width, whole_width, lengths[1])
+            ends = (
+                (y - top, height, whole_height, lengths[0]),
+                (x - left, width, whole_width, lengths[1]),
+            )
             start = [begin / whole * n for begin, _, whole, n in ends]
             many = [size / whole * n for _, size, whole, n in ends]
-            assert [*start, *many] == pytest.approx([*map(round, start), *map(round, many)], abs=0.02), at
+            assert [*start, *many] == pytest.approx(
+                [*map(round, start), *map(round, many)], abs=0.02
+            ), at
             found = rows.setdefault(device, [set(), set()])
             for one, first, n in zip(found, map(round, start), map(round, many), strict=True):
                 one.update(range(first, first + n))
@@ -126,14 +150,21 @@ def _assert_lanes(at: xs.Sharding, drawn: Picture, dims: list[int]) -> None:
             parts = [part for part in lane.groups for _ in range(part.rows)]
             assert len(parts) == len(held)
             for part, row in zip(parts, held, strict=True):
-                owns = [row in oracle.owned_rows(dim, at.shape[d], at.mesh, device) for device in part.owner]
+                owns = [
+                    row in oracle.owned_rows(dim, at.shape[d], at.mesh, device)
+                    for device in part.owner
+                ]
                 assert all(owns) and bool(owns) == (row is not None)
                 assert (part.origin == "own") <= (part.owner == lane.devices)
 
 
 def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_its_title() -> None:
     plan = xs.plan(
-        "o/dp i -> o i/tp", src_mesh=xs.Mesh(dp=4), dst_mesh=xs.Mesh(tp=2), dst_devices=[4, 5], shape=(16, 8)
+        "o/dp i -> o i/tp",
+        src_mesh=xs.Mesh(dp=4),
+        dst_mesh=xs.Mesh(tp=2),
+        dst_devices=[4, 5],
+        shape=(16, 8),
     )
     svg = plan_svg(plan)
     assert {device for device, *_ in boxes(svg)} == {0, 1, 2, 3, 4, 5}
@@ -147,7 +178,12 @@ def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_it
         plan = xs.plan(move, MESH, shape)
         parts = plan_svg(plan).split("<g data-step")
         assert (
-            len({frame("<svg xmlns='http://www.w3.org/2000/svg'>" + _closed(part))[2:] for part in parts})
+            len(
+                {
+                    frame("<svg xmlns='http://www.w3.org/2000/svg'>" + _closed(part))[2:]
+                    for part in parts
+                }
+            )
             == 1
         )
         texts = [text.text or "" for text in elements(plan_svg(plan), "text")]
@@ -157,7 +193,9 @@ def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_it
 def _closed(part: str) -> str:
     """The rectangles of a piece of SVG."""
     return (
-        "".join(re.findall(r"<rect[^>]*data-device[^>]*>", part)).replace("/>", ">").replace(">", "/>")
+        "".join(re.findall(r"<rect[^>]*data-device[^>]*>", part))
+        .replace("/>", ">")
+        .replace(">", "/>")
         + "</svg>"
     )
 
@@ -187,7 +225,9 @@ def test_different_meanings_look_different(one: str, other: str) -> None:
 def test_rows_from_beyond_an_end_are_told_from_devices() -> None:
     svg = sharding_svg(picture(sharding("n/tp:halo(1,1,periodic) d", "tp=4", 16, 4)))
     texts = [text.text or "" for text in elements(svg, "text")]
-    assert {"←r15", "←r0", "←1", "←2"} <= set(texts) and "←: copied from a device (r: rows)" in texts[-1]
+    assert {"←r15", "←r0", "←1", "←2"} <= set(
+        texts
+    ) and "←: copied from a device (r: rows)" in texts[-1]
 
 
 def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
@@ -200,8 +240,13 @@ def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
         return each
 
     cards = elements(sharding_svg(picture(sharding("n/a:halo(1,1) d", "a=2,b=2", 8, 4))), "rect")
-    inks = {(rect.get("fill") == "none", rect.get("stroke")) for rect in cards if rect.get("stroke")}
-    assert inks == {(False, "#111"), (True, "currentColor")}  # light blocks are told apart on dark pages
+    inks = {
+        (rect.get("fill") == "none", rect.get("stroke")) for rect in cards if rect.get("stroke")
+    }
+    assert inks == {
+        (False, "#111"),
+        (True, "currentColor"),
+    }  # light blocks are told apart on dark pages
     many = looks("n/a", "a=32", 32)
     assert len({tuple(look) for look in many.values()}) == 32
     assert looks("n d/b", "a=2,b=2", 4, 4)[0] == looks("n d", "a=4", 4, 4)[3] == [SHARED]
@@ -250,7 +295,9 @@ def test_every_value_has_one_line_and_a_picture(value: Any) -> None:
     assert "\n" not in repr(value) and len(repr(value)) < 200
     shown = value._repr_html_()
     assert ElementTree.fromstring(shown) is not None  # well-formed
-    assert "<script" not in shown and not re.search(r"(?<![-\w])(?:href|src)=", shown)  # and needs nothing
+    assert "<script" not in shown and not re.search(
+        r"(?<![-\w])(?:href|src)=", shown
+    )  # and needs nothing
     names = {name: getattr(xs, name) for name in ("Layout", "Mesh", "Sharding")}
     if type(value).__name__ in names:
         assert eval(repr(value), names) == value
@@ -309,7 +356,8 @@ def test_a_terminal_of_80_columns_breaks_no_layout_and_needs_16_colours() -> Non
 
 def test_show_displays_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    notebook, display = ModuleType("IPython"), ModuleType("IPython.display")
+    notebook = ModuleType("IPython")
+    display = ModuleType("IPython.display")
     vars(notebook)["get_ipython"] = lambda: SimpleNamespace(kernel=None)
     vars(display).update(HTML=str, display=shown.append)
     monkeypatch.setitem(sys.modules, "IPython", notebook)

@@ -37,7 +37,9 @@ def test_every_element_has_its_owner_on_one_card_for_each_place_along_other_axes
     )
     for element in itertools.product(*(range(made.shape[d]) for d in drawn_dims)):
         owners = {
-            i for i in devices if all(x in owned[d, i] for d, x in zip(drawn_dims, element, strict=True))
+            i
+            for i in devices
+            if all(x in owned[d, i] for d, x in zip(drawn_dims, element, strict=True))
         }
         at = [0, 0]
         for strip, x in zip(drawn.strips, element, strict=True):
@@ -69,7 +71,12 @@ def test_devices_have_coordinates_shape_and_rows():
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [("a/x b c", ("a", "c")), ("a b/x c/y", ("b", "c")), ("a/x b/y c/z", ("a", "b")), ("a b c", ("b", "c"))],
+    [
+        ("a/x b c", ("a", "c")),
+        ("a b/x c/y", ("b", "c")),
+        ("a/x b/y c/z", ("a", "b")),
+        ("a b c", ("b", "c")),
+    ],
 )
 def test_two_dims_are_drawn_and_cut_ones_first(layout, names):
     drawn = picture(sharding(layout, "x=2,y=2,z=2", 4, 4, 4))
@@ -99,7 +106,10 @@ def test_long_dims_are_cut_off_and_say_so():
         ),
         ("n d/b", "along a all devices hold the same values (replicas)"),
         ("n/(b,a) d", "n is cut over b x a, in contiguous chunks"),
-        ("n/a:fold(halo(1,1)) d", "n overlaps: rows of neighbours are contributions, added at their owner"),
+        (
+            "n/a:fold(halo(1,1)) d",
+            "n overlaps: rows of neighbours are contributions, added at their owner",
+        ),
     ],
 )
 def test_notes_say_what_every_axis_does(layout, note):
@@ -108,7 +118,11 @@ def test_notes_say_what_every_axis_does(layout, note):
 
 @pytest.mark.parametrize(
     ("dims", "reason"),
-    [(["q"], "no dim 'q' in 'a b c'"), (["a", "b", "c"], "one or two dims"), (["a", "a"], "one or two dims")],
+    [
+        (["q"], "no dim 'q' in 'a b c'"),
+        (["a", "b", "c"], "one or two dims"),
+        (["a", "a"], "one or two dims"),
+    ],
 )
 def test_wrong_dims_raise(dims, reason):
     with pytest.raises(xs.errors.ShapeError, match=reason):

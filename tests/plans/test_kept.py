@@ -22,7 +22,9 @@ def program():
         xs.plan("n/x d -> n d/x", MESH, (6, 8), memory_limit="1KiB", objective="forward+backward"),
         xs.plan("n | mean(x) -> n/x", MESH, (6,), profile="a100:4"),
         xs.plan("n/x -> n/z", src_mesh=MESH, dst_mesh=xs.Mesh(z=3, w=2), shape=(12,)),
-        xs.plan("n/x -> n/z", src_mesh=MESH, dst_mesh=xs.Mesh(z=4), dst_devices=range(2, 6), shape=(8,)),
+        xs.plan(
+            "n/x -> n/z", src_mesh=MESH, dst_mesh=xs.Mesh(z=4), dst_devices=range(2, 6), shape=(8,)
+        ),
     ]
     products = [
         xs.plan("i/x k, k/y j -> i/x j/y", MESH, sizes=SIZES, overlap="always"),
@@ -72,7 +74,16 @@ def test_wrong_files_are_planned_afresh(again, tmp_path):
     wrong["plan"] = wrong["plan"].replace("float32", "float64")
     no_plan = json.loads(whole) | {"plan": "{}"}
     no_plan["digest"] = kept._digest(no_plan["request"] + "{}")
-    for text in (foreign, json.dumps(wrong), json.dumps(no_plan), "[]", "", whole[:-9], "[" * 10**5, "\0"):
+    for text in (
+        foreign,
+        json.dumps(wrong),
+        json.dumps(no_plan),
+        "[]",
+        "",
+        whole[:-9],
+        "[" * 10**5,
+        "\0",
+    ):
         file.write_text(text)
         assert again(move) == (plan, 1)
         assert file.read_text() == whole

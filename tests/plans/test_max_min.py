@@ -16,7 +16,9 @@ def naive_gradient(blocks, cotangent, layout, mesh, shape):
     best = oracle.gather(blocks, layout, mesh, shape)
     index = [oracle.block_index(layout, mesh, shape, device) for device in range(mesh.n_devices)]
     won = [(block == best[i]).astype(float) for block, i in zip(blocks, index, strict=True)]
-    sums = Layout(layout.dims, (("sum", layout.tagged("max", "min")), ("copy", layout.tagged("copy"))))
+    sums = Layout(
+        layout.dims, (("sum", layout.tagged("max", "min")), ("copy", layout.tagged("copy")))
+    )
     count = oracle.gather(won, sums, mesh, shape)
     return [cotangent[i] * w / count[i] for w, i in zip(won, index, strict=True)]
 
@@ -34,7 +36,8 @@ def naive_gradient(blocks, cotangent, layout, mesh, shape):
 )
 def test_gradient_goes_to_the_winners(expression, mesh):
     """Three values and many addends: most elements are ties."""
-    mesh, shape = xs.Mesh.parse(mesh), (7, 6)
+    mesh = xs.Mesh.parse(mesh)
+    shape = (7, 6)
     plan = xs.plan(expression, mesh, shape, "float64")
     rng = np.random.default_rng(0)
     blocks = [np.sign(block) for block in oracle.random_blocks(plan.src, mesh, shape, rng)]
@@ -43,14 +46,17 @@ def test_gradient_goes_to_the_winners(expression, mesh):
     cotangent = oracle.gather(cotangents, plan.dst.dual, mesh, shape)
     expected = naive_gradient(blocks, cotangent, plan.src, mesh, shape)
     # Where the source has copies, their gradients are addends: compare what they add up to.
-    addends = Layout(plan.src.dims, tuple(("sum", axes) for kind, axes in plan.src.tags if kind == "copy"))
+    addends = Layout(
+        plan.src.dims, tuple(("sum", axes) for kind, axes in plan.src.tags if kind == "copy")
+    )
     for device in range(mesh.n_devices):
         group = mesh.group(device, addends.tagged("sum"))
         assert np.allclose(sum(pulled[d] for d in group), expected[device], rtol=1e-15, atol=0)
 
 
 def test_a_kept_maximum_moves_but_has_no_gradient():
-    mesh, shape = xs.Mesh(a=2, b=2), (4, 6)
+    mesh = xs.Mesh(a=2, b=2)
+    shape = (4, 6)
     plan = xs.plan("n/b d | max(a) -> n d/b | max(a)", mesh, shape, "float64")
     blocks = oracle.random_blocks(plan.src, mesh, shape, np.random.default_rng(0))
     result = xs.reference.run(plan, blocks)
@@ -75,7 +81,8 @@ def test_no_sum_begins_where_a_maximum_ends(dst):
 
 
 def test_a_plan_from_a_maximum_has_no_backward():
-    mesh, message = xs.Mesh(a=2), "lacks a dual: max and min are not linear"
+    mesh = xs.Mesh(a=2)
+    message = "lacks a dual: max and min are not linear"
     apart = crossing("n | max(a)", "n/b", "a=3", "b=2", (2,))
     for call in (
         lambda: xs.plan("n | max(a) -> n", mesh, (4,)).backward,

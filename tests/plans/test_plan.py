@@ -21,8 +21,11 @@ from xshard.pictures.html import html
 from xshard.steps import AllGather, AllReduce, Exchange, ReduceScatter, Retag, Scale, Slice
 
 MESH = xs.Mesh(a=2, b=2)
-ROWS, A, HALF = (8, 4), (Shard(("a",)),), Fraction(1, 2)
-GATHER, SUM = AllGather("n", A), AllReduce(("a",))
+ROWS = (8, 4)
+A = (Shard(("a",)),)
+HALF = Fraction(1, 2)
+GATHER = AllGather("n", A)
+SUM = AllReduce(("a",))
 
 
 def plan_of(expression, *steps, scale=1):
@@ -33,8 +36,16 @@ def plan_of(expression, *steps, scale=1):
     ("expression", "steps", "message"),
     [
         ("n/a d -> n d", [], "lead from 'n/a d' to 'n/a d', not to 'n d'"),
-        ("n/a d -> n d", [AllGather("n", A, ("a",))], "lead from 'n/a d' to 'n d | copy(a)', not to 'n d'"),
-        ("n/a d -> n/b d", [GATHER, Slice((("n", A),))], "lead from 'n/a d' to 'n/a d', not to 'n/b d'"),
+        (
+            "n/a d -> n d",
+            [AllGather("n", A, ("a",))],
+            "lead from 'n/a d' to 'n d | copy(a)', not to 'n d'",
+        ),
+        (
+            "n/a d -> n/b d",
+            [GATHER, Slice((("n", A),))],
+            "lead from 'n/a d' to 'n/a d', not to 'n/b d'",
+        ),
         (
             "n d | sum(a) -> n/zigzag(a) d",
             [ReduceScatter("n", A)],
@@ -102,7 +113,11 @@ received 2.72 KiB (1.40x the bound of 1.94 KiB), 2.8 us, peak 6.81 KiB, priced f
 def test_it_prints_as_a_table():
     """Columns are aligned, the ends are spelt as the user spelt them, uneven blocks show the largest."""
     ends = parse_expression("b s/zigzag(cp) c | mean(dp) -> b s c/balanced(cp)")
-    steps = Scale(HALF), ReduceScatter("b", (Shard(("dp",)),)), Exchange(xs.Layout.parse("b s c/cp"))
+    steps = (
+        Scale(HALF),
+        ReduceScatter("b", (Shard(("dp",)),)),
+        Exchange(xs.Layout.parse("b s c/cp")),
+    )
     array = xs.Mesh(dp=2, cp=4), (2, 62, 32), "bfloat16"
     assert str(xs.Plan(*ends, *array, steps, HALF, xs.load_profile("bandwidth"))) == TABLE
 
@@ -112,7 +127,9 @@ def test_every_case_survives_json_and_its_backward_plan_leads_from_dual_to_dual(
         assert xs.Plan.from_json(plan.to_json()) == plan
         if plan.src.is_linear:
             back = plan.backward
-            assert (back.src, back.dst, back.scale) == (plan.dst.dual, plan.src.dual, plan.scale), plan
+            assert (back.src, back.dst, back.scale) == (plan.dst.dual, plan.src.dual, plan.scale), (
+                plan
+            )
             assert back.profile == plan.profile
 
 
@@ -164,7 +181,10 @@ GOOD = json.loads(xs.plan("n d | mean(a) copy(b) -> n/a/b d", MESH, ROWS).to_jso
         ({"steps": [{"step": ["slice"]}]}, "this is no plan"),
         ({"steps": [{"step": "slice"}]}, "this is no plan: TypeError"),
         ({"steps": [{"step": "slice", "cuts": "n/b"}]}, "'n/b' is not a list"),
-        ({"steps": [{"step": "slice", "cuts": [["n", ["b"]]], "x": 1}]}, "does not have the fields ['x']"),
+        (
+            {"steps": [{"step": "slice", "cuts": [["n", ["b"]]], "x": 1}]},
+            "does not have the fields ['x']",
+        ),
         ({"steps": [{"step": "slice", "cuts": [["n", ["b c | sum(a)"]]]}]}, "does not shard a dim"),
         ({"steps": [{"step": "exchange", "to": "n d", "node_devices": 0}]}, "0 devices in a node"),
         ({"steps": 7}, "this is no plan: TypeError"),
@@ -208,7 +228,9 @@ def test_a_plan_read_back_keeps_its_memory_limit_and_the_profile_that_it_names()
     assert xs.Plan.from_json(plan.to_json()).backward.memory_limit == 1000
     plan = xs.plan("n/a d -> n d/a", MESH, ROWS, profile="bandwidth")
     assert xs.Plan.from_json(plan.to_json()).cost == plan.cost
-    assert xs.Plan.from_json(plan.to_json(), profile="h100") == xs.plan("n/a d -> n d/a", MESH, ROWS)
+    assert xs.Plan.from_json(plan.to_json(), profile="h100") == xs.plan(
+        "n/a d -> n d/a", MESH, ROWS
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,10 +244,15 @@ def test_a_plan_read_back_keeps_its_memory_limit_and_the_profile_that_it_names()
 )
 def test_nothing_is_sent_between_layouts_that_mean_the_same(expression, devices, shape):
     plan = xs.plan(expression, xs.Mesh(x=devices), shape)
-    assert (plan.steps, plan.bytes_received, plan.bytes_lower_bound, plan.backward.steps) == ((), 0, 0, ())
-    assert xs.plan(expression.replace("->", "| sum(y) ->"), xs.Mesh(x=devices, y=2), shape).steps == (
-        AllReduce(("y",)),
+    assert (plan.steps, plan.bytes_received, plan.bytes_lower_bound, plan.backward.steps) == (
+        (),
+        0,
+        0,
+        (),
     )
+    assert xs.plan(
+        expression.replace("->", "| sum(y) ->"), xs.Mesh(x=devices, y=2), shape
+    ).steps == (AllReduce(("y",)),)
 
 
 @pytest.mark.parametrize(
@@ -246,5 +273,7 @@ def test_planning_takes_a_moment_however_many_devices_and_rows(expression, mesh,
     plan = xs.plan(expression, xs.Mesh(mesh), (shape,))
     assert plan.bytes_received == plan.bytes_lower_bound == received
     assert plan.backward.bytes_received >= received
-    assert all((str(plan), str(plan.backward), *(html(picture(end)) for end in (plan.source, plan.target))))
+    assert all(
+        (str(plan), str(plan.backward), *(html(picture(end)) for end in (plan.source, plan.target)))
+    )
     assert time.process_time() - start < 3

@@ -31,9 +31,11 @@ def test_chains_of_moves_are_what_layouts_say(seed):
 def test_the_backward_plan_is_the_adjoint_and_its_adjoint_is_the_plan(move, profile, seed):
     """<A x, y> = <x, A* y>, in whole numbers, with any addends and contributions; A** x = A x."""
     mesh, shape, src, dst = move
-    plan, rng = plan_of(move, profile), np.random.default_rng(seed)
+    plan = plan_of(move, profile)
+    rng = np.random.default_rng(seed)
     oracle.assert_right(plan, rng, UNIT)
-    x, twice = oracle.random_blocks(src, mesh, shape, rng, UNIT), plan.backward.backward
+    x = oracle.random_blocks(src, mesh, shape, rng, UNIT)
+    twice = plan.backward.backward
     there, again = (xs.reference.run(each, x) for each in (plan, twice))
     value = oracle.gather(there, dst.dual.dual, mesh, shape)
     assert np.array_equal(oracle.gather(again, twice.dst, mesh, shape), value)
@@ -57,6 +59,8 @@ def test_dims_in_another_order_are_a_view(data, move, profile):
 def test_plans_for_bandwidth_receive_no_more_than_the_direct_exchange(move):
     mesh, shape, src, dst = move
     plan = plan_of(move, "bandwidth")
-    start, goal = (s.with_layout(s.normal) for s in (xs.Sharding(end, mesh, shape) for end in (src, dst)))
+    start, goal = (
+        s.with_layout(s.normal) for s in (xs.Sharding(end, mesh, shape) for end in (src, dst))
+    )
     direct = xs.steps.Exchange(goal.layout).traffic(start).received
     assert plan.bytes_received <= direct * plan.itemsize

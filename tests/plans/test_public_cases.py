@@ -13,11 +13,15 @@ from xshard.notation.parser import Dim, Shard
 from xshard.plans.table import alternatives
 
 DATA = Path(__file__).parents[1] / "data" / "reshard.json"
-PUBLIC_CASES = [case for case in json.loads(DATA.read_text()) if math.prod(case["mesh"].values()) <= 64]
+PUBLIC_CASES = [
+    case for case in json.loads(DATA.read_text()) if math.prod(case["mesh"].values()) <= 64
+]
 
 
 def layout_of(cuts, partial):
-    dims = tuple(Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts))
+    dims = tuple(
+        Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts)
+    )
     return xs.Layout(dims, (("sum", tuple(partial)),))
 
 
@@ -31,7 +35,8 @@ def move_of(case):
     ends = [layout_of(case[end], case[f"{end}_partial"]) for end in ("src", "dst")]
     mesh = xs.Mesh(case["mesh"])
     parts = [
-        math.lcm(*(mesh.size(*layout.dims[d].axes) for layout in ends)) for d in range(len(case["shape"]))
+        math.lcm(*(mesh.size(*layout.dims[d].axes) for layout in ends))
+        for d in range(len(case["shape"]))
     ]
     shape = tuple(small(n, max(p, 4)) for n, p in zip(case["shape"], parts, strict=True))
     return tuple(ends), mesh, shape

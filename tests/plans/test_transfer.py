@@ -45,8 +45,11 @@ def foreign(transfer):
         np.full(transfer.source.local_shape(at), 1 << numbers.index(device), np.int64)
         for at, device in enumerate(transfer.src_devices)
     ]
-    received, sent = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0)
-    for taker, block in zip(transfer.dst_devices, transfer.run(marked, transfer.source), strict=True):
+    received = dict.fromkeys(numbers, 0)
+    sent = dict.fromkeys(numbers, 0)
+    for taker, block in zip(
+        transfer.dst_devices, transfer.run(marked, transfer.source), strict=True
+    ):
         for giver in numbers:
             if giver != taker:
                 n = int(np.count_nonzero(block >> numbers.index(giver) & 1))
@@ -61,12 +64,18 @@ def test_a_plan_is_right_and_says_what_is_true(move, profile, seed):
     plan = planned(move, profile=profile)
     assert_right(plan, move, np.random.default_rng(seed))
     assert plan.bytes_received >= plan.bytes_lower_bound
-    assert plan.peak_bytes >= max(plan.source.max_local_size, plan.target.max_local_size) * plan.itemsize
+    assert (
+        plan.peak_bytes
+        >= max(plan.source.max_local_size, plan.target.max_local_size) * plan.itemsize
+    )
     assert xs.Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert hash(plan) == hash(planned(move, profile=profile))
     assert (plan.backward.src, plan.backward.dst) == (plan.dst.dual, plan.src.dual)
-    assert (plan.backward.src_devices, plan.backward.dst_devices) == (plan.dst_devices, plan.src_devices)
+    assert (plan.backward.src_devices, plan.backward.dst_devices) == (
+        plan.dst_devices,
+        plan.src_devices,
+    )
     assert plan.backward.scale == plan.scale
     transfer = plan.transfer
     if transfer and transfer.op in (None, "sum"):
@@ -74,8 +83,11 @@ def test_a_plan_is_right_and_says_what_is_true(move, profile, seed):
         assert (transfer.received, transfer.sent) == (max(received), max(sent))
         assert sum(received) == sum(sent)
     if transfer and not transfer.is_in_place and not transfer.op:
-        source, target, devices = transfer.source, transfer.target, plan.src_devices
-        shared, kept = shared_elements(source, target), [0] * target.mesh.n_devices
+        source = transfer.source
+        target = transfer.target
+        devices = plan.src_devices
+        shared = shared_elements(source, target)
+        kept = [0] * target.mesh.n_devices
         for m in transfer.messages:
             kept[m.dst] += m.size * transfer.is_kept(m)
         for i, device in enumerate(plan.dst_devices):
@@ -96,7 +108,9 @@ def test_public_cases_keep_values_and_gradients(case, disjoint):
 @pytest.mark.parametrize("case", TWO_MESHES, ids=lambda case: case["name"])
 def test_public_cases_receive_no_byte_more_than_needed(case, disjoint, profile):
     """In full size: the busiest device receives the bound, gathering what is replicated included."""
-    plan = xs.plan(**public(case, full=True, disjoint=disjoint), dtype=case["dtype"], profile=profile)
+    plan = xs.plan(
+        **public(case, full=True, disjoint=disjoint), dtype=case["dtype"], profile=profile
+    )
     # 2**28 rows over three devices: the busiest of the transfer need not be that of the gather.
     uneven = plan.itemsize if case["name"] == "alpacomm_1_to_m_1x3" else 0
     assert 0 <= plan.bytes_received - plan.bytes_lower_bound <= uneven
@@ -113,10 +127,8 @@ def test_replicas_share_the_sending():
 
 def test_large_pieces_are_given_away_first():
     """Three replicas of each half; of the second half two devices want two rows and two want four."""
-    source, target = (
-        xs.Sharding("n/a", xs.Mesh(a=2, r=3), (12,)),
-        xs.Sharding("n/b", xs.Mesh(b=3, c=2), (12,)),
-    )
+    source = xs.Sharding("n/a", xs.Mesh(a=2, r=3), (12,))
+    target = xs.Sharding("n/b", xs.Mesh(b=3, c=2), (12,))
     devices = tuple(range(6)), tuple(range(6, 12))
     assert Transfer(source, target, *devices, xs.load_profile("bandwidth")).sent == 4
 
@@ -136,7 +148,8 @@ def test_large_pieces_are_given_away_first():
 )
 def test_what_a_transfer_costs(move, devices, over_links):
     """A launch; per kind of link the messages and bytes of the busiest end; packing and unpacking."""
-    launch, links = (("exchange", 1e-3), ("other", 7.0)), (xs.Link(1e-6, 4e9), xs.Link(5e-6, 1e9))
+    launch = (("exchange", 1e-3), ("other", 7.0))
+    links = (xs.Link(1e-6, 4e9), xs.Link(5e-6, 1e9))
     machine = xs.Profile("nodes", "made up", *links, 2, launch_s=launch, copy_bytes_per_s=2e9)
     plan = crossing(*move, (3000,), dst_devices=devices, profile=machine, dtype="int8")
     assert [step.kind for step in plan.steps] == ["transfer"]
@@ -155,7 +168,9 @@ def test_the_near_replica_sends():
     """Nodes of two: 0 and 1 | 2 and 3 | ...; every receiver has a replica beside it."""
     near = xs.Link(1e-6, 1e11)
     machine = xs.Profile("nodes", "made up", near, xs.Link(1e-5, 1e9), 2)
-    plan = crossing("n", "n", "a=2", "b=2", (8,), src_devices=(0, 2), dst_devices=(3, 1), profile=machine)
+    plan = crossing(
+        "n", "n", "a=2", "b=2", (8,), src_devices=(0, 2), dst_devices=(3, 1), profile=machine
+    )
     assert routes(plan) == [(2, 3), (0, 1)]
     assert list(plan.transfer.flows) == [near]
 
@@ -174,7 +189,8 @@ def test_a_part_each_and_a_gather_where_one_sender_would_be_busy():
 def test_few_bytes_are_sent_whole():
     """A second step has a launch of its own, which the bytes must be worth."""
     small, large = (
-        crossing("n", "n", "a=1", "b=4", (n,), dst_devices=range(1, 5), profile="h100") for n in (64, 2**28)
+        crossing("n", "n", "a=1", "b=4", (n,), dst_devices=range(1, 5), profile="h100")
+        for n in (64, 2**28)
     )
     assert [str(step) for step in small.steps] == ["transfer, 4 messages"]
     assert [str(step) for step in large.steps] == ["transfer, 4 messages", "all_gather n/b"]
@@ -183,7 +199,10 @@ def test_few_bytes_are_sent_whole():
 def test_addends_are_reduced_where_it_is_cheaper():
     """Onto one device: the receiver adds up eight addends, or gets a sum that the eight have made."""
     plan = crossing("n | sum(a)", "n", "a=8", "b=1", (64,), dst_devices=[8])
-    assert [str(step) for step in plan.steps] == ["reduce_scatter sum -> n/a", "transfer, 8 messages"]
+    assert [str(step) for step in plan.steps] == [
+        "reduce_scatter sum -> n/a",
+        "transfer, 8 messages",
+    ]
     plan = crossing("n | sum(a)", "n/b", "a=2", "b=2", (64,), dst_devices=(2, 3), profile="h100")
     assert [str(step) for step in plan.steps] == ["transfer, 4 messages"]
     assert plan.transfer.op == "sum"
@@ -195,12 +214,16 @@ def test_a_new_sum_is_contributed_in_parts():
     assert [str(step) for step in plan.steps] == ["transfer, 4 messages", "embed n/b -> sum"]
     assert plan.bytes_received == plan.bytes_lower_bound == 4 * 8
     blocks = xs.reference.run(plan, [np.arange(1, 17)] * 4)
-    assert [np.flatnonzero(b).tolist() for b in blocks] == [[4 * i + j for j in range(4)] for i in range(4)]
+    assert [np.flatnonzero(b).tolist() for b in blocks] == [
+        [4 * i + j for j in range(4)] for i in range(4)
+    ]
 
 
 def test_addends_arrive_in_the_order_of_their_devices():
     """In floats another order is another number, and replicas must not differ."""
-    plan = crossing("n | sum(a)", "n", "a=4,r=2", "b=4", (1,), dst_devices=range(8, 12), dtype="float32")
+    plan = crossing(
+        "n | sum(a)", "n", "a=4,r=2", "b=4", (1,), dst_devices=range(8, 12), dtype="float32"
+    )
     transfer = Transfer(plan.source, plan.target, plan.src_devices, plan.dst_devices, plan.profile)
     plan = replace(plan, steps=(transfer,))
     blocks = [np.full(1, x, np.float32) for x in (1e8, 1.0, -1e8, 1.0) for _ in range(2)]
@@ -211,5 +234,10 @@ def test_addends_arrive_in_the_order_of_their_devices():
 @pytest.mark.parametrize("kind", ["max", "min", "mean"])
 def test_other_reductions_end_on_the_way(kind):
     blocks = [np.array(x) for x in ([6.0, -12.0], [3.0, 9.0], [6.0, -12.0])]
-    plan = crossing(f"n | {kind}(a)", "n/b", "a=3", "b=2", (2,), dst_devices=(2, 3), dtype="float64")
-    assert np.concatenate(xs.reference.run(plan, blocks)).tolist() == getattr(np, kind)(blocks, 0).tolist()
+    plan = crossing(
+        f"n | {kind}(a)", "n/b", "a=3", "b=2", (2,), dst_devices=(2, 3), dtype="float64"
+    )
+    assert (
+        np.concatenate(xs.reference.run(plan, blocks)).tolist()
+        == getattr(np, kind)(blocks, 0).tolist()
+    )

@@ -46,7 +46,9 @@ def test_a_memory_limit_holds():
     with pytest.raises(PlanError) as caught:
         gathered(memory_limit=100)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
-    message = "no plan stays within {} B per device\n  the least of those weighed is {} B ({} bytes)"
+    message = (
+        "no plan stays within {} B per device\n  the least of those weighed is {} B ({} bytes)"
+    )
     assert str(caught.value) == message.format(100, least, least)
     plan = gathered(memory_limit=least)
     assert plan.peak_bytes == plan.memory_limit == least == 160
@@ -72,8 +74,10 @@ def test_no_mean_begins_of_what_cannot_be_multiplied(devices, dtype):
         crossing("n", "n | mean(b)", "a=2", "b=2", (4,), dst_devices=devices, dtype=dtype)
 
 
-A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
-ALONE, APART = {"src_mesh": None, "dst_mesh": None}, {"dst_devices": (2, 3)}
+A2 = xs.Mesh(a=2)
+B2 = xs.Mesh(b=2)
+ALONE = {"src_mesh": None, "dst_mesh": None}
+APART = {"dst_devices": (2, 3)}
 ASK = "\n  pass a mesh, or src_mesh= and dst_mesh="
 FOR_TWO = "MeshError: src_devices, dst_devices and relabel are for two meshes\n"
 FOR_TWO += "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
@@ -91,7 +95,10 @@ REFUSED = [
     (ALONE, "MeshError: no src_mesh and no dst_mesh" + ASK),
     (ALONE | {"mesh": A2, "relabel": True}, FOR_TWO),
     (ALONE | {"mesh": A2, "dst_devices": (0, 1)}, FOR_TWO),
-    ({"shape": None}, "ShapeError: no shape\n  shape= is the global shape of the array, as in shape=(8, 4)"),
+    (
+        {"shape": None},
+        "ShapeError: no shape\n  shape= is the global shape of the array, as in shape=(8, 4)",
+    ),
     ({"shape": (4, 4)}, "ShapeError: 'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'" + ANY_DIMS),
     ({"shape": (4.0,)}, "ShapeError: shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'"),
     (
@@ -116,7 +123,11 @@ REFUSED = [
     ),
     (
         {"expression": "n/a -> n/a"},
-        said("n/a -> n/«a»", "NotationError: unknown mesh axis 'a'", "the destination's mesh has: b=2"),
+        said(
+            "n/a -> n/«a»",
+            "NotationError: unknown mesh axis 'a'",
+            "the destination's mesh has: b=2",
+        ),
     ),
     (
         {"expression": ("n/a", "m/b")},
@@ -141,12 +152,16 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_wrong_input(options, message):
     with pytest.raises(xs.XshardError) as caught:
-        xs.plan(**{"expression": "n/a -> n/b", "src_mesh": A2, "dst_mesh": B2, "shape": (4,), **options})
+        xs.plan(
+            **{"expression": "n/a -> n/b", "src_mesh": A2, "dst_mesh": B2, "shape": (4,), **options}
+        )
     assert f"{type(caught.value).__name__}: {caught.value}" == message
 
 
 def test_a_block_that_does_not_fit():
-    with refused(ShapeError, "4 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major"):
+    with refused(
+        ShapeError, "4 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major"
+    ):
         xs.reference.run(gathered(), [np.zeros((4, 4))] * 4)
 
 
@@ -161,7 +176,10 @@ def test_a_wrong_plan_cannot_be_built():
     for wrong, message in (
         ({"steps": (transfer,)}, "the steps lead from 'n/a d' to 'n/b/c d', not to 'n d'"),
         ({"steps": (gather, transfer)}, "unknown mesh axis 'b'\n  the mesh has: a=2"),
-        ({"steps": (transfer, gather, transfer)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
+        (
+            {"steps": (transfer, gather, transfer)},
+            "the transfer starts from 'n/a d' on Mesh(a=2), not from",
+        ),
         ({"steps": (transfer, back)}, "2 transfers in one plan"),
         ({"shape": (16, 4)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
         ({"mesh": xs.Mesh(a=2, b=1)}, "not from 'n/a d' on Mesh(a=2, b=1)"),
@@ -173,7 +191,9 @@ def test_a_wrong_plan_cannot_be_built():
 
 
 def test_what_is_for_one_mesh_refuses_a_plan_between_two():
-    with refused(PlanError, "no alternatives from Mesh(a=2) to Mesh(b=2, c=2)\n  they are ways on one mesh"):
+    with refused(
+        PlanError, "no alternatives from Mesh(a=2) to Mesh(b=2, c=2)\n  they are ways on one mesh"
+    ):
         gathered().explain()
     with pytest.raises(PlanError, match="leads from a=2 to b=2,c=2") as caught:
         sides(gathered())
@@ -189,11 +209,17 @@ SENT = GOOD["steps"][0]
     [
         ({"src_devices": [1, 2, 3]}, "this is no plan: 3 devices for the source"),
         ({"src_devices": None}, "this is no plan: TypeError"),
-        ({"steps": [{**SENT, "dst_devices": [1, 2]}]}, "this is no plan: 2 devices for the destination"),
+        (
+            {"steps": [{**SENT, "dst_devices": [1, 2]}]},
+            "this is no plan: 2 devices for the destination",
+        ),
         ({"steps": [{**SENT, "dst_devices": None}]}, "this is no plan: None is not a list"),
         ({"steps": [{**SENT, "target": {}}]}, "this is no plan: KeyError: 'mesh'"),
         ({"steps": [{**SENT, "target": [7]}]}, "this is no plan: TypeError"),
-        ({"steps": [{**SENT, "source": SENT["target"]}]}, "this is no plan: 2 devices for the source"),
+        (
+            {"steps": [{**SENT, "source": SENT["target"]}]},
+            "this is no plan: 2 devices for the source",
+        ),
     ],
 )
 def test_malformed_json(changes, message):
@@ -203,7 +229,8 @@ def test_malformed_json(changes, message):
 
 def test_devices_that_do_not_begin_at_a_node_cross_it():
     """Nodes of four: a mesh on 4-7 is inside one, a mesh on 2-5 is not, and pays for that."""
-    near, far = xs.Link(0.0, 8e9), xs.Link(0.0, 1e9)
+    near = xs.Link(0.0, 8e9)
+    far = xs.Link(0.0, 1e9)
     machine = xs.Profile("nodes", "made up", near, far, 4)
     at = lambda *devices: located(machine, xs.Mesh(x=2, y=2), devices)  # noqa: E731
     assert at(0, 1, 2, 3) is at(4, 5, 6, 7) is machine
@@ -229,14 +256,21 @@ def test_devices_that_send_or_receive_alone_have_the_port_of_their_node():
         machine = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=across, node_devices=4)
         for n, share in ((2, alone), (4, together)):
             plan = crossing(
-                "n/a", "n/b", f"a={n}", f"b={n}", (4096,), dst_devices=range(4, 4 + n), profile=machine
+                "n/a",
+                "n/b",
+                f"a={n}",
+                f"b={n}",
+                (4096,),
+                dst_devices=range(4, 4 + n),
+                profile=machine,
             )
             assert plan.cost == share * plan.bytes_lower_bound / 1e9
             assert plan.bytes_received == plan.bytes_lower_bound == 8 * 4096 // n
 
 
 def test_both_passes_count_where_they_are_asked_for():
-    forward, both = gathered(), gathered(objective="forward+backward")
+    forward = gathered()
+    both = gathered(objective="forward+backward")
     assert both.steps == forward.steps
     assert both.cost == forward.cost + forward.backward.cost
     assert "with the backward's" in str(both)
@@ -255,11 +289,13 @@ def test_devices_are_relabelled_for_both_passes_at_once():
 
 def test_steps_at_either_end_may_split_axes():
     """Every mesh has its own split: the source's is the plan's, the destination's is in the transfer."""
-    mesh, apart = xs.Mesh(x=4, y=2), xs.Mesh(z=8)
+    mesh = xs.Mesh(x=4, y=2)
+    apart = xs.Mesh(z=8)
     inner = xs.plan("a/x b -> a/y b", mesh, (16, 16), "int64")
     assert inner.split
     far = xs.Sharding(xs.Layout.parse("a/z b"), apart, (16, 16))
-    here, there = inner.stages[0].before, inner.stages[-1].after
+    here = inner.stages[0].before
+    there = inner.stages[-1].after
     devices = tuple(range(8)), tuple(range(8, 16))
     into = Transfer(far, here, *devices, inner.profile)
     out = Transfer(there, far, *devices, inner.profile)
@@ -270,7 +306,9 @@ def test_steps_at_either_end_may_split_axes():
     x = np.arange(256).reshape(16, 16)
     for plan in (after, before):
         assert xs.Plan.from_json(plan.to_json()) == plan
-        assert sum(price == other for price in plan.prices for other in inner.prices) >= len(inner.prices)
+        assert sum(price == other for price in plan.prices for other in inner.prices) >= len(
+            inner.prices
+        )
         blocks = xs.reference.run(plan, xs.reference.scatter(x, plan.src, plan.src_mesh))
         assert np.array_equal(xs.reference.gather(blocks, plan.dst, plan.dst_mesh, x.shape), x)
     assert (after.dst_mesh, before.src_mesh, after.split) == (mesh, mesh, ())

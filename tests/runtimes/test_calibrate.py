@@ -25,7 +25,8 @@ LAUNCHES = {"all_gather": 1.5e-5, "all_reduce": 4e-5, "all_to_all": 2.5e-5, "exc
 LAUNCHES |= {"permute": 1e-5, "reduce_scatter": 2e-5}
 TIMES = {"launch_s": tuple(sorted({**LAUNCHES, "other": 4e-5}.items())), "copy_bytes_per_s": 1e10}
 ONE_LINK = xs.Profile("made", "made up", default=xs.Link(3e-6, 2e9), **TIMES)
-SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
+SLOW = xs.Link(9e-6, 1e9)
+FAST = xs.Link(2e-6, 8e9)
 RATES = (("bfloat16", 4e11), ("float32", 1e11))
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
 SWAPPED = replace(ONE_LINK, default=SLOW, axes=(("cp", SLOW), ("dp", FAST)))
@@ -47,7 +48,15 @@ def timed(profile, plans=None):
 @pytest.mark.parametrize(
     "profile",
     [ONE_LINK, TWO_LINKS, SWAPPED, IN_ROUNDS, IN_RINGS, *OVER_NODES],
-    ids=["one link", "two links", "swapped", "rounds", "rings", "half an axis a node", "an axis a node"],
+    ids=[
+        "one link",
+        "two links",
+        "swapped",
+        "rounds",
+        "rings",
+        "half an axis a node",
+        "an axis a node",
+    ],
 )
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
     """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""
@@ -73,7 +82,9 @@ def test_no_constant_is_negative_where_the_best_fit_would_have_one():
 
 def test_the_error_is_the_median_of_absolute_relative_errors():
     exact = timed(ONE_LINK, held_out_plans(MESH, count=3))
-    samples = [s._replace(seconds=s.seconds * f) for s, f in zip(exact, (2.0, 0.8, 1.0), strict=True)]
+    samples = [
+        s._replace(seconds=s.seconds * f) for s, f in zip(exact, (2.0, 0.8, 1.0), strict=True)
+    ]
     errors = [s.error(ONE_LINK) for s in samples]
     assert errors == pytest.approx([-0.5, 0.25, 0.0])
     assert median_error(samples, ONE_LINK) == pytest.approx(0.25)
@@ -81,7 +92,9 @@ def test_the_error_is_the_median_of_absolute_relative_errors():
 
 def test_single_times_that_are_far_too_long_move_no_constant_far():
     """As on a machine that others use: every tenth plan takes ten times as long."""
-    samples = [s._replace(seconds=s.seconds * (1 if i % 10 else 10)) for i, s in enumerate(timed(ONE_LINK))]
+    samples = [
+        s._replace(seconds=s.seconds * (1 if i % 10 else 10)) for i, s in enumerate(timed(ONE_LINK))
+    ]
     found = fit(samples, "made")
     assert math.isclose(found.default.bytes_per_s, ONE_LINK.default.bytes_per_s, rel_tol=0.05)
     assert median_error(samples, found) < 0.02
@@ -112,7 +125,9 @@ def test_held_out_plans_are_the_same_every_time_and_other_than_the_fitted():
     assert not {(p.src, p.dst) for p in plans} & {(p.src, p.dst) for p in fitted_plans(MESH)}
 
 
-@pytest.mark.parametrize("mesh", [xs.Mesh(dp=2), xs.Mesh(dp=3, one=1), xs.Mesh(a=2, b=2, c=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [xs.Mesh(dp=2), xs.Mesh(dp=3, one=1), xs.Mesh(a=2, b=2, c=2)], ids=str
+)
 def test_meshes_with_few_plans_have_enough_of_them(mesh):
     """Over one axis few pairs of layouts communicate; they come again in other sizes."""
     plans = held_out_plans(mesh, SIZES[:3])
@@ -122,17 +137,25 @@ def test_meshes_with_few_plans_have_enough_of_them(mesh):
 
 
 def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
-    plans, asked, reported = fitted_plans(MESH), [], []
+    plans = fitted_plans(MESH)
+    asked = []
+    reported = []
 
     class Answers:
         def ask(self, function, batch, rounds, *, timeout_s, quiet):
             asked.extend(batch)
-            assert (function, rounds, timeout_s) == (torch.function("worker.seconds_of_plans"), 3, 1.0)
+            assert (function, rounds, timeout_s) == (
+                torch.function("worker.seconds_of_plans"),
+                3,
+                1.0,
+            )
             return [plan.cost for plan in batch]
 
     torch = backends.BACKENDS["torch"]
     monkeypatch.setattr(backends.Backend, "process", lambda backend, n_devices: Answers())
-    seconds = calibration.measure(torch, plans, 3, progress=lambda *n: reported.append(n), timeout_s=1.0)
+    seconds = calibration.measure(
+        torch, plans, 3, progress=lambda *n: reported.append(n), timeout_s=1.0
+    )
     assert seconds == [plan.cost for plan in plans]
     assert len(asked) == len(plans) and asked != list(plans)
     assert reported[0] == (0, len(plans)) and reported[-1] == (len(plans), len(plans))
@@ -140,7 +163,8 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
 
 def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
     """On a clock of its own: 2 ms a read and 1 GB/s, and nothing for what was read since it was forgotten."""
-    now, kept = [0.0], set()
+    now = [0.0]
+    kept = set()
     pread = os.pread
 
     def slow(file, n_bytes, at):
@@ -185,7 +209,9 @@ def test_the_shipped_gloo_profile_states_its_errors():
 # --- what is refused
 
 
-ONE_DEVICE = "MeshError: nothing to measure on Mesh(dp=1): it has one device\n  as in --mesh dp=2,cp=2"
+ONE_DEVICE = (
+    "MeshError: nothing to measure on Mesh(dp=1): it has one device\n  as in --mesh dp=2,cp=2"
+)
 
 
 REFUSED = {
@@ -267,9 +293,14 @@ def test_what_the_command_refuses(arguments, message):
 
 @pytest.mark.parametrize(
     ("backend", "devices", "rounds", "more"),
-    [("torch", "gloo processes", False, ("--disk", ".")), ("jax", "host devices", True, ("--plans",))],
+    [
+        ("torch", "gloo processes", False, ("--disk", ".")),
+        ("jax", "host devices", True, ("--plans",)),
+    ],
 )
-def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, monkeypatch, backend, devices, rounds, more):
+def test_two_devices_from_the_command_to_a_priced_plan(
+    tmp_path, monkeypatch, backend, devices, rounds, more
+):
     monkeypatch.setattr(calibration.measure_disk, "__defaults__", (2**22,))
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2, *more)
@@ -278,7 +309,8 @@ def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, monkeypatch, ba
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
         assert line in result.stdout
     fitted = result.stdout.partition("median absolute error")[0]
-    kinds, plans = re.findall(r"^ ?(\w+)  ", fitted, re.M), fitted.count(" -> ")
+    kinds = re.findall(r"^ ?(\w+)  ", fitted, re.M)
+    plans = fitted.count(" -> ")
     if "--plans" in more:
         assert plans == len(kinds) - 1 > 2 * len(set(kinds))  # less the line of heads
     else:

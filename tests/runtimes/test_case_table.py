@@ -67,7 +67,9 @@ def answers(request):
     """The answers of a runtime, by the name of the case."""
     runtime = request.cls.runtime
     names = names_for(runtime)
-    return dict(zip(names, runtime.answers([QUESTIONS[name] for name in names], timeout_s=500), strict=True))
+    return dict(
+        zip(names, runtime.answers([QUESTIONS[name] for name in names], timeout_s=500), strict=True)
+    )
 
 
 class Table:
@@ -78,7 +80,8 @@ class Table:
 
     def test_bytes_are_those_planned(self, answers, counted_name):
         """Counted at torch's process groups and in XLA's optimised programs."""
-        answer, plan = answers[counted_name], QUESTIONS[counted_name].plan
+        answer = answers[counted_name]
+        plan = QUESTIONS[counted_name].plan
         assert answer.forward_bytes == plan.bytes_received
         if plan.src.is_linear:
             assert answer.backward_bytes == plan.backward.bytes_received
@@ -103,10 +106,13 @@ class TestJaxPmap(Table):
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_reference_does_what_the_layouts_say(name):
     """Forward the array stays as it is; backward is the adjoint. For winners see plans/test_max_min.py."""
-    question, plan = QUESTIONS[name], QUESTIONS[name].plan
+    question = QUESTIONS[name]
+    plan = QUESTIONS[name].plan
     answer, [inputs] = in_numpy(question), question.inputs
     x = oracle.gather(inputs, plan.src, plan.mesh, plan.shape)
-    expected = x.transpose([plan.source.layout.names.index(name) for name in plan.target.layout.names])
+    expected = x.transpose(
+        [plan.source.layout.names.index(name) for name in plan.target.layout.names]
+    )
     result = oracle.gather(answer.outputs["output"], plan.dst, plan.mesh, plan.target.shape)
     assert np.array_equal(result, expected)
     if plan.src.is_linear:

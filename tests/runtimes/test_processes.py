@@ -87,7 +87,9 @@ def has_ended(file: Path) -> bool:
     return False
 
 
-def test_what_is_printed_is_shown_or_not(process: Process, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_shown_or_not(
+    process: Process, capsys: pytest.CaptureFixture[str]
+) -> None:
     for quiet, shown in ((True, ""), (False, "counted\n")):
         assert process.ask("asked_functions.length", "four", timeout_s=60.0, quiet=quiet) == 4
         assert capsys.readouterr().err == shown
@@ -97,7 +99,9 @@ def test_an_error_leaves_the_process_to_answer_on(process: Process) -> None:
     with pytest.raises(MeshError, match="no such axis\n  another"):
         process.ask("asked_functions.refuses", timeout_s=60.0)
     message = error_of(process, "fails")
-    assert message.startswith("KeyError in asked_functions.fails\n") and message.endswith("KeyError: 'lost'")
+    assert message.startswith("KeyError in asked_functions.fails\n") and message.endswith(
+        "KeyError: 'lost'"
+    )
     assert "in asked_functions.unpicklable" in error_of(process, "unpicklable")
     assert process.ask("asked_functions.length", "four", timeout_s=60.0) == 4
 
@@ -147,10 +151,14 @@ def test_one_process_per_package_and_environment() -> None:
     ids=["slow", "stands still", "computes for ever", "a process has ended", "no processor time"],
 )
 def test_a_slow_machine_is_no_hang(
-    grace_s: int, measured: bool, phases: list[tuple[int, float, str | None]], monkeypatch: pytest.MonkeyPatch
+    grace_s: int,
+    measured: bool,
+    phases: list[tuple[int, float, str | None]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Phases: seconds, the share of one of two cores, and why the watch then says that it is over."""
-    now_s, spent_s = [0.0], [0.0]
+    now_s = [0.0]
+    spent_s = [0.0]
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(processes, "_CORES", 2)
     watched = Watch(lambda: spent_s[0] if measured else None, 10, grace_s)

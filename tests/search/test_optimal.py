@@ -21,7 +21,17 @@ from xshard.cost.model import price
 from xshard.errors import PlanError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
-from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Mask, Permute, ReduceScatter, Slice
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Slice,
+)
 
 pytestmark = pytest.mark.long
 DIMS = "ab"
@@ -30,7 +40,8 @@ MESHES = [
     for n in (1, 2, 3)
     for sizes in itertools.product((2, 3), repeat=n)
 ]
-NVLINK, INFINIBAND = xs.Link(3e-6, 4e11), xs.Link(14e-6, 5e10)
+NVLINK = xs.Link(3e-6, 4e11)
+INFINIBAND = xs.Link(14e-6, 5e10)
 LAUNCH = (("all_to_all", 2e-5), ("exchange", 2e-5), ("other", 6e-6))
 FLAT = xs.Profile("flat", "test", NVLINK, launch_s=LAUNCH)
 # x crosses nodes: a slow link beside fast ones.
@@ -44,7 +55,9 @@ def layouts(mesh):
         given = dict(zip(mesh.axes, roles, strict=True))
         by_role = {role: [a for a in mesh.axes if given[a] == role] for role in (*DIMS, "sum")}
         for cuts in itertools.product(*(itertools.permutations(by_role[d]) for d in DIMS)):
-            dims = tuple(Dim(d, tuple(Shard((a,)) for a in cut)) for d, cut in zip(DIMS, cuts, strict=True))
+            dims = tuple(
+                Dim(d, tuple(Shard((a,)) for a in cut)) for d, cut in zip(DIMS, cuts, strict=True)
+            )
             found.append(xs.Layout(dims, (("sum", tuple(by_role["sum"])),)))
     return found
 
@@ -74,7 +87,9 @@ def graph(mesh, shape):
     @cache
     def seconds(node, after, profile):
         ends = shardings[node], shardings[after]
-        return min((price(s, *ends, 4, profile).seconds for s in steps(node, after)), default=math.inf)
+        return min(
+            (price(s, *ends, 4, profile).seconds for s in steps(node, after)), default=math.inf
+        )
 
     return shardings, seconds
 
@@ -116,7 +131,9 @@ def allowed(mesh, src, dst, profile):
     changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
     slowest = min(level[a] for a in changing)
     ends = set(src.tagged("sum")) - set(dst.tagged("sum"))
-    relief = [a for a in mesh.axes if src.role(a) == dst.role(a) == () and (ends or level[a] > slowest)]
+    relief = [
+        a for a in mesh.axes if src.role(a) == dst.role(a) == () and (ends or level[a] > slowest)
+    ]
     pinned = [a for a in mesh.axes if a not in changing and a not in relief]
     begins = set(dst.tagged("sum")) - set(src.tagged("sum"))
 
@@ -135,16 +152,22 @@ def least_seconds(mesh, shape, src, dst, profile):
     """Dijkstra over all layouts that hold no block larger than both ends."""
     shardings, seconds_to = graph(mesh, shape)
     largest = max(shardings[end].max_local_size for end in (src, dst))
-    passes, sums = allowed(mesh, src, dst, profile), {node: set(node.tagged("sum")) for node in shardings}
-    inside = [node for node in shardings if passes(node) and shardings[node].max_local_size <= largest]
-    best, queue, tie = {src: 0.0}, [(0.0, 0, src)], itertools.count(1)
+    passes = allowed(mesh, src, dst, profile)
+    sums = {node: set(node.tagged("sum")) for node in shardings}
+    inside = [
+        node for node in shardings if passes(node) and shardings[node].max_local_size <= largest
+    ]
+    best = {src: 0.0}
+    queue = [(0.0, 0, src)]
+    tie = itertools.count(1)
     while queue:
         seconds, _, node = heapq.heappop(queue)
         if node == dst:
             return seconds
         if seconds > best[node]:
             continue
-        ended, begun = sums[src] - sums[node], sums[node] - sums[src]
+        ended = sums[src] - sums[node]
+        begun = sums[node] - sums[src]
         for after in inside:
             # A sum that has ended does not begin again, nor does one end that has begun.
             if not (ended & sums[after] or begun - sums[after]):
@@ -157,7 +180,8 @@ def least_seconds(mesh, shape, src, dst, profile):
 
 def pairs(mesh, nodes, pytestconfig):
     """Pairs of layouts: all on meshes of one and two axes, which are always searched whole."""
-    found, wanted = [(a, b) for a in nodes for b in nodes if a != b], pytestconfig.getoption("pairs")
+    found = [(a, b) for a in nodes for b in nodes if a != b]
+    wanted = pytestconfig.getoption("pairs")
     if len(mesh.axes) < 3 or wanted == "all":
         return found
     return random.Random(str(mesh)).sample(found, min(int(wanted), len(found)))
@@ -173,17 +197,23 @@ PRICED = [
 
 
 @pytest.mark.parametrize("rows", [54 * 8, 54 * 800], ids=["latency", "bandwidth"])
-@pytest.mark.parametrize(("profile", "mesh"), PRICED, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("profile", "mesh"), PRICED, ids=lambda value: getattr(value, "name", str(value))
+)
 def test_no_path_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
     for src, dst in pairs(mesh, graph(mesh, shape)[0], pytestconfig):
         least = least_seconds(mesh, shape, src, dst, profile)
         plan = xs.plan((src, dst), mesh, shape, profile=profile)
-        assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+        assert plan.cost == pytest.approx(least, rel=1e-9), (
+            f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+        )
 
 
 PRIMES = {4: (2, 2), 6: (2, 3)}  # the parts that axes of these sizes have
-DIVISIBLE = [xs.Mesh.parse(text) for text in ("x=4,y=2", "x=2,y=4", "x=6,y=2", "x=4,y=6", "x=2,y=2,z=4")]
+DIVISIBLE = [
+    xs.Mesh.parse(text) for text in ("x=4,y=2", "x=2,y=4", "x=6,y=2", "x=4,y=6", "x=2,y=2,z=4")
+]
 
 
 def least_over_parts(mesh, shape, src, dst, profile):
@@ -205,7 +235,9 @@ def least_over_parts(mesh, shape, src, dst, profile):
     for (sliced, here), (landed, there) in itertools.product(*ends):
         if here.layout != there.layout:
             steps = [*sliced, Permute(there.layout)]
-            gathers = itertools.permutations(AllGather(*cut) for step in landed for cut in step.cuts)
+            gathers = itertools.permutations(
+                AllGather(*cut) for step in landed for cut in step.cuts
+            )
             found += [seconds_of([*steps, *order], start, profile) for order in gathers]
     return min(found)
 
@@ -224,7 +256,8 @@ def seconds_of(steps, here, profile):
     total = 0.0
     for step in steps:
         after = step.after(here)
-        total, here = total + price(step, here, after, 4, profile).seconds, after
+        total = total + price(step, here, after, 4, profile).seconds
+        here = after
     return total
 
 
@@ -234,11 +267,15 @@ def seconds_of(steps, here, profile):
 def test_no_path_over_parts_of_axes_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
     divided = 0
-    for src, dst in pairs(mesh, [node for node in graph(mesh, shape)[0] if not node.tags], pytestconfig):
+    for src, dst in pairs(
+        mesh, [node for node in graph(mesh, shape)[0] if not node.tags], pytestconfig
+    ):
         whole = least_seconds(mesh, shape, src, dst, profile)
         least = min(whole, least_over_parts(mesh, shape, src, dst, profile))
         plan = xs.plan((src, dst), mesh, shape, profile=profile)
-        assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+        assert plan.cost == pytest.approx(least, rel=1e-9), (
+            f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+        )
         assert bool(plan.split) == (least < whole * (1 - 1e-9))
         divided += bool(plan.split)
     assert divided or profile is NODES or len(mesh.axes) == 3

@@ -29,7 +29,11 @@ RNG = np.random.default_rng(0)
         # Beyond the second pole rows are as they were.
         ("h/a w/b -> h/a:halo(5,7,pole(-1)) w/b", "a=2,b=2", (3, 4)),
         # Longitudes that overlap already are rolled too.
-        ("h/a w/b:halo(1,1,periodic) -> h/a:halo(1,1,pole) w/b:halo(1,1,periodic)", "a=2,b=2", (4, 8)),
+        (
+            "h/a w/b:halo(1,1,periodic) -> h/a:halo(1,1,pole) w/b:halo(1,1,periodic)",
+            "a=2,b=2",
+            (4, 8),
+        ),
         # The later dim fills the corners.
         ("h w -> h:halo(1,0,constant(5)) w:halo(1,0,constant(7))", "a=1", (2, 2)),
     ],
@@ -59,7 +63,8 @@ def test_rows_beyond_a_pole_are_rolled_and_negated_wherever_the_longitudes_are()
     x = RNG.integers(-9, 10, (16, 32)).astype(float)
     north, south = (-np.roll(part, 16, axis=1)[::-1] for part in (x[:3], x[-3:]))
     earth = np.pad(np.concatenate([north, x, south]), [(0, 0), (1, 1)], mode="wrap")
-    mesh, text = xs.Mesh(lat=4, lon=2), "h/lat:halo(3,3,pole(w,-1)) w/lon:halo(1,1,periodic)"
+    mesh = xs.Mesh(lat=4, lon=2)
+    text = "h/lat:halo(3,3,pole(w,-1)) w/lon:halo(1,1,periodic)"
     plan = xs.plan(f"h/lat w/lon -> {text}", mesh, x.shape, "float64")
     blocks = xs.reference.run(plan, xs.reference.scatter(x, "h/lat w/lon", mesh))
     for device, block in enumerate(blocks):
@@ -78,14 +83,17 @@ def test_a_cut_of_given_sizes():
     mesh = xs.Mesh(sp=4)
     blocks = xs.reference.scatter(np.arange(8), "s/sizes(sp,3,0,3,2)", mesh)
     assert [b.tolist() for b in blocks] == [[0, 1, 2], [], [3, 4, 5], [6, 7]]
-    halos = xs.reference.scatter(np.arange(8), "s/sizes(sp,3,0,3,2):halo([1,0,1,1],[1,0,1,1])", mesh)
+    halos = xs.reference.scatter(
+        np.arange(8), "s/sizes(sp,3,0,3,2):halo([1,0,1,1],[1,0,1,1])", mesh
+    )
     assert [b.tolist() for b in halos] == [[0, 0, 1, 2, 3], [], [2, 3, 4, 5, 6], [5, 6, 7, 0]]
     same = xs.Sharding(xs.Layout.parse("s/sizes(sp,2,2,2,2)"), mesh, (8,))
     assert str(same.normal) == "s/sp"
 
 
 def test_constants_have_no_derivative():
-    mesh, shape = xs.Mesh(sp=2), (4,)
+    mesh = xs.Mesh(sp=2)
+    shape = (4,)
     plan = xs.plan("h/sp -> h/sp:halo(1,1,constant(3))", mesh, shape, "float64")
     blocks = xs.reference.run(plan.tangent, [np.ones(2), np.ones(2)])
     assert [b.tolist() for b in blocks] == [[0, 1, 1, 1], [1, 1, 1, 0]]
@@ -112,7 +120,10 @@ def test_a_mean_does_not_scale_what_a_boundary_fills_in():
 
 def test_neighbours_exchange_two_messages_per_axis_and_corners_come_along():
     plan = xs.plan("h/a w/b -> h/a:halo(1,1) w/b:halo(1,1)", xs.Mesh(a=3, b=3), (96, 96), "float32")
-    assert [str(s.after.layout) for s in plan.stages] == ["h/a:halo(1,1) w/b", "h/a:halo(1,1) w/b:halo(1,1)"]
+    assert [str(s.after.layout) for s in plan.stages] == [
+        "h/a:halo(1,1) w/b",
+        "h/a:halo(1,1) w/b:halo(1,1)",
+    ]
     assert [hop.messages for s in plan.stages for hop in s.step.traffic(s.before).hops] == [2, 2]
     assert plan.bytes_received == plan.bytes_lower_bound == 4 * (2 * 32 + 2 * 34)
     assert str(plan.backward.stages[0].after.layout) == "h/a:fold(halo(1,1)) w/b"
@@ -123,7 +134,9 @@ def test_other_dims_move_by_collectives_past_an_overlap():
     mesh = xs.Mesh(sp=2, tp=2)
     plan = xs.plan("b h/sp:halo(1,1) c/tp -> b h/sp:halo(1,1) c", mesh, (2, 64, 64), profile="h100")
     assert [str(step) for step in plan.steps] == ["all_gather c/tp"]
-    assert xs.plan("h/sp:halo(1,1) c -> h c/sp", xs.Mesh(sp=2), (8, 8)).steps[-1].kind != "all_gather"
+    assert (
+        xs.plan("h/sp:halo(1,1) c -> h c/sp", xs.Mesh(sp=2), (8, 8)).steps[-1].kind != "all_gather"
+    )
 
 
 def test_overlaps_of_nothing_are_none():
@@ -134,7 +147,10 @@ def test_overlaps_of_nothing_are_none():
 def test_an_axis_whose_blocks_all_hold_everything_may_become_copies():
     """The blocks are the same before and after; what the axis is called is not."""
     plan = xs.plan("h/b:halo(2,2,none) -> h | copy(b)", xs.Mesh(b=2), (2,), "float64")
-    assert [b.tolist() for b in xs.reference.run(plan, [np.array([1.0, 2.0])] * 2)] == [[1, 2], [1, 2]]
+    assert [b.tolist() for b in xs.reference.run(plan, [np.array([1.0, 2.0])] * 2)] == [
+        [1, 2],
+        [1, 2],
+    ]
     apart = [np.array([1.0, 2.0]), np.array([10.0, 20.0])]
     assert [b.tolist() for b in xs.reference.run(plan.backward, apart)] == [[11, 0], [0, 22]]
 
@@ -157,18 +173,24 @@ def test_a_row_held_only_beyond_the_ends():
     mesh = xs.Mesh(sp=1)
     repeated = "h:window(k=2,s=9,p=[3,0],edge)"  # the one row twice, and never in its place
     assert xs.reference.scatter([5.0], repeated, mesh)[0].tolist() == [5, 5]
-    (block,) = xs.reference.run(xs.plan(f"h -> h:fold({repeated[2:]})", mesh, (1,)), [np.float32([5])])
+    (block,) = xs.reference.run(
+        xs.plan(f"h -> h:fold({repeated[2:]})", mesh, (1,)), [np.float32([5])]
+    )
     assert block.tolist() == [5, 0]
     with pytest.raises(PlanError, match="holds row 0"):  # beyond the pole it is another row
         xs.plan("h:window(k=1,s=9,p=1,pole) w -> h w", mesh, (2, 2))
 
 
 def test_plans_with_overlaps_are_told_and_stay_within_memory():
-    expression, mesh, shape = "h/sp w -> h/sp:halo(1,1,periodic) w", xs.Mesh(sp=4), (64, 64)
+    expression = "h/sp w -> h/sp:halo(1,1,periodic) w"
+    mesh = xs.Mesh(sp=4)
+    shape = (64, 64)
     plan = xs.plan(expression, mesh, shape)
     assert xs.Plan.from_json(plan.to_json()) == plan
     assert "direct exchange" in plan.explain()
-    assert xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes).peak_bytes == plan.peak_bytes
+    assert (
+        xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes).peak_bytes == plan.peak_bytes
+    )
     with pytest.raises(PlanError, match="the least any plan needs"):
         xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes - 1)
 
@@ -197,7 +219,10 @@ def test_how_the_outputs_of_a_window_are_cut(text, length, parts, outputs):
 
 ERRORS = [
     ("h/a w -> h/a:halo(1,1,pole(z)) w", "no dim 'z' to roll beyond the pole"),
-    ("h/a w -> h/a:halo(1,1,pole(h)) w", "dim 'h' has the pole and cannot be the dim that is rolled"),
+    (
+        "h/a w -> h/a:halo(1,1,pole(h)) w",
+        "dim 'h' has the pole and cannot be the dim that is rolled",
+    ),
     ("h/a w -> h/a:halo(1,1,pole) w", "beyond a pole, but has 5 rows"),
     ("h/a:window(k=1,s=2) w -> h w", "holds row 3 of dim 'h'"),
     ("h w -> h/a:fold(halo(-1,0)) w", "row 0 of dim 'h' is in no block"),

@@ -19,14 +19,19 @@ from xshard.plans.transfer_search import best_places, relabelled
 @pytest.mark.parametrize("unit", [1, 3, 2**33])
 def test_the_assignment_is_the_best_of_all(unit):
     """Fewest in all; of these the fewest for the busiest, never more than unpermuted; then fewest moves."""
-    rng, bounded = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    bounded = 0
     for _ in range(400):
         n = int(rng.integers(1, 6))
         lacking = rng.integers(0, 5, (n, n)) * unit
 
         def rank(order, lacking=lacking):
             received = [int(lacking[device, place]) for place, device in enumerate(order)]
-            return sum(received), max(received), sum(device != place for place, device in enumerate(order))
+            return (
+                sum(received),
+                max(received),
+                sum(device != place for place, device in enumerate(order)),
+            )
 
         ranks = [rank(order) for order in itertools.permutations(range(n))]
         allowed = [r for r in ranks if r[1] <= rank(range(n))[1]]
@@ -39,7 +44,9 @@ def test_the_assignment_is_the_best_of_all(unit):
 
 def test_a_new_sum_asks_for_one_contribution():
     """Device 1 holds two of three rows: it is the better first, where alone they are needed."""
-    source, target = (xs.Sharding(Layout.parse(text), xs.Mesh(x=2), (3,)) for text in ("n/x", "n | sum(x)"))
+    source, target = (
+        xs.Sharding(Layout.parse(text), xs.Mesh(x=2), (3,)) for text in ("n/x", "n | sum(x)")
+    )
     assert relabelled(source, target, (1, 0), (0, 1)) == (1, 0)
 
 
@@ -49,7 +56,9 @@ def test_what_is_assigned_is_what_devices_lack(move):
     meshes = move["src_mesh"], move["dst_mesh"]
     if meshes[0].n_devices != meshes[1].n_devices:
         return
-    ends = [xs.Sharding(x, m, move["shape"]) for x, m in zip(move["expression"], meshes, strict=True)]
+    ends = [
+        xs.Sharding(x, m, move["shape"]) for x, m in zip(move["expression"], meshes, strict=True)
+    ]
     source, target = (s.with_layout(s.normal) for s in ends)
     if not source.layout.tagged("sum"):
         devices = tuple(range(meshes[0].n_devices))
@@ -68,7 +77,8 @@ def test_relabelling_never_receives_more(move, profile, seed):
     if move["src_mesh"].n_devices != move["dst_mesh"].n_devices:
         return
     move = {**move, "dst_devices": None}
-    plain, plan = planned(move, profile=profile), planned(move, profile=profile, relabel=True)
+    plain = planned(move, profile=profile)
+    plan = planned(move, profile=profile, relabel=True)
     assert sorted(plan.dst_devices) == sorted(plan.src_devices)
     assert plan.bytes_received <= plain.bytes_received
     assert plan.cost <= plain.cost * (1 + 1e-9)
@@ -77,7 +87,8 @@ def test_relabelling_never_receives_more(move, profile, seed):
 
 def test_relabelling_may_leave_nothing_to_move():
     options = ("n/x/y", "n/y/x", "x=2,y=3", "x=2,y=3", (12,))
-    plain, plan = crossing(*options), crossing(*options, relabel=True)
+    plain = crossing(*options)
+    plan = crossing(*options, relabel=True)
     assert plain.bytes_received == 2 * 8
     assert (plan.bytes_received, plan.cost, *map(str, plan.steps)) == (0, 0, "transfer, 0 messages")
     assert plan.dst_devices == (0, 2, 4, 1, 3, 5)

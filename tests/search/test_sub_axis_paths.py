@@ -19,7 +19,8 @@ from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, Redu
 MESH = xs.Mesh(x=4, y=2, z=2)
 # Eight devices a node, and four: of the latter `x` leaves a node half-way.
 NODES = [
-    xs.Profile("nodes", "test", NVLINK, xs.Link(14e-6, 5e10), n, copy_bytes_per_s=1.6e12) for n in (4, 8)
+    xs.Profile("nodes", "test", NVLINK, xs.Link(14e-6, 5e10), n, copy_bytes_per_s=1.6e12)
+    for n in (4, 8)
 ]
 PROFILES = [FLAT, *NODES, xs.load_profile("h100"), xs.load_profile("bandwidth")]
 
@@ -124,7 +125,8 @@ def test_copies_are_told_from_replicas_part_by_part():
 
 
 def test_an_axis_that_holds_addends_is_not_divided():
-    ends, summed = parse_expression("a b | sum(x) -> a b"), (AllReduce(("x_0", "x_1")),)
+    ends = parse_expression("a b | sum(x) -> a b")
+    summed = (AllReduce(("x_0", "x_1")),)
     with pytest.raises(PlanError, match="axis 'x' is divided and holds addends"):
         xs.Plan(*ends, xs.Mesh(x=4, y=2), (8, 8), "float32", summed, split=(("x", (2, 2)),))
 
@@ -139,13 +141,18 @@ def test_a_ring_is_not_divided():
 def test_a_memory_limit_holds_for_divided_plans():
     ends = "a/x b -> a/y b", xs.Mesh(x=4, y=2), (1024, 1024), "int8"
     plan = xs.plan(*ends, profile=FLAT)
-    assert plan.split and xs.plan(*ends, profile=FLAT, memory_limit=plan.peak_bytes).steps == plan.steps
+    assert (
+        plan.split
+        and xs.plan(*ends, profile=FLAT, memory_limit=plan.peak_bytes).steps == plan.steps
+    )
     with pytest.raises(PlanError, match="no plan stays within"):
         xs.plan(*ends, profile=FLAT, memory_limit=plan.peak_bytes // 4)
 
 
 def test_links_named_by_axis_hold_for_parts():
-    slow = replace(FLAT, name="slow", axes=(("x", xs.Link(14e-6, 5e10)),), copy_bytes_per_s=float("inf"))
+    slow = replace(
+        FLAT, name="slow", axes=(("x", xs.Link(14e-6, 5e10)),), copy_bytes_per_s=float("inf")
+    )
     plan = xs.plan("a/x b -> a/y b", xs.Mesh(x=4, y=2), (1024, 1024), "int8", profile=slow)
     assert plan.split
     expected = [6e-6 + 14e-6 + p.received_bytes / 5e10 for p in plan.prices]

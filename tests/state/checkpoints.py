@@ -16,8 +16,10 @@ from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, abort, begin, commit, plan_save, write
 
 Arrays = Mapping[str, NDArray[Any]]
-CUTS, WHOLE = {"w": "o/p i"}, {"**": "..."}
-ONE, TWO = Mesh(one=1), Mesh(p=2)
+CUTS = {"w": "o/p i"}
+WHOLE = {"**": "..."}
+ONE = Mesh(one=1)
+TWO = Mesh(p=2)
 
 
 def arrays(seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -49,12 +51,16 @@ def save(
     """As the processes of all devices do, one after the other."""
     saving = plan_save(sources(these, cuts, mesh, dtype), names, **options)
     blocks = {
-        name: reference.scatter(x, saving.sources[name].sharding.layout, mesh) for name, x in these.items()
+        name: reference.scatter(x, saving.sources[name].sharding.layout, mesh)
+        for name, x in these.items()
     }
-    token, sums = begin(saving, folder), dict[str, list[Any]]()
+    token = begin(saving, folder)
+    sums = dict[str, list[Any]]()
     try:
         for process in range(mesh.n_devices):
-            written = write(saving, folder, token, process, lambda n, d, _: blocks[n][d], lambda _: None)
+            written = write(
+                saving, folder, token, process, lambda n, d, _: blocks[n][d], lambda _: None
+            )
             for name, boxes in written.items():
                 sums.setdefault(name, []).extend(boxes)
         commit(saving, folder, token, sums)
@@ -68,8 +74,11 @@ def load(
 ) -> dict[str, list[NDArray[Any]]]:
     """The blocks of all devices."""
     with open_checkpoint(folder) as checkpoint:
-        loads, devices = plan_load(checkpoint, rules, mesh, names), range(mesh.n_devices)
-        return {name: [read_block(checkpoint, each, d) for d in devices] for name, each in loads.items()}
+        loads = plan_load(checkpoint, rules, mesh, names)
+        devices = range(mesh.n_devices)
+        return {
+            name: [read_block(checkpoint, each, d) for d in devices] for name, each in loads.items()
+        }
 
 
 class Runs:

@@ -119,7 +119,8 @@ def padded(length: int, multiple: int, axes: str, parts: int) -> str:
 
 def to_vllm(m: Model, trainer: str) -> Names:
     """From a trainer's names to vLLM's. Segments of `qkv_proj` have vLLM's `shard_id` at the end."""
-    layer, served = {"megatron": "decoder.layers.*.", "fsdp": "model.layers.*."}[trainer], "model.layers.*."
+    layer = {"megatron": "decoder.layers.*.", "fsdp": "model.layers.*."}[trainer]
+    served = "model.layers.*."
     relations = []
     qkv = [served + f"self_attn.qkv_proj.{kind}.{{}}" for kind in ("weight", "bias")[: 1 + m.bias]]
     if trainer == "fsdp":
@@ -129,22 +130,29 @@ def to_vllm(m: Model, trainer: str) -> Names:
             relations.append(concat(gate_up, f"{served}{part}.gate_up_proj.weight"))
         for text in () if m.mla[1] else qkv:
             kind = text.split(".")[-2]
-            relations += [rename(f"{layer}self_attn.{x}_proj.{kind}", text.format(x)) for x in "qkv"]
+            relations += [
+                rename(f"{layer}self_attn.{x}_proj.{kind}", text.format(x)) for x in "qkv"
+            ]
         if m.mla[0]:
             down = [f"{layer}self_attn.{x}.weight" for x in ("q_a_proj", "kv_a_proj_with_mqa")]
             relations.append(concat(down, f"{served}self_attn.fused_qkv_a_proj.weight"))
         if m.experts:
-            left, right = "{gate_up_proj,down_proj}", "{w13_weight,w2_weight}"
+            left = "{gate_up_proj,down_proj}"
+            right = "{w13_weight,w2_weight}"
             relations.append(rename(f"{layer}mlp.experts.{left}", f"{served}mlp.experts.{right}"))
         return Names(*relations, rename("**", "**"))
-    attention, rows = f"{layer}self_attention.", (m.heads // m.kv_heads * m.head, m.head, m.head)
+    attention = f"{layer}self_attention."
+    rows = (m.heads // m.kv_heads * m.head, m.head, m.head)
     for text in () if m.mla[1] else qkv:
         kind = text.split(".")[-2]
-        relations.append(split(f"{attention}linear_qkv.{kind}", [text.format(x) for x in "qkv"], rows=rows))
+        relations.append(
+            split(f"{attention}linear_qkv.{kind}", [text.format(x) for x in "qkv"], rows=rows)
+        )
     if m.mla[0]:
         down = [f"{attention}linear_{x}_down_proj.weight" for x in ("q", "kv")]
         relations.append(concat(down, f"{served}self_attn.fused_qkv_a_proj.weight"))
-    there, norm = f"{served}self_attn.", f"{served}post_attention_layernorm.weight"
+    there = f"{served}self_attn."
+    norm = f"{served}post_attention_layernorm.weight"
     pairs = {
         f"{attention}linear_proj.weight": f"{there}o_proj.weight",
         f"{attention}linear_q_proj.weight": f"{there}q_proj.weight",
@@ -162,14 +170,18 @@ def to_vllm(m: Model, trainer: str) -> Names:
         "output_layer.weight": "lm_head.weight",
     }
     for part in ("mlp", "mlp.shared_experts"):
-        pairs[f"{layer}{part}.linear_{{fc1,fc2}}.weight"] = f"{served}{part}.{{gate_up,down}}_proj.weight"
+        pairs[f"{layer}{part}.linear_{{fc1,fc2}}.weight"] = (
+            f"{served}{part}.{{gate_up,down}}_proj.weight"
+        )
     return Names(*relations, *(rename(a, b, optional=True) for a, b in pairs.items()))
 
 
 def megatron(m: Model, tp: str, ep: str, etp: str, vocab: str) -> Iterator[Weight]:
     """Megatron core's arrays; axes by the names of its groups. vocab: the shard of the vocabulary."""
     h, (q, kv, nope, rope, v), layer = m.hidden, m.mla, "decoder.layers.*."
-    a, qkv, width = f"{layer}self_attention.", (m.heads + 2 * m.kv_heads) * m.head, m.heads * m.head
+    a = f"{layer}self_attention."
+    qkv = (m.heads + 2 * m.kv_heads) * m.head
+    width = m.heads * m.head
     yield Weight("embedding.word_embeddings.weight", (m.vocab, h), f"o{vocab} i")
     if kv:
         width = m.heads * v
@@ -195,7 +207,8 @@ def megatron(m: Model, tp: str, ep: str, etp: str, vocab: str) -> Iterator[Weigh
     if m.experts:
         yield Weight(f"{layer}pre_mlp_layernorm.weight", (h,), "o")
         yield Weight(f"{layer}mlp.router.weight", (m.experts, h), "o i")
-        fc1, n = f"e/{ep} o/{fused(etp, m.expert)} i", m.experts
+        fc1 = f"e/{ep} o/{fused(etp, m.expert)} i"
+        n = m.experts
         yield Weight(f"{layer}mlp.experts.linear_fc1.weight", (n, 2 * m.expert, h), fc1)
         yield Weight(f"{layer}mlp.experts.linear_fc2.weight", (n, h, m.expert), f"e/{ep} o i/{etp}")
     if m.shared:
@@ -215,13 +228,11 @@ def fused(axes: str, each: int) -> str:
 def fsdp(m: Model) -> Iterator[Weight]:
     """The arrays of transformers, cut over `tp` by tensor parallelism, and then over `fsdp`."""
     h, (q, kv, nope, rope, v), layer = m.hidden, m.mla, "model.layers.*."
-    a, width, rows, cols, whole = (
-        f"{layer}self_attn.",
-        m.heads * m.head,
-        "o/tp/fsdp i",
-        "o/fsdp i/tp",
-        "o/fsdp",
-    )
+    a = f"{layer}self_attn."
+    width = m.heads * m.head
+    rows = "o/tp/fsdp i"
+    cols = "o/fsdp i/tp"
+    whole = "o/fsdp"
     yield Weight("model.embed_tokens.weight", (m.vocab, h), rows)
     yield Weight(f"{layer}input_layernorm.weight", (h,), whole)
     yield Weight(f"{layer}post_attention_layernorm.weight", (h,), whole)
@@ -241,14 +252,19 @@ def fsdp(m: Model) -> Iterator[Weight]:
             if m.bias:
                 yield Weight(f"{a}{x}_proj.bias", (n * m.head,), "o/tp/fsdp")
     yield Weight(f"{a}o_proj.weight", (h, width), cols)
-    for part, n in (("mlp", 0 if m.experts and not m.dense else m.mlp), ("mlp.shared_experts", m.shared)):
+    for part, n in (
+        ("mlp", 0 if m.experts and not m.dense else m.mlp),
+        ("mlp.shared_experts", m.shared),
+    ):
         if n:
             for x in ("gate", "up"):
                 yield Weight(f"{layer}{part}.{x}_proj.weight", (n, h), rows)
             yield Weight(f"{layer}{part}.down_proj.weight", (h, n), cols)
     if m.experts:
         yield Weight(f"{layer}mlp.gate.weight", (m.experts, h), f"{whole} i")
-        yield Weight(f"{layer}mlp.experts.gate_up_proj", (m.experts, 2 * m.expert, h), "e/tp o/fsdp i")
+        yield Weight(
+            f"{layer}mlp.experts.gate_up_proj", (m.experts, 2 * m.expert, h), "e/tp o/fsdp i"
+        )
         yield Weight(f"{layer}mlp.experts.down_proj", (m.experts, h, m.expert), "e/tp o/fsdp i")
     yield Weight("model.norm.weight", (h,), whole)
     if not m.tied:
@@ -269,7 +285,9 @@ def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer
     src_mesh: fsdp, tp; or pp, dp, ed, t, et, of which t x et is tp, ed x t is ep, and et is etp.
     dst_mesh: dp, kv, rep, of which kv x rep is tp; experts are over all three.
     """
-    n_layers, found, here = m.layers, Shapes(), dict[str, str]()
+    n_layers = m.layers
+    found = Shapes()
+    here = dict[str, str]()
     stages = src_mesh.size("pp") if trainer == "megatron" else 1
     if trainer == "megatron":
         tp = src_mesh.size("t", "et")
@@ -298,7 +316,9 @@ def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer
         "**.qkv_proj.bias.q": "o/(kv,rep)",
         "**.qkv_proj.weight.{k,v}": "o/kv i",
         "**.qkv_proj.bias.{k,v}": "o/kv",
-        **dict.fromkeys(("**.q_proj.weight", "**.q_b_proj.weight", "**.kv_b_proj.weight"), "o/(kv,rep) i"),
+        **dict.fromkeys(
+            ("**.q_proj.weight", "**.q_b_proj.weight", "**.kv_b_proj.weight"), "o/(kv,rep) i"
+        ),
         **dict.fromkeys(("**.o_proj.weight", "**.down_proj.weight"), "o i/(kv,rep)"),
         "**.shared_experts.gate_up_proj.weight": f"o/block(kv,rep,{m.shared},{m.shared}) i",
         "**.mlp.gate_up_proj.weight": f"o/block(kv,rep,{m.mlp},{m.mlp}) i",
@@ -308,9 +328,15 @@ def transfer(m: Model, trainer: str, src_mesh: Mesh, dst_mesh: Mesh) -> Transfer
     used = {
         p
         for p in there
-        if any(match_stars(one, name) is not None for one in spellings(p) for name in names.resolve(found))
+        if any(
+            match_stars(one, name) is not None
+            for one in spellings(p)
+            for name in names.resolve(found)
+        )
     }
-    there = {pattern: layout for pattern, layout in there.items() if pattern in used} | {"**": "..."}
+    there = {pattern: layout for pattern, layout in there.items() if pattern in used} | {
+        "**": "..."
+    }
     return Transfer(found, (here, there), names, src_mesh, dst_mesh)
 
 

@@ -128,7 +128,9 @@ INDEXES = {
 @pytest.mark.parametrize("what", INDEXES)
 def test_an_index(what: str, tmp_path: Path) -> None:
     weight_map, message = INDEXES[what]
-    (tmp_path / "x.safetensors").write_bytes(packed({"w": entry([5], 0, 20), "u": entry([1], 20, 24)}, F32))
+    (tmp_path / "x.safetensors").write_bytes(
+        packed({"w": entry([5], 0, 20), "u": entry([1], 20, 24)}, F32)
+    )
     (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     with pytest.raises(FileError) as raised:
         open_checkpoint(tmp_path)
@@ -142,12 +144,15 @@ def test_an_array_in_two_files_and_two_indexes(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
-    with pytest.raises(FileError, match=r"2 indexes: a.safetensors.index.json, b.safetensors.index.json"):
+    with pytest.raises(
+        FileError, match=r"2 indexes: a.safetensors.index.json, b.safetensors.index.json"
+    ):
         open_checkpoint(tmp_path)
 
 
 def test_links_out_of_the_folder(tmp_path: Path) -> None:
-    folder, other = tmp_path / "folder", tmp_path / "x.safetensors"
+    folder = tmp_path / "folder"
+    other = tmp_path / "x.safetensors"
     folder.mkdir()
     other.write_bytes(packed(WHOLE, F32))
     (folder / "x.safetensors").symlink_to(other)
@@ -203,13 +208,17 @@ def there(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("call", range(5))
-@pytest.mark.parametrize(("module", "function"), [(saving, "_reserve"), (os, "pwrite"), (os, "fsync")])
+@pytest.mark.parametrize(
+    ("module", "function"), [(saving, "_reserve"), (os, "pwrite"), (os, "fsync")]
+)
 def test_a_disk_that_fails_at_a_call(
     module: Any, function: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call of the operating system, in turn: before the index has its name nothing is changed."""
     save(tmp_path, arrays())
-    before, calls, original = there(tmp_path), [0], getattr(module, function)
+    before = there(tmp_path)
+    calls = [0]
+    original = getattr(module, function)
 
     def failing(*arguments: Any) -> Any:
         calls[0] += 1
@@ -224,7 +233,11 @@ def test_a_disk_that_fails_at_a_call(
     except FileError as error:
         said = str(error)
     monkeypatch.undo()
-    assert 0 < calls[0] <= call if not said else (calls[0] == call + 1 and "No space left on device" in said)
+    assert (
+        0 < calls[0] <= call
+        if not said
+        else (calls[0] == call + 1 and "No space left on device" in said)
+    )
     is_new = not said or "the new checkpoint is in its place" in said
     assert all(np.array_equal(load(tmp_path)[name][0], x) for name, x in arrays(is_new).items())
     assert is_new or there(tmp_path) == before

@@ -27,7 +27,15 @@ from xshard.state.llama import named
 from xshard.state.names import names_from_json, names_to_json
 
 MESH = Mesh(dp=2, tp=2)
-LAYOUTS = ["o i", "o/tp i", "o i/tp", "o/tp i/dp", "o/dp/tp i", "o/zigzag(tp) i", "o/cyclic(tp,1) i"]
+LAYOUTS = [
+    "o i",
+    "o/tp i",
+    "o i/tp",
+    "o/tp i/dp",
+    "o/dp/tp i",
+    "o/zigzag(tp) i",
+    "o/cyclic(tp,1) i",
+]
 LAYOUTS += ["o/(tp,dp) i"]
 SHAPES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "e.0": (4, 3), "e.1": (4, 3), "gate_up": (8, 6)}
 SHAPES |= {"odd": (7, 5, 2)}  # of three dims, whose cycle is not its own inverse
@@ -85,7 +93,9 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, names: Names | None)
         assert checkpoint.mesh == MESH and checkpoint.constants == {"step": 3}
         assert names is None or checkpoint.names.relations == names.relations
         if names is None:
-            assert checkpoint.layouts == {n: Layout(x) for n, x in layouts.items() if Layout(x).axes}
+            assert checkpoint.layouts == {
+                n: Layout(x) for n, x in layouts.items() if Layout(x).axes
+            }
         else:
             assert checkpoint.layouts == {"turned": Layout("i c o/cyclic(tp,1)")}
         assert verify(checkpoint) == sum(len(s) for s in checkpoint.sums.values()) > len(checkpoint)
@@ -128,7 +138,9 @@ def test_the_next_save_makes_room_first(tmp_path: Path) -> None:
     old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     saving = plan_save(cut({}), shard_bytes=200)
     unfinished = tmp_path / f".saving-{begin(saving, tmp_path)}"
-    (unfinished / saving.shards[0].name).rename(tmp_path / "model-0123abcd-00001-of-00009.safetensors")
+    (unfinished / saving.shards[0].name).rename(
+        tmp_path / "model-0123abcd-00001-of-00009.safetensors"
+    )
     again = begin(saving, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*old, f".saving-{again}"}
     abort(tmp_path, again)
@@ -146,7 +158,12 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         ({"__metadata__": source}, {}, FileError, "an array is called '__metadata__'"),
         ({"w": source}, {"shard_bytes": 1.5}, PlanError, r"shard_bytes is 1\.5"),
         ({"w": source}, {"constants": {"a": {1}}}, XshardError, "constants: Object of type set"),
-        ({"x": source._replace(dtype="complex128")}, {}, DtypeError, "x: safetensors has no complex128"),
+        (
+            {"x": source._replace(dtype="complex128")},
+            {},
+            DtypeError,
+            "x: safetensors has no complex128",
+        ),
     ):
         with pytest.raises(error, match=message):
             plan_save(written, **options)
@@ -159,7 +176,8 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_one_save_at_a_time(tmp_path: Path) -> None:
     """Another would take this one's files for leftovers; and the index is JSON whatever the constants are."""
     here = {name: source._replace(processes=[0] * 4) for name, source in cut({}).items()}
-    saving, refused = plan_save(here, constants={"best": -math.inf}), []
+    saving = plan_save(here, constants={"best": -math.inf})
+    refused = []
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         if not refused:
@@ -188,23 +206,35 @@ def test_replicas_read_a_part_each_where_the_disk_is_slow(tmp_path: Path) -> Non
     target = Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 4096))
     fast = load_profile("h100")
     assert source_sharding(target, "bfloat16", fast) == target
-    assert str(source_sharding(target, "bfloat16", replace(fast, disk=Link(1e-4, 5e9))).layout) == "o/tp/dp i"
+    assert (
+        str(source_sharding(target, "bfloat16", replace(fast, disk=Link(1e-4, 5e9))).layout)
+        == "o/tp/dp i"
+    )
     assert source_sharding(target, "bfloat16", replace(fast, disk=Link(1e-4, 1e15))) == target
     slow = replace(fast, name="slow", disk=Link(1e-4, 5e9))
     (tmp_path / "slow.json").write_text(slow.to_json())
     assert load_profile(tmp_path / "slow.json") == slow
 
 
-@pytest.mark.parametrize("text", ["llama-to-flax", "llama-to-fused:4,2,8", "llama-to-megatron:4,2,8"])
+@pytest.mark.parametrize(
+    "text", ["llama-to-flax", "llama-to-fused:4,2,8", "llama-to-megatron:4,2,8"]
+)
 def test_names_of_llama_there_and_back_and_as_json(text: str) -> None:
     layer = {f"self_attn.{x}_proj.weight": (n, 16) for x, n in (("q", 32), ("k", 16), ("v", 16))}
     layer |= {f"mlp.{x}_proj.weight": (24, 16) for x in ("gate", "up")}
     layer |= {"self_attn.o_proj.weight": (16, 32), "mlp.down_proj.weight": (16, 24)}
     layer |= {"input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,)}
     shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (50, 16), "model.norm.weight": (16,), "lm_head.weight": (50, 16)}
-    model = {name: np.random.default_rng(i).normal(size=s) for i, (name, s) in enumerate(shapes.items())}
-    names, verb = named(text), text.partition(":")
+    shapes |= {
+        "model.embed_tokens.weight": (50, 16),
+        "model.norm.weight": (16,),
+        "lm_head.weight": (50, 16),
+    }
+    model = {
+        name: np.random.default_rng(i).normal(size=s) for i, (name, s) in enumerate(shapes.items())
+    }
+    names = named(text)
+    verb = text.partition(":")
     there = names_from_json(json.loads(json.dumps(names_to_json(names)))).apply(model)
     back = named("-to-".join(verb[0].split("-to-")[::-1]) + verb[1] + verb[2]).apply(there)
     assert back.keys() == model.keys() and there.keys() != model.keys()

@@ -74,7 +74,8 @@ def has(folder: Path, expected: dict[str, np.ndarray]) -> bool:
 def test_a_killed_save(fresh: bool, tmp_path: Path) -> None:
     """Leaves the old checkpoint or the new one, whole; the next save leaves nothing but its own."""
     old, new, next_one = (arrays(seed) for seed in range(3))
-    seen, dry = set(), tmp_path / "dry"
+    seen = set()
+    dry = tmp_path / "dry"
     if not fresh:
         save(dry, old)
     for i, moment in enumerate(moments(lambda: save(dry, new), "commit", fresh)):
@@ -92,7 +93,10 @@ def test_a_killed_save(fresh: bool, tmp_path: Path) -> None:
             seen.add("new" if is_new else "old")
         save(folder, next_one)
         assert has(folder, next_one)
-        assert {path.name for path in folder.iterdir()} == {INDEX, *open_checkpoint(folder).places.values()}
+        assert {path.name for path in folder.iterdir()} == {
+            INDEX,
+            *open_checkpoint(folder).places.values(),
+        }
     assert seen == {"new", "nothing" if fresh else "old"}
 
 

@@ -15,7 +15,8 @@ from xshard.state.names import names_from_json, names_to_json
 
 def arrays(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Arrays whose elements are all different."""
-    found, start = {}, 0
+    found = {}
+    start = 0
     for name, shape in shapes.items():
         size = int(np.prod(shape))
         found[name.replace("__", ".")] = np.arange(start, start + size).reshape(shape)
@@ -31,7 +32,9 @@ def check_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 def test_renamed_and_transposed() -> None:
     tree = arrays(l__0__q=(4, 2), l__0__k=(2, 3), l__1__q=(4, 2), l__1__k=(2, 3), norm=(5,))
-    names = Names(rename("l.*.{q,k}", "layers_*.{query,key}.kernel", "o i -> i o"), rename("**", "**"))
+    names = Names(
+        rename("l.*.{q,k}", "layers_*.{query,key}.kernel", "o i -> i o"), rename("**", "**")
+    )
     check_equal(
         names.apply(tree),
         {
@@ -71,16 +74,24 @@ def test_stacked_by_number_not_by_letter() -> None:
 def test_the_inverse_brings_every_element_back(data: st.DataObject) -> None:
     """And every element there has one origin: the sorted elements are the same."""
     order = data.draw(st.sampled_from([None, "a b -> b a"]))
-    dim, groups = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 3))
+    dim = data.draw(st.integers(0, 1))
+    groups = data.draw(st.integers(1, 3))
     rows = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     in_turn = data.draw(st.booleans()) and len(rows) > 1 and min(rows) > 0
     cut = dim if order is None else 1 - dim
     shapes = [tuple(n * groups if d == cut else 2 for d in range(2)) for n in rows]
     tree = arrays(
-        **{f"p{i}": shape for i, shape in enumerate(shapes)}, **{f"s__{i}": (2, 2) for i in range(2)}
+        **{f"p{i}": shape for i, shape in enumerate(shapes)},
+        **{f"s__{i}": (2, 2) for i in range(2)},
     )
     names = Names(
-        concat([f"p{i}" for i in range(len(rows))], "w", dim, rows=rows if in_turn else None, order=order),
+        concat(
+            [f"p{i}" for i in range(len(rows))],
+            "w",
+            dim,
+            rows=rows if in_turn else None,
+            order=order,
+        ),
         stack("s.*", "s", data.draw(st.integers(0, 2))),
     )
     there = names.apply(tree)
@@ -106,7 +117,9 @@ def test_parts_of_unknown_rows_are_no_equal_parts() -> None:
         if q == 8:
             assert [len(x) for x in names.inverse.apply(there).values()] == [8, 2]
     for unknown in (names.inverse, Names(concat(["*.q", "*.k"], "*.qk")).inverse):
-        with pytest.raises(ShapeError, match=r"\(10,\) does not say the rows of each part\n  give rows="):
+        with pytest.raises(
+            ShapeError, match=r"\(10,\) does not say the rows of each part\n  give rows="
+        ):
             unknown.resolve({"a.qk": (10,)})
 
 
@@ -120,16 +133,36 @@ def test_a_cast_is_part_of_the_mapping_and_has_no_inverse() -> None:
 @pytest.mark.parametrize(
     ("names", "shapes", "reason"),
     [
-        (Names(rename("a", "b"), rename("x.*", "y.*")), {"a": (2,)}, r"'x.\* -> y.\*' fits no name"),
-        (Names(rename("a", "c"), rename("b", "c")), {"a": (2,), "b": (2,)}, "c would have two origins"),
+        (
+            Names(rename("a", "b"), rename("x.*", "y.*")),
+            {"a": (2,)},
+            r"'x.\* -> y.\*' fits no name",
+        ),
+        (
+            Names(rename("a", "c"), rename("b", "c")),
+            {"a": (2,), "b": (2,)},
+            "c would have two origins",
+        ),
         (Names(concat(["*.q", "*.k"], "*.qk")), {"l.q": (2,)}, "there is no l.k"),
         (Names(concat(["q", "q"], "qq")), {"q": (2,)}, "there is no q any more"),
-        (Names(concat(["q", "k"], "qk")), {"q": (2, 3), "k": (2, 4)}, "cannot be joined along dim 0"),
+        (
+            Names(concat(["q", "k"], "qk")),
+            {"q": (2, 3), "k": (2, 4)},
+            "cannot be joined along dim 0",
+        ),
         (Names(rename("w", "v", "o i -> i o")), {"w": (4,)}, "an order of 2 dims"),
         (Names(rename("w", "v", "o i -> i o")).inverse, {"v": (4, 2, 3)}, "an order of 2 dims"),
-        (Names(unstack("w", "w.*", 3)), {"w": (4,)}, r"w of shape \(4,\) cannot be split along dim 3"),
+        (
+            Names(unstack("w", "w.*", 3)),
+            {"w": (4,)},
+            r"w of shape \(4,\) cannot be split along dim 3",
+        ),
         (Names(split("w", ["a", "b"], -1)), {"w": (4,)}, "cannot be split along dim -1"),
-        (Names(rename("a.{q,kk}", "b.{q,kk}")), {"a.q": (2,), "a.k": (2,)}, "'a.kk': did you mean 'k'"),
+        (
+            Names(rename("a.{q,kk}", "b.{q,kk}")),
+            {"a.q": (2,), "a.k": (2,)},
+            "'a.kk': did you mean 'k'",
+        ),
     ],
 )
 def test_what_has_no_origin_or_two_is_named(names: Names, shapes: dict, reason: str) -> None:
@@ -139,7 +172,9 @@ def test_what_has_no_origin_or_two_is_named(names: Names, shapes: dict, reason: 
 
 def test_dtypes_that_would_be_mixed_are_an_error() -> None:
     with pytest.raises(ShapeError, match="q and k are bfloat16 and float32"):
-        Names(concat(["q", "k"], "qk")).resolve({"q": (2,), "k": (2,)}, {"q": "float32", "k": "bfloat16"})
+        Names(concat(["q", "k"], "qk")).resolve(
+            {"q": (2,), "k": (2,)}, {"q": "float32", "k": "bfloat16"}
+        )
 
 
 @pytest.mark.parametrize(

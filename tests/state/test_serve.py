@@ -21,7 +21,11 @@ Arrays = dict[str, NDArray[np.int32]]
 def meshes(m: Model, trainer: str, ranks: int) -> tuple[Mesh, Mesh]:
     """A trainer's mesh and a server's, of so many ranks each. Megatron's tp divides the heads of keys."""
     most = max(tp for tp in (1, 2, 4, 8, 16, 32) if m.heads % tp == 0 and tp <= ranks // 2)
-    keys = most if m.mla[1] else max(tp for tp in (1, 2, 4, 8, 16, 32) if m.kv_heads % tp == 0 and tp <= most)
+    keys = (
+        most
+        if m.mla[1]
+        else max(tp for tp in (1, 2, 4, 8, 16, 32) if m.kv_heads % tp == 0 and tp <= most)
+    )
     tp = min(keys, 8)
     stages = 2 if ranks >= 16 and m.layers >= 4 else 1
     left = ranks // tp // stages
@@ -36,14 +40,17 @@ def planned(t: Transfer, apart: bool) -> TreePlan:
     n = t.src_mesh.n_devices * apart
     devices = {"dst_devices": range(n, n + t.dst_mesh.n_devices)}
     ends = {"src_mesh": t.src_mesh, "dst_mesh": t.dst_mesh} | devices
-    return plan_transfer(t.shapes, t.rules, names=t.names, dtypes=dict.fromkeys(t.shapes, "bfloat16"), **ends)
+    return plan_transfer(
+        t.shapes, t.rules, names=t.names, dtypes=dict.fromkeys(t.shapes, "bfloat16"), **ends
+    )
 
 
 def test_published_models_arrive_at_the_bound() -> None:
     """Two layers of each: all others are as these. A rank of the server receives its block, and no more."""
     assert len(MODELS) == 40
     for i, (name, model) in enumerate(MODELS.items()):
-        trainer, few = ("megatron", "fsdp")[i % 2], replace(model, layers=2, dense=min(model.dense, 1))
+        trainer = ("megatron", "fsdp")[i % 2]
+        few = replace(model, layers=2, dense=min(model.dense, 1))
         t = transfer(few, trainer, *meshes(few, trainer, 8))
         plan = planned(t, apart=True)
         blocks = [sum(np.prod(a.sharding.local_shape(d)) for a in plan.arrays) for d in range(8)]
@@ -88,17 +95,19 @@ def to_megatron(m: Model, weights: Arrays) -> Arrays:
     for name, x in weights.items():
         layer, part = split_name(name)
         there = layer.replace("model", "decoder")
-        routed, attention = (
-            m.experts and int(layer.split(".")[2] or 0) >= m.dense if layer else 0,
-            f"{there}self_attention.",
-        )
+        routed = m.experts and int(layer.split(".")[2] or 0) >= m.dense if layer else 0
+        attention = f"{there}self_attention."
         if (stem := part.removesuffix(".weight")) in names:
             found[f"{there}{names[stem]}.weight"] = x
         elif stem == "input_layernorm":
-            found[f"{there}{stem}.weight" if m.mla[1] else f"{attention}linear_qkv.layer_norm_weight"] = x
+            found[
+                f"{there}{stem}.weight" if m.mla[1] else f"{attention}linear_qkv.layer_norm_weight"
+            ] = x
         elif stem == "post_attention_layernorm":
             found[
-                f"{there}pre_mlp_layernorm.weight" if routed else f"{there}mlp.linear_fc1.layer_norm_weight"
+                f"{there}pre_mlp_layernorm.weight"
+                if routed
+                else f"{there}mlp.linear_fc1.layer_norm_weight"
             ] = x
         elif stem.split(".")[-1] in norms:
             found[f"{attention}{norms[stem.split('.')[-1]]}.layer_norm_weight"] = x
@@ -130,7 +139,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def served(m: Model, weights: Arrays, mesh: Mesh, rank: int) -> Arrays:
     """vLLM's parameters of a rank, as its loaders fill them: they narrow whole arrays, segment by segment."""
-    tp, keys = mesh.size("kv", "rep"), mesh.size("kv")
+    tp = mesh.size("kv", "rep")
+    keys = mesh.size("kv")
     me = rank % tp
     vocab = slice(me * (each := -(-m.vocab // 64) * 64 // tp), (me + 1) * each)
     mine = np.array_split(np.arange(m.experts), mesh.n_devices)[rank]
@@ -167,7 +177,8 @@ def served(m: Model, weights: Arrays, mesh: Mesh, rank: int) -> Arrays:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_element_arrives_in_its_place(name: str, trainer: str) -> None:
     """The server on the devices of the trainer: a rank receives what the trainer's block there has not."""
-    m, keys = SMALL[name], min(SMALL[name].kv_heads, 4)
+    m = SMALL[name]
+    keys = min(SMALL[name].kv_heads, 4)
     dst_mesh = Mesh(dp=2, kv=keys, rep=4 // keys)
     src_mesh = Mesh(fsdp=4, tp=2) if trainer == "fsdp" else Mesh(pp=2, dp=1, ed=2, t=1, et=2)
     shapes = transfer(m, "fsdp", Mesh(fsdp=4, tp=2), dst_mesh).shapes
@@ -185,7 +196,8 @@ def test_every_element_arrives_in_its_place(name: str, trainer: str) -> None:
         key: xs.reference.scatter(trained[key], a.sharding.layout, src_mesh)
         for key, a in plan.sources.items()
     }
-    found, lacking = run_tree(plan, blocks), []
+    found = run_tree(plan, blocks)
+    lacking = []
     for rank in range(8):
         expected = served(m, weights, dst_mesh, rank)
         assert found.keys() == expected.keys()

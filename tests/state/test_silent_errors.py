@@ -17,11 +17,15 @@ from xshard.state.files import open_checkpoint
 from xshard.state.files.checkpoint import diff_checkpoints
 from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
 
-HEADS, KV_HEADS, HEAD = 4, 2, 8
+HEADS = 4
+KV_HEADS = 2
+HEAD = 8
 ROWS = HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD
 QKV = [f"attn.{x}" for x in "qkv"]
 FUSED = Names(
-    concat(QKV, "attn.qkv", rows=ROWS), concat(["mlp.gate", "mlp.up"], "mlp.gate_up"), rename("**", "**")
+    concat(QKV, "attn.qkv", rows=ROWS),
+    concat(["mlp.gate", "mlp.up"], "mlp.gate_up"),
+    rename("**", "**"),
 )
 SHAPES = {
     **dict(zip(QKV, ((n, 16) for n in ROWS), strict=True)),
@@ -44,32 +48,44 @@ def refused(error: type[Exception], message: str, work: Any, *arguments: Any) ->
 
 
 def refused_shape(
-    folder: Path, name: str, stored: tuple[int, ...], shape: tuple[int, ...], names: Names | None = None
+    folder: Path,
+    name: str,
+    stored: tuple[int, ...],
+    shape: tuple[int, ...],
+    names: Names | None = None,
 ) -> None:
     with open_checkpoint(folder) as checkpoint:
-        made, here = stored_as(checkpoint, names)[name], Sharding(Layout.parse("o i"), Mesh(tp=1), shape)
+        made = stored_as(checkpoint, names)[name]
+        here = Sharding(Layout.parse("o i"), Mesh(tp=1), shape)
         message = f"shape {stored} in the checkpoint, {shape} here\n  names= maps arrays"
-        refused(ShapeError, message, load_of, checkpoint, made, made.dtype, here, load_profile("h100"))
+        refused(
+            ShapeError, message, load_of, checkpoint, made, made.dtype, here, load_profile("h100")
+        )
 
 
 def test_a_fused_weight_that_is_never_updated(tmp_path: Path) -> None:
     """The trainer has q, k and v, the server qkv; by name nothing reaches it (torchtitan#3867)."""
     save(tmp_path, model())
     message = (
-        "rule 'attn.qkv' fits no array\n  the arrays are: attn.q, attn.k, attn.v, mlp.gate, mlp.up, mlp.down"
+        "rule 'attn.qkv' fits no array\n"
+        "  the arrays are: attn.q, attn.k, attn.v, mlp.gate, mlp.up, mlp.down"
     )
     refused(XshardError, message, load, tmp_path, {"attn.qkv": "o/tp i", "**": "..."}, Mesh(tp=2))
     only_two = Names(concat(QKV[:2], "attn.qkv"), rename("**", "**"))
     refused_shape(tmp_path, "attn.qkv", (48, 16), (64, 16), only_two)
     found = load(tmp_path, {"attn.qkv": "o i", "**": "..."}, Mesh(tp=1), FUSED)
-    np.testing.assert_array_equal(found["attn.qkv"][0], np.concatenate([model()[name] for name in QKV]))
+    np.testing.assert_array_equal(
+        found["attn.qkv"][0], np.concatenate([model()[name] for name in QKV])
+    )
 
 
 def test_gate_and_up_swapped(tmp_path: Path) -> None:
     """No shape shows it (sglang#32430): the file has its own mapping, and `diff` names it."""
     save(tmp_path / "right", model(), names=FUSED)
     swapped = Names(
-        concat(QKV, "attn.qkv", rows=ROWS), concat(["mlp.up", "mlp.gate"], "mlp.gate_up"), rename("**", "**")
+        concat(QKV, "attn.qkv", rows=ROWS),
+        concat(["mlp.up", "mlp.gate"], "mlp.gate_up"),
+        rename("**", "**"),
     )
     save(tmp_path / "swapped", model(), names=swapped)
     for kind in ("right", "swapped"):
@@ -80,7 +96,9 @@ def test_gate_and_up_swapped(tmp_path: Path) -> None:
         for name, x in model().items():
             np.testing.assert_array_equal(found[name][0], x, err_msg=f"{kind}: {name}")
     both = open_checkpoint(tmp_path / "right"), open_checkpoint(tmp_path / "swapped")
-    assert [*diff_checkpoints(*both)] == [("mlp.gate_up", "the halves of dim 0 are swapped, as gate and up")]
+    assert [*diff_checkpoints(*both)] == [
+        ("mlp.gate_up", "the halves of dim 0 are swapped, as gate and up")
+    ]
 
 
 def test_experts_that_are_never_synced(tmp_path: Path) -> None:
@@ -115,7 +133,9 @@ def test_a_checkpoint_cut_for_another_degree(tp: int, tmp_path: Path) -> None:
     for device, x in enumerate(found):
         parts = [np.split(model()[name], tp)[device] for name in QKV]
         np.testing.assert_array_equal(x, np.concatenate(parts))
-    parts = load(tmp_path, {"*": "o/tp i"}, Mesh(tp=tp), Names(split("qkv", ["q", "k", "v"], rows=ROWS)))
+    parts = load(
+        tmp_path, {"*": "o/tp i"}, Mesh(tp=tp), Names(split("qkv", ["q", "k", "v"], rows=ROWS))
+    )
     for name in "qkv":
         np.testing.assert_array_equal(np.concatenate(parts[name]), model()[f"attn.{name}"])
 
@@ -128,12 +148,15 @@ def test_a_file_of_one_rank_is_not_the_whole(tmp_path: Path) -> None:
 def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
     """Offsets are counted from shapes; what does not add up is refused (Megatron-LM#142 of ISEEKYAN)."""
     q, k, v = ROWS
-    parts, wrong = {name: SHAPES[name] for name in QKV}, "dim 0 of 64 rows is not a whole number of groups of"
+    parts = {name: SHAPES[name] for name in QKV}
+    wrong = "dim 0 of 64 rows is not a whole number of groups of"
     hint = "  rows= has the rows of each part that come in turn"
     message = f"attn.q, attn.k, attn.v -> qkv: {wrong} [32, 16, 15] rows\n{hint}"
     refused(ShapeError, message, Names(concat(QKV, "qkv", rows=(q, k, v - 1))).resolve, parts)
     message = f"qkv -> attn.q, attn.k, attn.v: {wrong} [32, 16, 24] rows\n{hint}"
-    refused(ShapeError, message, Names(split("qkv", QKV, rows=(q, k, v + 8))).resolve, {"qkv": (64, 16)})
+    refused(
+        ShapeError, message, Names(split("qkv", QKV, rows=(q, k, v + 8))).resolve, {"qkv": (64, 16)}
+    )
     save(tmp_path, {"qkv": model(0, {"qkv": (64, 16)})["qkv"]})
     exchanged = Names(split("qkv", QKV, rows=(k, q, v)))  # adds up, but not to what is there
     refused_shape(tmp_path, "attn.q", (16, 16), SHAPES["attn.q"], exchanged)
@@ -146,7 +169,8 @@ def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
 
 def test_all_of_it_copied_at_every_sync(tmp_path: Path) -> None:
     """A device reads the rows of its own block, and no other byte (torchtitan#4706)."""
-    mesh, rules = Mesh(tp=4), {"mlp.{gate,up}": "o/tp i", "mlp.down": "o i/tp", "attn.*": "o/tp i"}
+    mesh = Mesh(tp=4)
+    rules = {"mlp.{gate,up}": "o/tp i", "mlp.down": "o i/tp", "attn.*": "o/tp i"}
     save(tmp_path, model())
     with open_checkpoint(tmp_path) as checkpoint:
         for name, plan in plan_load(checkpoint, rules, mesh).items():

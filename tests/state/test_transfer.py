@@ -14,15 +14,31 @@ from xshard.state import Names, TreePlan, concat, plan_transfer, rename, split, 
 
 MESHES = {"src_mesh": Mesh(dp=4), "dst_mesh": Mesh(tp=2)}
 DEVICES = {"same": (0, 1), "overlapping": (3, 4), "apart": (4, 5)}
-HERE, THERE = "o/dp ...", "... o/tp"
+HERE = "o/dp ..."
+THERE = "... o/tp"
 
 # A Llama-like model in miniature: its names, layouts by them, and the names and layouts of a server's.
-LAYER = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "o": (6, 8), "gate": (10, 6), "up": (10, 6), "down": (6, 10)}
+LAYER = {
+    "q": (8, 6),
+    "k": (4, 6),
+    "v": (4, 6),
+    "o": (6, 8),
+    "gate": (10, 6),
+    "up": (10, 6),
+    "down": (6, 10),
+}
 SHAPES = {f"layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER.items()}
-SHAPES |= {"embed.weight": (12, 6), "norm.weight": (6,), "experts.0.w": (4, 6), "experts.1.w": (4, 6)}
+SHAPES |= {
+    "embed.weight": (12, 6),
+    "norm.weight": (6,),
+    "experts.0.w": (4, 6),
+    "experts.1.w": (4, 6),
+}
 FUSED = Names(
     concat([f"**.{x}.weight" for x in "qkv"], "**.qkv", rows=(4, 2, 2)),
-    concat(["**.gate.weight", "**.up.weight"], "**.gate_up.kernel", 1, rows=(1, 1), order="o i -> i o"),
+    concat(
+        ["**.gate.weight", "**.up.weight"], "**.gate_up.kernel", 1, rows=(1, 1), order="o i -> i o"
+    ),
     stack("experts.*.w", "experts"),
     rename("**.down.weight", "**.down.kernel", "o i -> i o"),
     rename("**", "**"),
@@ -44,10 +60,15 @@ FUSED_RULES = (
 def whole(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, np.ndarray]:
     """Arrays whose elements are all different."""
     rng = np.random.default_rng(0)
-    return {name: rng.permutation(int(np.prod(s))).reshape(s).astype(dtype) for name, s in shapes.items()}
+    return {
+        name: rng.permutation(int(np.prod(s))).reshape(s).astype(dtype)
+        for name, s in shapes.items()
+    }
 
 
-def check_arrives(plan: TreePlan, arrays: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def check_arrives(
+    plan: TreePlan, arrays: dict[str, np.ndarray], expected: dict[str, np.ndarray]
+) -> None:
     blocks = {
         name: xs.reference.scatter(arrays[name], source.sharding.layout, plan.src_mesh)
         for name, source in plan.sources.items()
@@ -72,14 +93,20 @@ def test_fused_arrays_arrive_at_the_bound(where: str) -> None:
 
 def received(plan: TreePlan, arrays: dict[str, np.ndarray]) -> int:
     """What the busiest device needs and does not hold, element by element."""
-    tagged, start = {}, 0
+    tagged = {}
+    start = 0
     for name, array in arrays.items():
         tagged[name] = (start + np.arange(array.size)).reshape(array.shape)
         start += array.size
     there = FUSED.apply(tagged)
 
-    def elements(whole: dict[str, np.ndarray], shardings: dict[str, xs.Sharding], device: int) -> set[int]:
-        blocks = (xs.reference.scatter(whole[n], at.layout, at.mesh)[device] for n, at in shardings.items())
+    def elements(
+        whole: dict[str, np.ndarray], shardings: dict[str, xs.Sharding], device: int
+    ) -> set[int]:
+        blocks = (
+            xs.reference.scatter(whole[n], at.layout, at.mesh)[device]
+            for n, at in shardings.items()
+        )
         return {number for block in blocks for number in block.ravel().tolist()}
 
     sources = {name: source.sharding for name, source in plan.sources.items()}
@@ -129,9 +156,12 @@ def test_a_row_travels_once_to_a_node() -> None:
 
 
 def test_values_are_cast_where_fewer_bytes_travel() -> None:
-    shapes, dtypes = {"down": (8,), "up": (8,)}, {"down": "float32", "up": "float16"}
+    shapes = {"down": (8,), "up": (8,)}
+    dtypes = {"down": "float32", "up": "float16"}
     names = Names(rename("down", "down", dtype="float16"), rename("up", "up", dtype="float32"))
-    plan = plan_transfer(shapes, ({"*": "n/dp"}, {"*": "n/tp"}), names=names, dtypes=dtypes, **MESHES)
+    plan = plan_transfer(
+        shapes, ({"*": "n/dp"}, {"*": "n/tp"}), names=names, dtypes=dtypes, **MESHES
+    )
     assert [move.plan.dtype for array in plan.arrays for move in array.moves] == ["float16"] * 2
     arrays = {name: array.astype(dtypes[name]) for name, array in whole(shapes).items()}
     check_arrives(plan, arrays, names.apply(arrays))
@@ -150,7 +180,9 @@ def test_buckets_hold_what_one_device_may_send_and_receive() -> None:
 
 def test_the_table_says_what_moves() -> None:
     rules = {"w": "o/dp i -> o i/tp", "b": "o/dp -> o"}
-    plan = plan_transfer({"w": (8, 4), "b": (8,)}, rules, **MESHES, dtypes={"w": "bfloat16", "b": "float32"})
+    plan = plan_transfer(
+        {"w": (8, 4), "b": (8,)}, rules, **MESHES, dtypes={"w": "bfloat16", "b": "float32"}
+    )
     assert str(plan) == (
         "   here    there   dtype     received  bound  messages\n"
         "w  o/dp i  o i/tp  bfloat16  24 B      24 B   6\n"
@@ -165,7 +197,11 @@ def test_the_table_says_what_moves() -> None:
     ("rules", "names", "message"),
     [
         ({"w": "o/dp i"}, Names(rename("**", "**")), "with names=, the two sides of an arrow"),
-        ({"w": "o/dp i -> o/cp i"}, None, "leaf 'w': unknown mesh axis 'cp' in\n    'o/dp i -> o/cp i'"),
+        (
+            {"w": "o/dp i -> o/cp i"},
+            None,
+            "leaf 'w': unknown mesh axis 'cp' in\n    'o/dp i -> o/cp i'",
+        ),
         (({"w": "o/dp i"}, {"w": "i o"}), None, "leaf 'w': dim 'i' of 'i o' is dim 'o' of w"),
         (({"w": "o i"}, {"v": "o i"}), None, "no rule for 1 of 1 names: w"),
         (
@@ -173,7 +209,11 @@ def test_the_table_says_what_moves() -> None:
             Names(split("w", ["a", "b"])),
             "leaf 'a': 'o:halo(1,1)' has blocks that overlap",
         ),
-        ({"w": "o/zigzag(dp,3,3) i -> o i"}, None, "leaf 'w': 'zigzag(dp,3,3)' adds up to 6 rows, not 8"),
+        (
+            {"w": "o/zigzag(dp,3,3) i -> o i"},
+            None,
+            "leaf 'w': 'zigzag(dp,3,3)' adds up to 6 rows, not 8",
+        ),
     ],
 )
 def test_refused(rules: object, names: Names | None, message: str) -> None:

@@ -27,7 +27,9 @@ def judged(
     together: Any = np.sum,
 ) -> tuple[set[str], set[str]]:
     """The rules that can be judged: stated by the operation, and right for these values of its operands."""
-    rng, runs, judged_ways = np.random.default_rng(0), [Run(values, None, None)], list[tuple[int, ...]]()
+    rng = np.random.default_rng(0)
+    runs = [Run(values, None, None)]
+    judged_ways = list[tuple[int, ...]]()
     for ways in _candidates(op, lengths):
         *dims, end = [_dim(array, way) for array, way in zip(op.arrays, ways, strict=True)]
         if any(way == SUM and x.dtype.kind != "f" for x, way in zip(values, ways, strict=False)):
@@ -43,9 +45,11 @@ def judged(
                     mine[i] = np.split(values[i], N, dim)[k]
             runs.append(Run(mine, dims[0], end))
     whole, *blocks = results(runs)
-    stated, right = {op.text_of(ways) for ways in judged_ways if ways in op.axis_rules}, set[str]()
+    stated = {op.text_of(ways) for ways in judged_ways if ways in op.axis_rules}
+    right = set[str]()
     for n, ways in enumerate(judged_ways):
-        own, end = blocks[n * N : (n + 1) * N], runs[1 + n * N].end
+        own = blocks[n * N : (n + 1) * N]
+        end = runs[1 + n * N].end
         one = np.concatenate(own, end) if end is not None else together(np.asarray(own, float), 0)
         if one.shape == whole.shape and np.allclose(one, whole, rtol=1e-5, atol=1e-6):
             right.add(op.text_of(ways))
@@ -55,7 +59,11 @@ def judged(
 def numbers(like: Any) -> Any:
     """Random numbers of the shape and dtype of an array: 0 and 1 where it is not of floats."""
     rng = np.random.default_rng(0)
-    values = rng.uniform(0.5, 1.5, like.shape) if like.dtype.kind == "f" else rng.integers(0, 2, like.shape)
+    values = (
+        rng.uniform(0.5, 1.5, like.shape)
+        if like.dtype.kind == "f"
+        else rng.integers(0, 2, like.shape)
+    )
     return values.astype(like.dtype)
 
 
@@ -72,7 +80,9 @@ def disagreeing(op: Op, stated: set[str], right: set[str]) -> tuple[set[str], se
 def _candidates(op: Op, lengths: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
     """Each dim on its own, if it is the outermost part of dims of arrays; partial sums of all operands."""
     for name in dict.fromkeys(name for dims in op.dims for name in dims):
-        inside = any(name in part.strip("()").split()[1:] for array in op.arrays for part in array.names)
+        inside = any(
+            name in part.strip("()").split()[1:] for array in op.arrays for part in array.names
+        )
         if lengths[name] % N == 0 and not inside:
             ways = [dims.index(name) if name in dims else COPY for dims in op.dims]
             yield (*ways[:-1], SUM if ways[-1] == COPY else ways[-1])

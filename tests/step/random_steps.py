@@ -12,17 +12,34 @@ def random_step(seed: int, *, repeated: bool = True) -> TrainingStep:
     """One or two operations with parameters in a block, which adds its input or repeats, or both."""
     pick = random.Random(seed)
     times = pick.choice((1, 4)) if repeated else 1
-    ops = [Op("block.*", "b c -> b c", ("x",), "carry", again="block.*.last", times=times, enters="block.*")]
-    parameters, here, at = {}, "c", "block.*"
+    ops = [
+        Op(
+            "block.*",
+            "b c -> b c",
+            ("x",),
+            "carry",
+            again="block.*.last",
+            times=times,
+            enters="block.*",
+        )
+    ]
+    parameters = {}
+    here = "c"
+    at = "block.*"
     for i in range(pick.choice((1, 2))):
         there = pick.choice("cf")
-        name, text = f"block.*.op{i}", f"b {here}, {there} {here} -> b {there}"
-        kind, whole = "contraction", ()
+        name = f"block.*.op{i}"
+        text = f"b {here}, {there} {here} -> b {there}"
+        kind = "contraction"
+        whole = ()
         if here == there:
-            text, kind, whole = f"b {here}, {here} -> b {here}", "pointwise", pick.choice(((), (here,)))
+            text = f"b {here}, {here} -> b {here}"
+            kind = "pointwise"
+            whole = pick.choice(((), (here,)))
         parameters[f"{name}.weight"] = text.split(", ")[1].split(" ->")[0]
         ops.append(Op(name, text, (at, f"{name}.weight"), kind, whole, times=times))
-        here, at = there, name
+        here = there
+        at = name
     if here == "c":
         ops.append(Op("block.*.last", "b c, b c -> b c", ("block.*", at), "linear", times=times))
     else:

@@ -22,22 +22,29 @@ def random_chain(seed, *, coarse, anywhere):
 
     coarse: dims that stay one dim throughout an operation have one name there.
     """
-    pick, ops, lengths = random.Random(seed), [], dict(LENGTHS)
-    arrays, parameters = {"x": [["b"], ["c"], ["d"]]}, {}
+    pick = random.Random(seed)
+    ops = []
+    lengths = dict(LENGTHS)
+    arrays = {"x": [["b"], ["c"], ["d"]]}
+    parameters = {}
 
     def text_of(groups):
         return " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in groups) or "()"
 
     def add(operands, result, kind, **how):
-        name, all_groups = f"op{len(ops)}", [*(arrays[o] for o in operands), result]
-        together = {tuple(g) for groups in all_groups for g in groups if len(g) > 1} if coarse else set()
+        name = f"op{len(ops)}"
+        all_groups = [*(arrays[o] for o in operands), result]
+        together = (
+            {tuple(g) for groups in all_groups for g in groups if len(g) > 1} if coarse else set()
+        )
         for group in list(together):
             own = [g for groups in all_groups for g in groups if set(g) & set(group)]
             if any(tuple(g) != group for g in own):
                 together.discard(group)
         lengths.update({"".join(g): math.prod(LENGTHS[n] for n in g) for g in together})
         texts = [
-            text_of([["".join(g)] if tuple(g) in together else g for g in groups]) for groups in all_groups
+            text_of([["".join(g)] if tuple(g) in together else g for g in groups])
+            for groups in all_groups
         ]
         text = f"{', '.join(texts[:-1])} -> {texts[-1] if result else ''}"
         ops.append(Op(name, text, tuple(operands), kind, enters="", leaves="", **how))
@@ -86,7 +93,8 @@ def members(step, name, left):
 def brute_force(step, one, left, mesh):
     """The options of a joined operation, by all assignments of rules to its members."""
     own = sorted(members(step, one.name, left), key=list(step.by_name).index)
-    rules, found = [], set()
+    rules = []
+    found = set()
     for name in own:
         op = step.by_name[name]
         rules.append([*op.axis_rules, *([(COPY,) * len(op.arrays)] if name != one.name else [])])
@@ -104,7 +112,9 @@ def brute_force(step, one, left, mesh):
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_options_of_a_chain_are_those_of_all_assignments(anywhere):
     """Dims with one name together are not sharded apart where only the name of both is summed."""
-    joined, found, mesh = 0, [0, 0], Mesh(x=2, y=2)
+    joined = 0
+    found = [0, 0]
+    mesh = Mesh(x=2, y=2)
     for seed in range(20):
         if (fine := random_chain(seed, coarse=False, anywhere=anywhere)) is None:
             continue
@@ -112,7 +122,10 @@ def test_options_of_a_chain_are_those_of_all_assignments(anywhere):
             new = fused(step)
             for one in new.ops:
                 if len(set(one.operands)) == len(one.operands):
-                    options = (options_of(one, new.lengths, mesh), brute_force(fine, one, new.by_name, mesh))
+                    options = (
+                        options_of(one, new.lengths, mesh),
+                        brute_force(fine, one, new.by_name, mesh),
+                    )
                     got, want = ({tuple(option.flat) for option in each} for each in options)
                     assert got == want if step is fine else got <= want, (seed, one.name, step)
                     found = [found[0] + len(got), found[1] + len(want)]
@@ -132,7 +145,15 @@ def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
     """Positions, as many as an input has, are broadcast to its rows: they have no gradient to be added up."""
     ops = [
         Op("mask", "b c -> d", ("x",), "source", rules=((0, -1),), enters="", leaves=""),
-        Op("rows", "d, b c -> b d", ("mask", "x"), "source", rules=((COPY, 0, 0),), enters="", leaves=""),
+        Op(
+            "rows",
+            "d, b c -> b d",
+            ("mask", "x"),
+            "source",
+            rules=((COPY, 0, 0),),
+            enters="",
+            leaves="",
+        ),
         Op("masked", "b d, b d -> b d", ("y", "rows"), "pointwise", enters="", leaves=""),
     ]
     step = TrainingStep(ops, LENGTHS, {"x": "b c", "y": "b d"}, {})
@@ -142,13 +163,21 @@ def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
 
 @pytest.mark.parametrize(
     ("first", "kept"),
-    [(("b c, c -> b c", ("x", "first.weight")), ("x", "first")), (("c -> c", ("first.weight",)), ("x",))],
+    [
+        (("b c, c -> b c", ("x", "first.weight")), ("x", "first")),
+        (("c -> c", ("first.weight",)), ("x",)),
+    ],
 )
 def test_modules_with_parameters_of_their_own_stay_apart(first, kept):
     """Each has a rule where activations differ more than around it; one without an input has none."""
     ops = [
         Op("first", *first, "pointwise"),
-        Op("second", "b c, c -> b c", (kept[-1], "second.weight" if kept[1:] else "first"), "pointwise"),
+        Op(
+            "second",
+            "b c, c -> b c",
+            (kept[-1], "second.weight" if kept[1:] else "first"),
+            "pointwise",
+        ),
     ]
     parameters = {name: "c" for op in ops for name in op.operands if "weight" in name}
     loss = Op("loss", "b c ->", ("second",), "loss")
@@ -157,17 +186,30 @@ def test_modules_with_parameters_of_their_own_stay_apart(first, kept):
 
 
 def layers(names):
-    ops, parameters, here = [], {}, "x"
+    ops = []
+    parameters = {}
+    here = "x"
     for name in names:
         weight = f"{name}.up.weight"
         parameters[weight] = "d c"
         ops.append(
-            Op(f"{name}.act", "b d -> b d", (here,), "pointwise", accesses=0.0, enters=name, leaves="")
+            Op(
+                f"{name}.act",
+                "b d -> b d",
+                (here,),
+                "pointwise",
+                accesses=0.0,
+                enters=name,
+                leaves="",
+            )
         )
         ops.append(Op(f"{name}.up", "b c, d c -> b d", (f"{name}.act", weight)))
         here = f"{name}.up"
     return TrainingStep(
-        [*ops, Op("loss", "b d ->", (here,), "loss")], {"b": 8, "c": 4, "d": 4}, {"x": "b c"}, parameters
+        [*ops, Op("loss", "b d ->", (here,), "loss")],
+        {"b": 8, "c": 4, "d": 4},
+        {"x": "b c"},
+        parameters,
     )
 
 
@@ -179,7 +221,10 @@ def test_blocks_are_named_by_their_numbers():
     other = layers(["0", "1", "2"])
     ops = [op if op.name != "0.up" else replace(op, flops=3.0) for op in other.ops]
     step, names = repeated(replace(other, ops=ops))
-    assert names["2.up"] == "{1,2}.up" and set(step.parameters) == {"0.up.weight", "{1,2}.up.weight"}
+    assert names["2.up"] == "{1,2}.up" and set(step.parameters) == {
+        "0.up.weight",
+        "{1,2}.up.weight",
+    }
     carry = next(op for op in step.ops if op.again)
     assert (carry.name, carry.operands, carry.again) == ("{1,2}.act", ("0.up",), "{1,2}.up")
     problem = StepProblem(step, MovePrices(Mesh(x=2), "float32", load_profile("h100")))
@@ -190,5 +235,7 @@ def test_a_block_that_takes_more_than_the_one_before_it_is_not_repeated():
     step = layers(["0", "1", "2"])
     ops = [op if op.name != "2.act" else replace(op, operands=("0.up",)) for op in step.ops]
     both = Op("sum", "b d, b d -> b d", ("1.up", "2.up"), "linear")
-    apart, names = repeated(replace(step, ops=[*ops[:-1], both, Op("loss", "b d ->", ("sum",), "loss")]))
+    apart, names = repeated(
+        replace(step, ops=[*ops[:-1], both, Op("loss", "b d ->", ("sum",), "loss")])
+    )
     assert not names and all(op.times == 1 for op in apart.ops)

@@ -32,7 +32,8 @@ def all_vectors(problem):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_finds_what_exhaustive_search_finds(seed):
-    step, moves = random_step(seed).with_shares, MovePrices(Mesh(a=4), "bfloat16", load_profile("gloo"))
+    step = random_step(seed).with_shares
+    moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("gloo"))
 
     def problem():
         return StepProblem(step, moves, 2, recompute=bool(seed % 2), overlap=seed % 3 / 2)
@@ -49,7 +50,9 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
         search.close(0.0)
         assert search.seconds == pytest.approx(seconds, rel=1e-6)
         assert seconds * (1 - 2e-4) <= search.bound <= seconds * (1 + 1e-9)
-    alone = StepSearch(problem(), n_bytes.min() * (1 + 1e-12))  # the integer program needs no plan before
+    alone = StepSearch(
+        problem(), n_bytes.min() * (1 + 1e-12)
+    )  # the integer program needs no plan before
     alone.close(0.0)
     assert alone.best and alone.seconds == pytest.approx(
         search.cost.of(vectors)[n_bytes == n_bytes.min()].min()
@@ -78,7 +81,10 @@ def test_the_minimum_of_a_sum_of_tables_and_the_least_with_each_value():
     draw = np.random.default_rng(1)
     sizes = (3, 4, 2, 5, 3)
     unary = [draw.random(n) for n in sizes]
-    pairs = {(i, j): draw.random((sizes[i], sizes[j])) for i, j in ((0, 1), (1, 2), (3, 1), (2, 0), (3, 4))}
+    pairs = {
+        (i, j): draw.random((sizes[i], sizes[j]))
+        for i, j in ((0, 1), (1, 2), (3, 1), (2, 0), (3, 4))
+    }
     assignments = list(itertools.product(*map(range, sizes)))
     chosen = np.array(assignments).T
     sums = sum(u[a] for u, a in zip(unary, chosen, strict=True))
@@ -91,9 +97,12 @@ def test_the_minimum_of_a_sum_of_tables_and_the_least_with_each_value():
         assert more[v] + value == pytest.approx(np.array(least))
 
 
-@pytest.mark.parametrize(("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")])
+@pytest.mark.parametrize(
+    ("mesh", "machine"), [(Mesh(dp=8, tp=8), "h100"), (Mesh(a=2, b=3, c=2), "gloo")]
+)
 def test_bounds_of_moves_are_below_prices(mesh, machine):
-    moves, draw = MovePrices(mesh, "bfloat16", load_profile(machine)), np.random.default_rng(2)
+    moves = MovePrices(mesh, "bfloat16", load_profile(machine))
+    draw = np.random.default_rng(2)
     ways = np.array(list(itertools.product((SUM, COPY, REPLICAS, 0, 1, 2), repeat=len(mesh.axes))))
     start, each = moves.bounds(ways, ways)
     for i, j in draw.integers(len(ways), size=(30, 2)):
@@ -104,14 +113,16 @@ def test_bounds_of_moves_are_below_prices(mesh, machine):
 
 def test_prices_of_moves_are_the_planner_s():
     mesh = Mesh(dp=4, tp=8)
-    moves, shape = MovePrices(mesh, "bfloat16", load_profile("h100")), (512, 1024, 512)
+    moves = MovePrices(mesh, "bfloat16", load_profile("h100"))
+    shape = (512, 1024, 512)
     gathers = (
         ((0, 1), (0, REPLICAS)),
         ((0, 1), (REPLICAS, 1)),
         ((2, 2), (REPLICAS, 2)),
         ((0, 0), (REPLICAS, 0)),
     )
-    sums, others = ((0, SUM), (0, 1)), (((0, 1), (0, 2)), ((SUM, REPLICAS), (1, COPY)))
+    sums = ((0, SUM), (0, 1))
+    others = (((0, 1), (0, 2)), ((SUM, REPLICAS), (1, COPY)))
     for src, dst in (*gathers, sums, *others):
         layouts = (layout_of(ways, "xyz", mesh.axes) for ways in (src, dst))
         cost = plan(tuple(layouts), mesh, shape, "bfloat16").cost

@@ -15,7 +15,12 @@ def a_step(**changes):
     ops = [UP, Op("loss", "b s (g d) ->", ("up",), kind="loss")]
     lengths = {"b": 8, "s": 16, "c": 32, "g": 4, "d": 8}
     return TrainingStep(
-        **{"ops": ops, "lengths": lengths, "inputs": {"x": "b s c"}, "parameters": {"up.weight": "(g d) c"}}
+        **{
+            "ops": ops,
+            "lengths": lengths,
+            "inputs": {"x": "b s c"},
+            "parameters": {"up.weight": "(g d) c"},
+        }
         | changes
     )
 
@@ -41,7 +46,10 @@ def test_rules_by_class():
         "b c, b c -> b c",
     ]
     assert texts("b c -> b c", ("x",), kind="opaque") == ["b c -> b c"]
-    assert texts("b, v c -> b c", ("i", "w"), kind="lookup")[-2] == "b | copy(x), v/x c -> b c | sum(x)"
+    assert (
+        texts("b, v c -> b c", ("i", "w"), kind="lookup")[-2]
+        == "b | copy(x), v/x c -> b c | sum(x)"
+    )
     own = "b s/x c -> e b n/x c"
     assert texts("b s c -> e b n c", ("x",), rules=((1, 2),)) == [own, "b s c -> e b n c"]
 
@@ -72,13 +80,25 @@ def test_an_activation_of_several_operations_is_shared():
         (lambda: Op("a", "b b -> b", ("x",)), NotationError, "'b b'1' in an operation"),
         (lambda: Op("a", "b/x -> b", ("x",)), NotationError, "'b/x' in an operation"),
         (lambda: Op("a", "b c -> b", ("x", "y")), NotationError, "1 operands and 2 names: x, y"),
-        (lambda: Op("a", "b c -> b", ("x",), kind="contracton"), PlanError, "did you mean 'contraction'"),
+        (
+            lambda: Op("a", "b c -> b", ("x",), kind="contracton"),
+            PlanError,
+            "did you mean 'contraction'",
+        ),
         (lambda: Op("a", "b c -> b", ("x",), whole="d"), NotationError, "no dim 'd'"),
-        (lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}), ShapeError, "dim 'd' lacks a length"),
+        (
+            lambda: a_step(lengths={"b": 8, "s": 16, "c": 32, "g": 4}),
+            ShapeError,
+            "dim 'd' lacks a length",
+        ),
         (lambda: a_step(inputs={"y": "b s c"}), PlanError, "no array 'x'"),
         (lambda: a_step(inputs={"x": "b c"}), ShapeError, r"x is 'b c' \(8, 32\), used as 'b s c'"),
         (lambda: a_step(ops=[UP, UP]), PlanError, "another array of this name"),
-        (lambda: a_step(parameters={"up.weight": "(g d) c", "w": "c"}), PlanError, "no operation uses w"),
+        (
+            lambda: a_step(parameters={"up.weight": "(g d) c", "w": "c"}),
+            PlanError,
+            "no operation uses w",
+        ),
     ],
 )
 def test_errors(make, error, words):

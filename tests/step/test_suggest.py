@@ -43,10 +43,32 @@ def a_model(layers=4, batch=64, length=512):
             **block,
         ),
         Op("layers.*.up", "b s c, f c -> b s f", ("layers.*.norm", "layers.*.up.weight"), **block),
-        Op("layers.*.gate", "b s c, f c -> b s f", ("layers.*.norm", "layers.*.gate.weight"), **block),
-        Op("layers.*.act", "b s f, b s f -> b s f", ("layers.*.gate", "layers.*.up"), "pointwise", **block),
-        Op("layers.*.down", "b s f, c f -> b s c", ("layers.*.act", "layers.*.down.weight"), **block),
-        Op("layers.*.add", "b s c, b s c -> b s c", ("layers.*", "layers.*.down"), "linear", **block),
+        Op(
+            "layers.*.gate",
+            "b s c, f c -> b s f",
+            ("layers.*.norm", "layers.*.gate.weight"),
+            **block,
+        ),
+        Op(
+            "layers.*.act",
+            "b s f, b s f -> b s f",
+            ("layers.*.gate", "layers.*.up"),
+            "pointwise",
+            **block,
+        ),
+        Op(
+            "layers.*.down",
+            "b s f, c f -> b s c",
+            ("layers.*.act", "layers.*.down.weight"),
+            **block,
+        ),
+        Op(
+            "layers.*.add",
+            "b s c, b s c -> b s c",
+            ("layers.*", "layers.*.down"),
+            "linear",
+            **block,
+        ),
         Op("head", "b s c, v c -> b s v", ("layers.*.add", "head.weight")),
         Op("loss", "b s v ->", ("head",), "loss"),
     ]
@@ -64,7 +86,10 @@ def found():
 
 def test_rules_cost_what_the_suggestion_costs(found):
     assert found.estimate().seconds == pytest.approx(found.seconds)
-    assert found.estimate(found.parameters, found.inputs, found.outputs, found.once).memory == found.memory
+    assert (
+        found.estimate(found.parameters, found.inputs, found.outputs, found.once).memory
+        == found.memory
+    )
 
 
 def test_it_is_better_than_all_plans_by_hand_and_near_its_bound(found):
@@ -87,7 +112,9 @@ def test_parameters_of_a_block_share_a_launch(anywhere, launches):
     lengths = {"b": 4, "f": 64, "h": 64}
     step = TrainingStep(ops, lengths, {"x": "b f"}, weights | biases, moves_anywhere=anywhere)
     rates = {"copy_bytes_per_s": 1e15, "flops_per_s": (("bfloat16", 1e18),)}
-    machine = Profile("slow to start", "made up", Link(0.0, 1e15), launch_s=(("other", 1.0),), **rates)
+    machine = Profile(
+        "slow to start", "made up", Link(0.0, 1e15), launch_s=(("other", 1.0),), **rates
+    )
     plan = suggest(step, Mesh(dp=2), profile=machine, micro_batches=1, overlap=0.0)
     stored = {"*.weight": "o/dp i -> o i", "*.bias": "n/dp -> n"}
     zero = plan.estimate(stored, {"": "b f/dp -> b/dp f"}, {}, once="*.weight|*.bias")
@@ -101,9 +128,12 @@ def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
         Op("up", "b c, c f -> b f", ("norm", "up.weight"), enters="", leaves="up"),
         Op("loss", "b f -> ", ("up",), "loss"),
     ]
-    step = TrainingStep(ops, {"b": 4, "c": 8, "f": 8}, inputs={"x": "b c"}, parameters={"up.weight": "c f"})
+    step = TrainingStep(
+        ops, {"b": 4, "c": 8, "f": 8}, inputs={"x": "b c"}, parameters={"up.weight": "c f"}
+    )
     problem = StepProblem(step, MovePrices(Mesh(tp=2), "float32", load_profile("gloo")))
-    whole, rows = [[-1], [-1]], [[1], [0], [-2]]  # tp shards c, and leaves sums
+    whole = [[-1], [-1]]
+    rows = [[1], [0], [-2]]  # tp shards c, and leaves sums
     chosen = {"norm": whole, "up": rows, "up.weight": [[0]], "x": [[-1]], "loss": [[-1], [-1]]}
     assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
     rules = written(problem, assignment)
@@ -118,10 +148,13 @@ def test_a_dim_keeps_its_other_name_in_modules_inside():
         Op("block.norm", "b s c -> b s c", ("block",), "pointwise", enters="block.norm", leaves=""),
         Op("loss", "b s c -> ", ("block.norm",), "loss"),
     ]
-    dims, weights = dict.fromkeys("bscv", 8), {"embed.weight": "v c"}
+    dims = dict.fromkeys("bscv", 8)
+    weights = {"embed.weight": "v c"}
     step = TrainingStep(ops, dims, inputs={"x": "b s"}, parameters=weights)
     problem = StepProblem(step, MovePrices(Mesh(dp=2, tp=2), "float32", load_profile("gloo")))
-    idle, c, s = [-1, -1], [2, -1], [1, -1]  # dp shards c or s, tp does nothing
+    idle = [-1, -1]
+    c = [2, -1]
+    s = [1, -1]  # dp shards c or s, tp does nothing
     chosen = {"embed.weight": [idle], "embed": [idle] * 3, "block": [c, c], "block.norm": [s, s]}
     chosen |= {"x": [[-1, 1]], "loss": [s, [-2, -1]]}
     assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
@@ -132,7 +165,8 @@ def test_a_dim_keeps_its_other_name_in_modules_inside():
 
 def test_fewer_rules_within_what_they_may_cost(found):
     assert found.seconds <= 1.01 * found.search.seconds and found.gap <= 0.01
-    problem, node = found.search.problem, found.search.problem.number["layers.*.gate.weight"]
+    problem = found.search.problem
+    node = found.search.problem.number["layers.*.gate.weight"]
     odd = list(found.assignment)
     odd[node] = next(i for i in range(len(problem.nodes[node].ways)) if i != odd[node])
     search = StepSearch(problem, math.inf, best=odd)
@@ -161,7 +195,11 @@ def test_what_is_fixed_stays(found):
     how = {**ONE, "progress": lambda *numbers: calls.append(numbers)}
     other = suggest(a_model(), MESH, memory="16GiB", fixed=fixed, **how)
     assert calls == [(0, 1), (1, 1)]
-    assert other.parameters.find("layers.*.up.weight").split(" ->")[0] in ("o i/tp", "o i/dp/tp", "o/dp i/tp")
+    assert other.parameters.find("layers.*.up.weight").split(" ->")[0] in (
+        "o i/tp",
+        "o i/dp/tp",
+        "o/dp i/tp",
+    )
     assert "b/dp" in other.inputs[""]
     assert other.seconds >= found.bound
 
@@ -169,7 +207,9 @@ def test_what_is_fixed_stays(found):
 def test_why_names_the_next_best(found):
     text = found.why("layers.*.up.weight")
     here, following = text.removeprefix("layers.*.up.weight: ").split("; next ")
-    assert "per step" in following and here.split(",")[0] != following.split(",")[0]  # another layout
+    assert (
+        "per step" in following and here.split(",")[0] != following.split(",")[0]
+    )  # another layout
     with pytest.raises(PlanError, match=r"did you mean 'layers\.\*\.up'"):
         found.why("layers.0.up")
 
@@ -191,8 +231,12 @@ def test_it_prints_rules_cost_and_plans_by_hand(found):
 def test_micro_batches_and_recomputing_save_memory():
     kept = suggest(a_model(), MESH, micro_batches=1, recompute=False)
     tight = suggest(a_model(), MESH, memory=math.ceil(sum(kept.memory.values()) * 0.7))
-    lost = {plan.search for plan in tight.by_hand.values() if plan.search.bound >= tight.search.seconds}
-    assert lost - {tight.search} and not any("edges" in vars(s.problem) for s in lost - {tight.search})
+    lost = {
+        plan.search for plan in tight.by_hand.values() if plan.search.bound >= tight.search.seconds
+    }
+    assert lost - {tight.search} and not any(
+        "edges" in vars(s.problem) for s in lost - {tight.search}
+    )
     assert sum(tight.memory.values()) < sum(kept.memory.values()) * 0.7
     assert tight.seconds >= kept.bound
 

@@ -14,7 +14,9 @@ from tests.strategies import LENGTHS, layouts, moves, seeds
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import messages_from, messages_to
 
-NODES = xs.Profile("nodes", "test", xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9), 4, copy_bytes_per_s=1e12)
+NODES = xs.Profile(
+    "nodes", "test", xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9), 4, copy_bytes_per_s=1e12
+)
 
 
 def ends(move):
@@ -29,7 +31,9 @@ def near_moves(draw):
     """Layouts without sums, on meshes whose groups cross nodes of 2 to 5 devices."""
     mesh = xs.Mesh(x=draw(st.integers(2, 4)), y=draw(st.sampled_from((2, 3, 5))))
     shape = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=2)))
-    src, dst = (xs.Sharding(draw(layouts(mesh, len(shape), ("copy",))), mesh, shape) for _ in range(2))
+    src, dst = (
+        xs.Sharding(draw(layouts(mesh, len(shape), ("copy",))), mesh, shape) for _ in range(2)
+    )
     return src.with_layout(src.normal), dst.with_layout(dst.normal), draw(st.integers(2, 5))
 
 
@@ -50,7 +54,9 @@ def test_senders_and_receivers_see_the_same_messages(move):
     src, dst, nodes = move
     devices = range(src.mesh.n_devices)
     taken = Counter(message for d in devices for message in messages_to(src, dst, d, nodes))
-    assert taken == Counter(message for d in devices for message in messages_from(src, dst, d, nodes))
+    assert taken == Counter(
+        message for d in devices for message in messages_from(src, dst, d, nodes)
+    )
     assert all(message.size > 0 or 0 in src.shape for message in taken)
 
 
@@ -119,12 +125,15 @@ def test_a_plan_on_such_a_mesh_stays_in_the_nodes_where_it_can():
     assert xs.Plan.from_json(plan.to_json(), NODES) == plan
     (stage,) = plan.stages
     for device in range(12):
-        assert {m.src // 4 for m in messages_to(stage.before, stage.after, device, 4)} == {device // 4}
+        assert {m.src // 4 for m in messages_to(stage.before, stage.after, device, 4)} == {
+            device // 4
+        }
 
 
 def test_no_near_senders_for_sums():
     """Replicas must add in one order, whichever device sends."""
-    mesh, step = xs.Mesh(a=2), Exchange(xs.Layout("n"), 2)
+    mesh = xs.Mesh(a=2)
+    step = Exchange(xs.Layout("n"), 2)
     message = "node_devices is not for exchanges that end or begin a sum: 'n | sum(a)' -> 'n'"
     with refused(xs.errors.PlanError, message):
         step.after(xs.Sharding("n | sum(a)", mesh, (8,)))

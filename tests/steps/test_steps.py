@@ -30,7 +30,9 @@ from xshard.steps import (
 from xshard.steps.traffic import LinkSpan
 
 MESH = xs.Mesh(a=2, b=3)
-A, B, ZIGZAG = Shard(("a",)), Shard(("b",)), Shard(("a",), "zigzag")
+A = Shard(("a",))
+B = Shard(("b",))
+ZIGZAG = Shard(("a",), "zigzag")
 
 
 def sharding(text, shape=(12, 6), mesh=MESH):
@@ -95,7 +97,9 @@ def test_it_leads_there_and_keeps_the_global_array(step, before, after):
     given = [block.copy() for block in blocks]
     result = step.run(blocks, here)
     factor = step.factor if isinstance(step, Scale) else Fraction(1)
-    value = oracle.gather(blocks, here.layout, MESH, here.shape) * factor.numerator / factor.denominator
+    value = (
+        oracle.gather(blocks, here.layout, MESH, here.shape) * factor.numerator / factor.denominator
+    )
     expected = value.transpose([here.layout.names.index(name) for name in Layout(after).names])
     assert np.array_equal(oracle.gather(result, Layout(after), MESH, expected.shape), expected)
     assert all(np.array_equal(a, b) for a, b in zip(blocks, given, strict=True))
@@ -103,7 +107,11 @@ def test_it_leads_there_and_keeps_the_global_array(step, before, after):
 
 @pytest.mark.parametrize(
     ("step", "before"),
-    [(s, before) for s, before, _ in STEPS if "max" not in before and s.kind not in ("all_reduce", "scale")],
+    [
+        (s, before)
+        for s, before, _ in STEPS
+        if "max" not in before and s.kind not in ("all_reduce", "scale")
+    ],
     ids=str,
 )
 def test_it_receives_what_it_says(step, before):
@@ -118,7 +126,8 @@ def test_it_receives_what_it_says(step, before):
 
 def test_scale_is_local_and_exact():
     """Multiples of 49: a rounded 1/49 would miss many of them."""
-    step, before = Scale(Fraction(1, 49)), sharding("n/a d")
+    step = Scale(Fraction(1, 49))
+    before = sharding("n/a d")
     assert (step.traffic(before).received, step.traffic(before).hops) == (0, ())
     wholes = np.arange(-40, 41)
     for dtype in (np.float16, np.float32, np.float64, np.complex64):
@@ -128,7 +137,8 @@ def test_scale_is_local_and_exact():
 
 def test_all_reduce_receives_what_its_two_halves_do():
     before = sharding("n d | sum(a,b)")
-    scatter, gather = ReduceScatter("n", (A, B)), AllGather("n", (A, B))
+    scatter = ReduceScatter("n", (A, B))
+    gather = AllGather("n", (A, B))
     halves = scatter.traffic(before).received + gather.traffic(scatter.after(before)).received
     assert AllReduce(("a", "b")).traffic(before).received == halves == 2 * 72 * 5 // 6
 
@@ -214,6 +224,8 @@ def test_pairs_add_up_to_what_the_busiest_device_receives(case):
 
 
 def test_pairs_between_two_meshes_are_the_messages_of_the_transfer():
-    (stage,) = xs.plan("n/a -> n/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=4), shape=(8,)).stages
+    (stage,) = xs.plan(
+        "n/a -> n/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=4), shape=(8,)
+    ).stages
     # Devices 0 and 1 keep rows 0-1 and hand on the others.
     assert stage.step.pair_traffic(stage.before) == ((0, 1, 2), (1, 2, 2), (1, 3, 2))

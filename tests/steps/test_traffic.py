@@ -20,7 +20,8 @@ from xshard.steps.exchange.messages import messages_to
 from xshard.steps.exchange.traffic import counted_traffic, even_traffic, link_cuts
 from xshard.steps.traffic import LinkSpan
 
-FAST, SLOW = xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9)
+FAST = xs.Link(1e-6, 1e11)
+SLOW = xs.Link(1e-5, 1e9)
 
 
 @st.composite
@@ -31,7 +32,9 @@ def even_moves(draw, sums=True):
     mesh = xs.Mesh(dict(zip("xyz", sizes, strict=False)))
     src, dst = (draw(plain_layouts(mesh, sums and first)) for first in (True, False))
     shape = tuple(draw(st.sampled_from((144, 288))) for _ in src.dims)
-    nodes = xs.Profile("nodes", "test", FAST, across=SLOW, node_devices=draw(st.sampled_from((2, 4, 6, 8))))
+    nodes = xs.Profile(
+        "nodes", "test", FAST, across=SLOW, node_devices=draw(st.sampled_from((2, 4, 6, 8)))
+    )
     ends = (xs.Sharding(layout, mesh, shape) for layout in (src, dst))
     return *(end.with_layout(end.normal) for end in ends), nodes.link_spans(mesh)
 
@@ -63,7 +66,9 @@ def slowest(mesh, spans, a, b):
     """The level between two devices: that of the slowest span along which they differ."""
     coords = [dict(zip(mesh.axes, mesh.coords(device), strict=True)) for device in (a, b)]
     return min(
-        span.level for span in spans if len({c[span.axis] // span.stride % span.size for c in coords}) == 2
+        span.level
+        for span in spans
+        if len({c[span.axis] // span.stride % span.size for c in coords}) == 2
     )
 
 
@@ -73,16 +78,23 @@ def counted(src, dst, level_of, nodes=None):
     Totals: elements received; elements packed and unpacked if all boxes are; and if a device's own box is
     put into place directly.
     """
-    elements, messages, most, each = Counter(), Counter(), [0, 0, 0], []
+    elements = Counter()
+    messages = Counter()
+    most = [0, 0, 0]
+    each = []
     for device in range(src.mesh.n_devices):
-        received, senders, wanted = Counter(), Counter(), 0
+        received = Counter()
+        senders = Counter()
+        wanted = 0
         for message in messages_to(src, dst, device, nodes):
             wanted += message.size
             if message.src != device and message.size:
                 level = level_of(message.src, device)
                 received[level] += message.size
                 senders[level] += 1
-        elements, messages, each = elements | received, messages | senders, [*each, received]
+        elements = elements | received
+        messages = messages | senders
+        each = [*each, received]
         total = received.total()
         most = list(map(max, most, (total, 2 * wanted, total + wanted)))
     return [(n, messages[level], level) for level, n in sorted(elements.items())], each, most
@@ -106,7 +118,9 @@ def test_traffic_by_level_is_that_of_the_messages(move):
     expected = [(*hop, slack(src.mesh, spans, hop[-1], each)) for hop in hops]
     for traffic in (even_traffic(src, dst, spans), counted_traffic(src, dst, spans)):
         if traffic is not None:
-            assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == expected
+            assert [
+                (hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops
+            ] == expected
             assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 
@@ -131,7 +145,9 @@ def test_what_must_enter_a_node(move):
     nodes = {}
     for device in range(src.mesh.n_devices):
         coords = dict(zip(src.mesh.axes, src.mesh.coords(device), strict=True))
-        far = tuple(coords[span.axis] // span.stride % span.size for span in spans if span.level == 0)
+        far = tuple(
+            coords[span.axis] // span.stride % span.size for span in spans if span.level == 0
+        )
         have, need = nodes.setdefault(far, (set(), set()))
         small = [xs.Sharding(s.layout, s.mesh, tuple(n // 6 for n in s.shape)) for s in (src, dst)]
         assume(all(s.is_even for s in small))
@@ -150,7 +166,10 @@ def test_elements_that_some_device_holds_at_both_ends(move):
     assume(all(s.is_even for s in small))
     found = met_elements(small[0].shape, *(link_cuts(s, ()) for s in small))
     assume(found is not None)
-    met = (rows_of(small[0], device) & rows_of(small[1], device) for device in range(src.mesh.n_devices))
+    met = (
+        rows_of(small[0], device) & rows_of(small[1], device)
+        for device in range(src.mesh.n_devices)
+    )
     assert found == len(set().union(*met))
 
 

@@ -204,7 +204,8 @@ class Program(NamedTuple):
 
 _MLP = (wide(6, 4), wide(4, 6, seed=1), wide(6, 5, seed=2), wide(5, seed=3))
 _WEIGHTS = ("b/dp d", "d f/tp", "f/tp o", "o")
-_MATRIX, _MASK = wide(6, 4, seed=6), np.array([1.0, 1, 1, 0, 1, 0])
+_MATRIX = wide(6, 4, seed=6)
+_MASK = np.array([1.0, 1, 1, 0, 1, 0])
 
 PROGRAMS = {
     "mlp": Program(mlp, _MLP, _WEIGHTS, "b/dp o"),

@@ -31,8 +31,12 @@ LONGER = {"a=4": "a=6", "a=2,b=2": "a=3,b=2"}
 
 def blocks_of(plan: xs.Plan, seed: int) -> list[np.ndarray]:
     """Any numbers before a plan, equal in replicas, which no mean has to round: `test_no_row_rounds`."""
-    layout, mesh = plan.src, plan.mesh
-    own = [*layout.tagged("sum", "mean", "max", "min", "copy"), *(a for dim in layout.dims for a in dim.axes)]
+    layout = plan.src
+    mesh = plan.mesh
+    own = [
+        *layout.tagged("sum", "mean", "max", "min", "copy"),
+        *(a for dim in layout.dims for a in dim.axes),
+    ]
     unit = mesh.n_devices if any(isinstance(step, Scale) for step in plan.steps) else 1
     seeds = ([mesh.index(device, own), seed] for device in range(mesh.n_devices))
     shapes = map(plan.source.local_shape, range(mesh.n_devices))
@@ -49,7 +53,9 @@ def is_linear(plan: xs.Plan) -> bool:
 def received() -> int:
     """Bytes that this node has received over its link so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("eth0"))
+    return next(
+        int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("eth0")
+    )
 
 
 def moved(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
@@ -59,17 +65,24 @@ def moved(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
 
     import torch_bridge as xt
 
-    rank, wrong, ready = dist.get_rank(), [], []
+    rank = dist.get_rank()
+    wrong = []
+    ready = []
     for number, plan in enumerate(plans):
         dtype = getattr(torch, plan.dtype)
-        blocks, exact = blocks_of(plan, number), replace(plan, dtype="float64")
+        blocks = blocks_of(plan, number)
+        exact = replace(plan, dtype="float64")
         x = torch.from_numpy(blocks[rank]).to(dtype).requires_grad_(dtype.is_floating_point)
         y = xt.redistribute(x, plan, plan.mesh)
         right = np.array_equal(y.detach().double(), reference.run(exact, blocks)[rank])
-        if is_linear(plan) and y.requires_grad:  # also where it is wrong: the others would wait for ever
+        if (
+            is_linear(plan) and y.requires_grad
+        ):  # also where it is wrong: the others would wait for ever
             cotangents = blocks_of(plan.backward, number)
             y.backward(torch.from_numpy(cotangents[rank]).to(dtype))
-            right &= np.array_equal(x.grad.double(), reference.run(exact.backward, cotangents)[rank])
+            right &= np.array_equal(
+                x.grad.double(), reference.run(exact.backward, cotangents)[rank]
+            )
         if not right:
             wrong.append(f"{plan.src} -> {plan.dst} of {plan.shape} on {plan.mesh}")
         ready.append((x.detach(), plan))
@@ -88,11 +101,17 @@ def resharded(plans: Sequence[xs.Plan]) -> tuple[list[str], int]:
 
     import jax_bridge as xj
 
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(plans[0].mesh.sizes), plans[0].mesh.axes)
-    wholes = [np.arange(np.prod(plan.shape), dtype="float32").reshape(plan.shape) % 257 for plan in plans]
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(plans[0].mesh.sizes), plans[0].mesh.axes
+    )
+    wholes = [
+        np.arange(np.prod(plan.shape), dtype="float32").reshape(plan.shape) % 257 for plan in plans
+    ]
     arrays = [
         jax.make_array_from_callback(
-            whole.shape, jax.NamedSharding(mesh, xj.specs.to_partition_spec(plan.src)), whole.__getitem__
+            whole.shape,
+            jax.NamedSharding(mesh, xj.specs.to_partition_spec(plan.src)),
+            whole.__getitem__,
         )
         for whole, plan in zip(wholes, plans, strict=True)
     ]
@@ -134,7 +153,9 @@ def rows_of_the_table(n_devices: int) -> list[xs.Plan]:
     for case in CASES:
         if case.mesh_text in LONGER and not re.search(r"\d", case.expression):
             shape = tuple(n * 3 // 2 if n % 4 == 0 else n for n in case.shape)
-            found.append(replace(case, mesh_text=LONGER[case.mesh_text], shape=shape).plan(profile=PROFILE))
+            found.append(
+                replace(case, mesh_text=LONGER[case.mesh_text], shape=shape).plan(profile=PROFILE)
+            )
     return found
 
 
@@ -144,13 +165,19 @@ def test_no_row_rounds(n_nodes: int) -> None:
     for number, plan in enumerate(rows_of_the_table(2 * n_nodes)):
         for each in [plan, plan.backward] if is_linear(plan) else [plan]:
             blocks = blocks_of(each, number)
-            runs = (reference.run(replace(each, dtype=dtype), blocks) for dtype in ("float64", "float32"))
-            assert all(map(np.array_equal, *runs)), f"{each.src} -> {each.dst} of {each.shape} on {each.mesh}"
+            runs = (
+                reference.run(replace(each, dtype=dtype), blocks)
+                for dtype in ("float64", "float32")
+            )
+            assert all(map(np.array_equal, *runs)), (
+                f"{each.src} -> {each.dst} of {each.shape} on {each.mesh}"
+            )
 
 
 def check(cluster: Cluster, n_nodes: int, count: int) -> str:
     """Rows of the case table, then random redistributions. Raises AssertionError."""
-    table, plans = rows_of_the_table(2 * n_nodes), random_plans(n_nodes, count)
+    table = rows_of_the_table(2 * n_nodes)
+    plans = random_plans(n_nodes, count)
     assert all(wrong == [] for wrong, _ in cluster.run_torch(moved, table)), n_nodes
     return f"{len(table)} rows, {compared(plans, cluster.run_torch(moved, plans))}"
 

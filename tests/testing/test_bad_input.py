@@ -17,7 +17,11 @@ import xshard as xs
 from tests.testing.programs import normal
 from xshard.testing import EquivalenceError, FunctionError, StructureError, assert_equivalent
 
-OPTIONS: dict[str, Any] = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2"}
+OPTIONS: dict[str, Any] = {
+    "args": [normal(8, 4)],
+    "layouts": (["n/tp d"], "n/tp d"),
+    "mesh": "tp=2",
+}
 LOCK = threading.Lock()
 
 

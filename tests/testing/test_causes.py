@@ -29,7 +29,9 @@ def case(got: Callable[[np.ndarray, Blocks], Any], x: np.ndarray, layout: str, *
     want = tuple(reference.scatter(x, layout, MESH))
     made = got(x, want)
     made = reference.scatter(made, layout, MESH) if isinstance(made, np.ndarray) else made
-    return Case(tuple(made), want, xs.Sharding(xs.Layout.parse(layout), MESH, x.shape), 1e-6, **more)
+    return Case(
+        tuple(made), want, xs.Sharding(xs.Layout.parse(layout), MESH, x.shape), 1e-6, **more
+    )
 
 
 def cause(*args: Any, **more: Any) -> Cause | None:
@@ -62,7 +64,9 @@ def with_ends(rows: Callable[[np.ndarray], list[int]]) -> Callable[[np.ndarray, 
 
     def got(x: np.ndarray, _: Blocks) -> Blocks:
         wider = reference.scatter(x, "h/a:halo(2,2,periodic) d", MESH)
-        return [block[[rows(block)[0], *range(2, len(block) - 2), rows(block)[1]]] for block in wider]
+        return [
+            block[[rows(block)[0], *range(2, len(block) - 2), rows(block)[1]]] for block in wider
+        ]
 
     return got
 
@@ -154,9 +158,13 @@ def test_an_argument_left_out() -> None:
 
 
 def test_a_sum_over_other_axes() -> None:
-    addends = values(2, 2, 8, 3)  # [a, b, rows, columns]: rows are cut over b, and should be summed over a
+    addends = values(
+        2, 2, 8, 3
+    )  # [a, b, rows, columns]: rows are cut over b, and should be summed over a
     found = cause(
-        lambda *_: [addends[a].sum(0) for a in (0, 1) for _ in (0, 1)], addends.sum(0).reshape(16, 3), "n/b d"
+        lambda *_: [addends[a].sum(0) for a in (0, 1) for _ in (0, 1)],
+        addends.sum(0).reshape(16, 3),
+        "n/b d",
     )
     assert found == Cause(
         "other axes", "summed over b in place of a: that adds what belongs to different devices"
@@ -173,12 +181,16 @@ def test_positions_of_another_order_under_causal_attention() -> None:
     found = cause(later, values(16, 3), "s/zigzag(a,b) d")
     assert found.name == "positions"
     assert "right in rows 0-1 of 's' alone" in found.text
-    assert "are the index in the block or those of 's/(a,b)' in place of 's/zigzag(a,b)'" in found.text
+    assert (
+        "are the index in the block or those of 's/(a,b)' in place of 's/zigzag(a,b)'" in found.text
+    )
 
 
 def test_noise_has_no_cause() -> None:
     found = cause(
-        lambda _, blocks: [x + values(4, 3, seed=1 + d) for d, x in enumerate(blocks)], values(8, 3), "n/a d"
+        lambda _, blocks: [x + values(4, 3, seed=1 + d) for d, x in enumerate(blocks)],
+        values(8, 3),
+        "n/a d",
     )
     assert found is None
 
@@ -186,10 +198,14 @@ def test_noise_has_no_cause() -> None:
 def test_right_blocks_have_none() -> None:
     found = case(lambda _, blocks: blocks, values(8, 4), "n/a d/b")
     assert not found.wrong_devices
-    assert [name for name, find in CAUSES.items() if name not in ("scaled", "rounded") and find(found)] == []
+    assert [
+        name for name, find in CAUSES.items() if name not in ("scaled", "rounded") and find(found)
+    ] == []
 
 
-@given(st.sampled_from(["block", "zigzag", "cyclic"]), st.sampled_from(["block", "zigzag", "cyclic"]))
+@given(
+    st.sampled_from(["block", "zigzag", "cyclic"]), st.sampled_from(["block", "zigzag", "cyclic"])
+)
 def test_every_pair_of_orders_is_told_apart(meant: str, other: str) -> None:
     """Rows stored in one order, read in another: both are named, or stored alike."""
     texts = [f"s/{order}(a,b)" if order != "block" else "s/(a,b)" for order in (meant, other)]

@@ -53,14 +53,16 @@ def test_trees_of_arguments_and_results_on_several_meshes() -> None:
 
 
 def test_functions_may_be_closures() -> None:
-    scale, matrix = 3.0, torch.eye(4)
+    scale = 3.0
+    matrix = torch.eye(4)
     options = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2"}
     assert_equivalent(lambda x: scale * x @ matrix, lambda x: scale * x, **options)
 
 
 @pytest.mark.parametrize(("reference", "runtime"), [(torch.sin, "torch"), (jnp.sin, "jax")])
 def test_uneven_blocks_and_a_reference_in_torch_or_jax(reference, runtime: str) -> None:
-    expression, shape = "s/cp d -> s d/cp", (7, 5)
+    expression = "s/cp d -> s d/cp"
+    shape = (7, 5)
     assert_equivalent(
         lambda x, mesh: torch.sin(xt.redistribute(x, expression, mesh, shape=shape)),
         lambda x, mesh: jnp.sin(xj.redistribute(x, expression, mesh, shape=shape)),
@@ -110,7 +112,9 @@ def test_any_linear_layout_on_both_sides() -> None:
 def test_redistributions_of_any_layouts_are_the_same_on_both(data) -> None:
     mesh = data.draw(meshes())
     found = data.draw(st.lists(shapes(), min_size=3, max_size=3))
-    check_moves([[data.draw(layouts(mesh, len(shape))) for _ in range(2)] for shape in found], found, mesh)
+    check_moves(
+        [[data.draw(layouts(mesh, len(shape))) for _ in range(2)] for shape in found], found, mesh
+    )
 
 
 def test_what_one_device_alone_adds_to_a_sum_is_seen() -> None:
@@ -125,7 +129,9 @@ def test_what_one_device_alone_adds_to_a_sum_is_seen() -> None:
     assert {m.subject.runtime for m in error.mismatches} == {"torch"}
 
 
-@pytest.mark.parametrize("dtypes", [("float16", "bfloat16", "complex64"), ("float64", "complex128")])
+@pytest.mark.parametrize(
+    "dtypes", [("float16", "bfloat16", "complex64"), ("float64", "complex128")]
+)
 def test_dtypes(dtypes: tuple[str, ...]) -> None:
     def array(dtype: str) -> np.ndarray:
         rng = np.random.default_rng(0)
@@ -181,7 +187,9 @@ def test_another_shape_is_a_mismatch_and_tells_both() -> None:
 
 
 def test_a_part_where_the_whole_was_meant() -> None:
-    error = wrong(same, same, **{**ROWS, "layouts": (["n/tp"], "n")}, reference=same, check_vma=False)
+    error = wrong(
+        same, same, **{**ROWS, "layouts": (["n/tp"], "n")}, reference=same, check_vma=False
+    )
     assert [m.problem for m in error.mismatches] == [
         "shape (2,) in place of (4,), the block of a (4,) array under 'n': "
         "a part of the array, where all of it was meant"
@@ -195,7 +203,8 @@ def test_the_place_is_global() -> None:
             y[1, 2] += 1.0
         return y
 
-    x, layout = normal(16, 4), "n/zigzag(a,b) d"
+    x = normal(16, 4)
+    layout = "n/zigzag(a,b) d"
     error = wrong(one_wrong, same, args=[x], layouts=([layout], layout), mesh="a=2,b=2")
     (m,) = error.mismatches
     assert (m.device, m.index, m.global_index) == (1, (1, 2), (3, 2))
@@ -218,7 +227,12 @@ def test_a_number_that_is_none_is_wrong_and_two_agree() -> None:
 def test_both_runtimes_may_be_wrong_in_the_same_way() -> None:
     error = wrong(lambda x: 2 * x, lambda x: 2 * x, **ROWS, reference=same)
     runs = [(m.subject.kind, m.subject.runtime) for m in error.mismatches]
-    assert runs == [("output", "torch"), ("output", "jax"), ("gradient", "torch"), ("gradient", "jax")]
+    assert runs == [
+        ("output", "torch"),
+        ("output", "jax"),
+        ("gradient", "torch"),
+        ("gradient", "jax"),
+    ]
 
 
 def test_what_is_within_tolerance_of_the_truth_may_differ_from_each_other() -> None:
@@ -259,7 +273,9 @@ def test_one_optimiser_step(decay: float) -> None:
         error = wrong(*functions, **options)
         wrong_arrays = {(m.subject.kind, m.subject.name) for m in error.mismatches}
         assert wrong_arrays == {("parameter", "params['up']"), ("parameter", "params['down']")}
-        assert "parameter of params['down'], jax on dp=1,tp=1, against torch on one device" in str(error)
+        assert "parameter of params['down'], jax on dp=1,tp=1, against torch on one device" in str(
+            error
+        )
 
 
 def test_functions_without_types() -> None:
@@ -285,7 +301,9 @@ def test_a_replica_that_devices_use_in_their_own_ways(side: str) -> None:
         return redistribute(x, f"n/tp d -> {to}") @ w
 
     error = wrong(
-        lambda *xs, mesh: columns(*xs, lambda *move: xt.redistribute(*move, mesh), gathered["torch"]).sin(),
+        lambda *xs, mesh: columns(
+            *xs, lambda *move: xt.redistribute(*move, mesh), gathered["torch"]
+        ).sin(),
         lambda *xs: jnp.sin(columns(*xs, xj.redistribute, gathered["jax"])),
         args=[normal(32, 4), np.array([1, 0.5, 1, 1.5], np.float32), normal(4, 8, seed=1)],
         layouts=(["n/tp d", "d", "d f/tp"], "n f/tp"),

@@ -22,7 +22,9 @@ LIBRARIES = {"torch": Torch, "jax": Jax}
 
 def given(names: list[str]) -> dict[str, Any]:
     """The arguments and layouts of programs or mistakes in one run."""
-    programs = {name: PROGRAMS[MISTAKES[name].program if name in MISTAKES else name] for name in names}
+    programs = {
+        name: PROGRAMS[MISTAKES[name].program if name in MISTAKES else name] for name in names
+    }
     layouts = {name: list(program.layouts) for name, program in programs.items()}
     return {
         "args": [{name: list(program.args) for name, program in programs.items()}],
@@ -65,7 +67,11 @@ def test_a_mistake_is_found_named_and_located(name: str) -> None:
 
 @pytest.mark.parametrize("framework", LIBRARIES)
 def test_mistakes_that_blocks_show_are_named_in_one_run(framework: str) -> None:
-    names = [n for n, m in MISTAKES.items() if m.leaves_a_trace and not (m.first and framework == "torch")]
+    names = [
+        n
+        for n, m in MISTAKES.items()
+        if m.leaves_a_trace and not (m.first and framework == "torch")
+    ]
     error = error_of(names, framework, mesh="dp=2,tp=3", check_vma=False)
     where = error.mismatches[0].first
     assert where.startswith("what 'b o | sum(tp) -> b o' (programs.py:"), where
@@ -91,7 +97,9 @@ def test_a_kink_and_an_array_that_does_not_matter_are_no_mistakes() -> None:
         return torch.relu(x) + 0 * unused.sum()
 
     x = np.array([1e-6, -1e-6, 1.0, 2.0, 0.0, 3.0])  # kinks within the first step
-    assert_mesh_invariant(function, args=[x[:4], x], layouts=(["n/tp", "m | copy(tp)"], "n/tp"), mesh="tp=2")
+    assert_mesh_invariant(
+        function, args=[x[:4], x], layouts=(["n/tp", "m | copy(tp)"], "n/tp"), mesh="tp=2"
+    )
 
 
 def test_uneven_blocks_on_the_usual_meshes() -> None:
@@ -129,12 +137,15 @@ def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> No
     )
     first = error.mismatches[0].first
     assert (
-        first.startswith("what '() -> () | copy(tp)' (") and "; right is what '() | max(tp) -> ()' (" in first
+        first.startswith("what '() -> () | copy(tp)' (")
+        and "; right is what '() | max(tp) -> ()' (" in first
     )
 
     def copied(x, mesh):
         x = xt.ops.copy_to(x, "tp", mesh)
-        return xt.redistribute(xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh)
+        return xt.redistribute(
+            xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh
+        )
 
     error = found(copied, args=[wide(6)], layouts=(["n"], "n"), mesh="tp=2")
     first = error.mismatches[0].first

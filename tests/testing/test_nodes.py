@@ -54,7 +54,9 @@ def plan(cluster: Cluster) -> xs.Plan:
         cluster.slow(node, f"{BITS_PER_S}bit")
     gloo = load_profile("gloo")
     across = replace(gloo, across=Link(0.001, BITS_PER_S / 8), node_devices=2)
-    return xs.plan("n/x/y d -> n d/x/y", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across)
+    return xs.plan(
+        "n/x/y d -> n d/x/y", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across
+    )
 
 
 def turned(
@@ -70,7 +72,8 @@ def turned(
 
     import torch_bridge as xt
 
-    rank, n = dist.get_rank(), SHAPE[0] // 4
+    rank = dist.get_rank()
+    n = SHAPE[0] // 4
     total = torch.tensor([rank])
     dist.all_reduce(total)
     place = rank, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), total.item()
@@ -91,7 +94,11 @@ def turned(
 
 
 def in_the_middle(
-    cluster: Cluster, plan: xs.Plan, folder: Path, happens: Callable[[], None], timeout_s: float | None = None
+    cluster: Cluster,
+    plan: xs.Plan,
+    folder: Path,
+    happens: Callable[[], None],
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """What all ranks return of `turned` when something happens after they have met.
 
@@ -99,7 +106,9 @@ def in_the_middle(
     """
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(cluster.run_torch, turned, plan, folder, timeout_s, timeout_s=60.0)
-        while not running.done() and not all((folder / f"ready{rank}").exists() for rank in range(4)):
+        while not running.done() and not all(
+            (folder / f"ready{rank}").exists() for rank in range(4)
+        ):
             time.sleep(0.05)
         happens()
         return running.result()
@@ -108,7 +117,9 @@ def in_the_middle(
 PLACES = [(0, 0, 2, 6), (1, 1, 2, 6), (2, 0, 2, 6), (3, 1, 2, 6)]
 
 
-def test_a_plan_sends_over_the_link_what_must_cross_at_its_rate(cluster: Cluster, plan: xs.Plan) -> None:
+def test_a_plan_sends_over_the_link_what_must_cross_at_its_rate(
+    cluster: Cluster, plan: xs.Plan
+) -> None:
     before = [cluster.bytes(node) for node in range(2)]
     places, right, seconds = zip(*cluster.run_torch(turned, plan, timeout_s=60.0), strict=True)
     assert list(places) == PLACES and all(right)
@@ -129,7 +140,9 @@ def test_a_link_restored_in_time_delays_and_loses_nothing(
         time.sleep(0.7)
         cluster.restore(1)
 
-    places, right, seconds = zip(*in_the_middle(cluster, plan, tmp_path, cut_and_restore), strict=True)
+    places, right, seconds = zip(
+        *in_the_middle(cluster, plan, tmp_path, cut_and_restore), strict=True
+    )
     assert list(places) == PLACES and all(right)
     assert max(seconds) > 1.2
 
@@ -201,7 +214,9 @@ def test_nothing_is_left_of_nodes_whose_test_was_killed(cluster: Cluster) -> Non
     test.send_signal(signal.SIGKILL)
     test.wait()
     for _ in range(6000):  # a slow machine is no reason to fail
-        if not networks & {network_of(int(pid)) for pid in filter(str.isdecimal, os.listdir("/proc"))}:
+        if not networks & {
+            network_of(int(pid)) for pid in filter(str.isdecimal, os.listdir("/proc"))
+        }:
             return
         time.sleep(0.1)
     raise AssertionError(f"some of {networks} are still there")

@@ -93,7 +93,16 @@ def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, 
     """Exit status and output of a pytest that runs files with these texts."""
     for name, text in texts.items():
         (folder / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "xshard.testing.plugin", "-p", "no:cacheprovider", "-v"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xshard.testing.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+    ]
     done = subprocess.run(
         [*command, "-oaddopts=", *options, *texts],
         cwd=folder,
@@ -108,7 +117,9 @@ def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, 
 
 def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
     """Together, since they share one process of torch and one of JAX."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S
+    )
     example = next(block for block in blocks if "torch_ranks" in block)
     status, said = pytest_in(tmp_path, {"test_fixtures.py": FIXTURES, "test_document.py": example})
     assert status == 0, said
@@ -120,7 +131,10 @@ def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
     ("options", "names"),
     [
         (["--strict-markers"], "test_any[dp=2,tp=2] test_any[tp=4] test_own[cp=2] test_own[cp=4]"),
-        (["--xshard-meshes", "cp=3; cp=8"], "test_any[cp=3] test_any[cp=8] test_own[cp=3] test_own[cp=8]"),
+        (
+            ["--xshard-meshes", "cp=3; cp=8"],
+            "test_any[cp=3] test_any[cp=8] test_own[cp=3] test_own[cp=8]",
+        ),
     ],
     ids=["default and marker", "option"],
 )
@@ -148,7 +162,9 @@ def test_meshes_that_cannot_be(given: str, message: str) -> None:
 
 def test_the_plugin_is_declared_under_the_name_of_its_module() -> None:
     """So that it is one plugin, whether pytest finds it or `-p` names it."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "pytest11"
+    ]
     assert declared == {"xshard.testing.plugin": "xshard.testing.plugin"}
 
 

@@ -56,7 +56,9 @@ assert "torch" not in sys.modules
 """
     (tmp_path / "jax.py").write_text("raise ImportError('JAX is forbidden here')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=TIMEOUT_S, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, timeout=TIMEOUT_S, env=environment
+    )
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:
@@ -93,7 +95,8 @@ def test_jax_has_its_devices_and_keeps_them() -> None:
 
         return os.getpid(), jax.device_count(), jax.default_backend()
 
-    first, second = _on_devices(count), _on_devices(count)
+    first = _on_devices(count)
+    second = _on_devices(count)
     assert first == second
     assert first[1:] == (host_devices(), "cpu")
 

@@ -22,12 +22,18 @@ def on_gpus(n: int, backend: str, function: Callable[..., Any], *args: Any) -> l
 
 
 def _with_gpu(backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    rank, n, store = dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    store = c10d._get_default_store()
     dist.destroy_process_group()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     if n > torch.cuda.device_count():
         # NCCL refuses two ranks of one host on one GPU: let each be a host of its own, behind a socket.
-        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ |= {
+            "NCCL_HOSTID": f"rank {rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
     torch.cuda.set_device(device)
     dist.init_process_group(
         backend,

@@ -72,7 +72,8 @@ def on_threads(n: int, function: Callable[..., Any], *args: Any) -> None:
 
 
 def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    store, failures = dist.HashStore(), list[BaseException]()
+    store = dist.HashStore()
+    failures = list[BaseException]()
 
     def rank(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=n, store=store)
@@ -147,7 +148,9 @@ def failed_examples(modules: Sequence[str]) -> dict[str, str]:
 
 def _failed_examples(modules: Sequence[str]) -> dict[str, str]:
     found = {name: doctest.testmod(importlib.import_module(name)) for name in modules}
-    return {name: str(result) for name, result in found.items() if result.failed or not result.attempted}
+    return {
+        name: str(result) for name, result in found.items() if result.failed or not result.attempted
+    }
 
 
 def for_each(expressions: Sequence[str], function: Callable[[str], None]) -> None:
@@ -160,9 +163,13 @@ def for_each(expressions: Sequence[str], function: Callable[[str], None]) -> Non
             raise
 
 
-def block_of(x: np.ndarray, layout: str, mesh: xs.Mesh, dtype: torch.dtype = torch.float64) -> Tensor:
+def block_of(
+    x: np.ndarray, layout: str, mesh: xs.Mesh, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """The block of this rank, which is its device number on `mesh`. layout: or an expression that has it."""
-    return torch.from_numpy(reference.scatter(x, layout.split(" ->")[0], mesh)[dist.get_rank()]).to(dtype)
+    return torch.from_numpy(reference.scatter(x, layout.split(" ->")[0], mesh)[dist.get_rank()]).to(
+        dtype
+    )
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -186,18 +193,28 @@ def check_error(function: Callable[[], Any], kind: str, *words: str) -> str:
     return text
 
 
-def derivatives(move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | float = 1.0) -> list[Tensor]:
+def derivatives(
+    move: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | float = 1.0
+) -> list[Tensor]:
     """What `move` makes of `x`, its derivatives of two orders in both modes, and all that under vmap."""
 
     def loss(v: Tensor) -> Tensor:
         return (weight * move(v) ** 3).sum()
 
-    leaf, batch = x.clone().requires_grad_(), torch.stack([x, 2 * x])
+    leaf = x.clone().requires_grad_()
+    batch = torch.stack([x, 2 * x])
     (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
     # Paired with what is legal beside it: a function of addends alone has no one gradient.
     (second,) = torch.autograd.grad((first * x).sum(), leaf)
     mapped = [torch.func.vmap(f)(batch) for f in (move, torch.func.grad(loss))]
-    return [move(x), first, second, torch.func.grad(loss)(x), *torch.func.jvp(move, (x,), (x,)), *mapped]
+    return [
+        move(x),
+        first,
+        second,
+        torch.func.grad(loss)(x),
+        *torch.func.jvp(move, (x,), (x,)),
+        *mapped,
+    ]
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:

@@ -22,7 +22,9 @@ def scattered(x: Tensor, layout: str | xs.Layout, mesh: xs.Mesh) -> Tensor:
     return torch.from_numpy(blocks[dist.get_rank()].copy()).to(x.device)
 
 
-def whole_gradients(module: nn.Module, x: Tensor, *more: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def whole_gradients(
+    module: nn.Module, x: Tensor, *more: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """On one device: the outputs, and the gradients of a loss that weighs every one of them differently."""
     x = x.clone().requires_grad_()
     y = module(x, *more)
@@ -61,7 +63,11 @@ def check_layer(
 
 
 def compare(
-    mine: Tensor, block: Tensor, layout: str, module: nn.Module, wanted: tuple[Tensor, Tensor, list[Tensor]]
+    mine: Tensor,
+    block: Tensor,
+    layout: str,
+    module: nn.Module,
+    wanted: tuple[Tensor, Tensor, list[Tensor]],
 ) -> xs.Sharding:
     """A block's outputs, and then gradients, are what `whole_gradients` found; returns their sharding."""
     y, of_x, of_parameters = wanted

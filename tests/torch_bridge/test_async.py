@@ -24,7 +24,8 @@ from tests.torch_bridge.helpers import (
 from torch_bridge.lower.collectives import Collective
 
 NEAR = xs.Needs.of_rows([[3, 7], [], [0], [5]])
-MESH, TURN = xs.Mesh(a=4), "n/a d -> n d/a"
+MESH = xs.Mesh(a=4)
+TURN = "n/a d -> n d/a"
 EXPRESSIONS = [
     "n/a d -> n d | copy(a)",
     "n d | sum(a) -> n/a d",
@@ -51,8 +52,13 @@ def _same(expression: str) -> None:
         between = v * 0
         return y.wait() + between.sum()
 
-    expected, found = plain(x), xt.redistribute(x, expression, MESH, async_op=True)
-    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    expected = plain(x)
+    found = xt.redistribute(x, expression, MESH, async_op=True)
+    assert (found.shape, found.dtype, found.device) == (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    )
     assert type(found.wait()) is Tensor and found.wait() is found.wait()
     assert all(map(torch.equal, derivatives(begun, x), derivatives(plain, x)))
 
@@ -142,7 +148,9 @@ def _begun_recording() -> None:
 def _dtensor() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    check_error(lambda: xt.redistribute(x, TURN, async_op=True), "PlanError", "async_op is for tensors")
+    check_error(
+        lambda: xt.redistribute(x, TURN, async_op=True), "PlanError", "async_op is for tensors"
+    )
 
 
 def test_it_is_used_like_a_tensor_overlaps_and_is_differentiable_as_it_was_begun() -> None:

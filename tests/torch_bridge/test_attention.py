@@ -30,19 +30,23 @@ def test_every_order_way_and_mask_is_that_of_one_device() -> None:
             assert difference(case, mask, how) < 1e-12, (name, how)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         for how in (*METHODS, "auto"):
-            case, mask = ORDERS["zigzag, fewer heads of keys than devices"], Mask(True, has_documents=True)
+            case = ORDERS["zigzag, fewer heads of keys than devices"]
+            mask = Mask(True, has_documents=True)
             assert difference(case, mask, how, dtype) < most, (dtype, how)
 
 
 def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.float64) -> float:
     """The largest, relative to the largest number of its array."""
-    given, worst = problem(case, mask), 0.0
+    given = problem(case, mask)
+    worst = 0.0
     wanted = one_device(given, mask)
     x = [mine(case, x, dtype, of_keys=i in (1, 2)) for i, x in enumerate(given[:4])]
     y = attended(case, mask, how, *x[:3], given=given)
     if mask.return_lse:
         y, lse = y
-        torch.autograd.backward((y, lse), (x[3], mine(case, given.lse_cotangent, lse.dtype, dims="bsh")))
+        torch.autograd.backward(
+            (y, lse), (x[3], mine(case, given.lse_cotangent, lse.dtype, dims="bsh"))
+        )
     else:
         y.backward(x[3])
     found = [y, *(block.grad for block in x[:3]), *([lse] if mask.return_lse else [])]
@@ -57,10 +61,16 @@ def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.floa
 
 
 def mine(
-    case: Case, x: np.ndarray, dtype: torch.dtype = torch.float64, of_keys: bool = False, dims: str = "bshk"
+    case: Case,
+    x: np.ndarray,
+    dtype: torch.dtype = torch.float64,
+    of_keys: bool = False,
+    dims: str = "bshk",
 ) -> Tensor:
     """This rank's block of an array, with a gradient."""
-    return torch.from_numpy(case.blocks(x, dims, of_keys)[dist.get_rank()]).to(dtype).requires_grad_()
+    return (
+        torch.from_numpy(case.blocks(x, dims, of_keys)[dist.get_rank()]).to(dtype).requires_grad_()
+    )
 
 
 def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = None) -> Any:
@@ -75,7 +85,8 @@ def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = Non
 
 @in_ranks(4)
 def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
-    case, mask = Case(ROW, "b s/cp h k", (4, 4)), Mask(True, 3)
+    case = Case(ROW, "b s/cp h k", (4, 4))
+    mask = Mask(True, 3)
     given = problem(case, mask)
     q, k, v, _ = [mine(case, x) for x in given[:4]]
     # Blocks of 5 rows and a window of 3: each device needs those of one other, so there are two rounds.
@@ -86,19 +97,27 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
     assert meter.received == [one] * 4, "forward; again, and sums there and home"
     with Meter():  # the mask of rows that are the last of their keys is no plain tensor
         assert difference(case, Mask(True), "gather") < 1e-12
-    (g,) = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), q, create_graph=True)
+    (g,) = torch.autograd.grad(
+        attended(case, mask, "ring", q, k, v).square().sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
     for how in ("gather", "ulysses", "auto"):
-        loss = torch.func.grad(lambda *x, how=how: attended(case, mask, how, *x).square().sum(), (0, 1, 2))
-        wanted = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), (q, k, v))
+        loss = torch.func.grad(
+            lambda *x, how=how: attended(case, mask, how, *x).square().sum(), (0, 1, 2)
+        )
+        wanted = torch.autograd.grad(
+            attended(case, mask, "ring", q, k, v).square().sum(), (q, k, v)
+        )
         for one, other in zip(loss(q.detach(), k.detach(), v.detach()), wanted, strict=True):
             assert torch.allclose(one, other, atol=1e-12)
     whole = [mine(case, x).detach() for x in given[:3]]
     one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
     assert torch.equal(
         xt.nn.attention(*whole, case.layout, ROW, documents=one_row, shape=case.shape),
-        xt.nn.attention(*whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape),
+        xt.nn.attention(
+            *whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape
+        ),
     )
     heads = [x[:, :4, :n] for x, n in ((q, 3), (k, 2), (v, 2))]
     alibi: Any = [torch.ones(3), torch.ones(4, requires_grad=True)]
@@ -118,10 +137,22 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
         (lambda: attended(case, mask, "rings", q, k, v), "XshardError: unknown how='rings'"),
         (lambda: attended(case, Mask(window=0), "ring", q, k, v), "XshardError: window=0"),
         (lambda: xt.nn.attention(q, k, v, "b t/cp h k", ROW), "NotationError: ...no dim 's'"),
-        (lambda: xt.nn.attention(q, k, v, "b s h k/cp", ROW), "NotationError: the width of heads is sharded"),
-        (lambda: xt.nn.attention(*heads, case.layout, ROW), "ShapeError: 3 heads of queries, 2 of keys"),
-        (lambda: attended(case, mask, "ring", q, k[:1], v[:1]), "ShapeError: ...the block has shape (1,"),
-        (lambda: attended(case, mask, "ring", q, k.float(), v), "DtypeError: ...keys torch.float32"),
+        (
+            lambda: xt.nn.attention(q, k, v, "b s h k/cp", ROW),
+            "NotationError: the width of heads is sharded",
+        ),
+        (
+            lambda: xt.nn.attention(*heads, case.layout, ROW),
+            "ShapeError: 3 heads of queries, 2 of keys",
+        ),
+        (
+            lambda: attended(case, mask, "ring", q, k[:1], v[:1]),
+            "ShapeError: ...the block has shape (1,",
+        ),
+        (
+            lambda: attended(case, mask, "ring", q, k.float(), v),
+            "DtypeError: ...keys torch.float32",
+        ),
         (
             lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q),
             "XshardError: a ring under torch.func",

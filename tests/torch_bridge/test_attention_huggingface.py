@@ -13,7 +13,9 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 
-LENGTH, MESH, LAYOUT = 19, xs.Mesh(cp=4), "b s/zigzag(cp) h k"
+LENGTH = 19
+MESH = xs.Mesh(cp=4)
+LAYOUT = "b s/zigzag(cp) h k"
 
 
 def test_a_llama_is_that_of_one_device_in_all_ways() -> None:
@@ -23,14 +25,20 @@ def test_a_llama_is_that_of_one_device_in_all_ways() -> None:
 def _trained() -> None:
     torch.manual_seed(0)
     one = _model("sdpa")
-    tokens, places = torch.randint(0, 31, (2, LENGTH)), torch.arange(LENGTH)
+    tokens = torch.randint(0, 31, (2, LENGTH))
+    places = torch.arange(LENGTH)
     padding = torch.stack([places < LENGTH, places < 15])
     documents = (places + torch.tensor([[0], [3]])) // 8
     rows = xt.positions(LAYOUT.removesuffix(" h k"), MESH, shape=tokens.shape, dim="s")
     together = documents[:, None, :, None] == documents[:, None, None]
     causal = together & (places[:, None] >= places)
     for how, whole, cut, keep in (
-        ("gather", {"attention_mask": padding.long()}, {"attention_mask": padding.long()[:, rows]}, padding),
+        (
+            "gather",
+            {"attention_mask": padding.long()},
+            {"attention_mask": padding.long()[:, rows]},
+            padding,
+        ),
         ("ulysses", {"attention_mask": causal}, {"documents": documents[:, rows]}, padding | True),
         ("ring", {}, {}, padding | True),
     ):
@@ -39,7 +47,9 @@ def _trained() -> None:
         mine.load_state_dict(one.state_dict())
         position_ids = places[None]
         y = one(tokens, position_ids=position_ids, use_cache=False, **whole).logits
-        block = mine(tokens[:, rows], position_ids=position_ids[:, rows], use_cache=False, **cut).logits
+        block = mine(
+            tokens[:, rows], position_ids=position_ids[:, rows], use_cache=False, **cut
+        ).logits
         assert torch.allclose(block[keep[:, rows]], y[:, rows][keep[:, rows]], atol=1e-12)
         weights = torch.cos(torch.arange(y.numel()).double()).reshape(y.shape) * keep[..., None]
         one.zero_grad()
@@ -59,7 +69,8 @@ def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     from transformers.masking_utils import chunked_causal_mask_function
 
     attend, mask = (kinds()["xshard"] for kinds in (AttentionInterface, AttentionMaskInterface))
-    x, module = torch.zeros(1, 6, len(rows), 4), SimpleNamespace(is_causal=True)
+    x = torch.zeros(1, 6, len(rows), 4)
+    module = SimpleNamespace(is_causal=True)
     q = torch.randn(1, 6, len(rows), 4)
     options: Any = {"causal": True, "softcap": 0.5, "shape": (1, LENGTH, 6, 4)}
     capped = xt.nn.attention(*[q.transpose(1, 2)] * 3, LAYOUT, MESH, **options)

@@ -22,7 +22,9 @@ MESH = xs.Mesh(a=4)
 
 def _winners() -> None:
     rank = dist.get_rank()
-    x = torch.tensor([[1.0, 5.0, rank], [7.0, float(rank == 2), 3.0]], dtype=torch.float64).requires_grad_()
+    x = torch.tensor(
+        [[1.0, 5.0, rank], [7.0, float(rank == 2), 3.0]], dtype=torch.float64
+    ).requires_grad_()
     y = xt.redistribute(x, "n d | max(a) -> n d", MESH)
     assert y.tolist() == [[1, 5, 3], [7, 1, 3]]
     (gradient,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
@@ -76,7 +78,9 @@ def _swapped() -> None:
 
     def captured(model: Block, x: Tensor) -> Tensor:
         weight = xt.ops.copy_to(model.weight, "a", MESH)
-        return _reentrant(lambda v: xt.redistribute(v @ weight, "n/a d -> n d | copy(a)", MESH) ** 2, x)
+        return _reentrant(
+            lambda v: xt.redistribute(v @ weight, "n/a d -> n d | copy(a)", MESH) ** 2, x
+        )
 
     expected = gradients(Block(lambda f, x: f(x)), swapped)
     for block, call in (
@@ -96,7 +100,9 @@ def _swapped() -> None:
     functional_call(module, {"0.weight": 2 * own.weight}, (x,)).sum().backward()
     assert torch.equal(2 * own.weight.grad, whole)
     block = Block(_reentrant)
-    dtensor = DTensor.from_local(x, init_device_mesh("cpu", (4,), mesh_dim_names=("a",)), [Shard(0)])
+    dtensor = DTensor.from_local(
+        x, init_device_mesh("cpu", (4,), mesh_dim_names=("a",)), [Shard(0)]
+    )
     for move in (
         lambda v: xt.redistribute(v, "n/a d -> n d", MESH),
         lambda v: xt.redistribute([v], "n/a d -> n d", MESH)[0],

@@ -33,8 +33,11 @@ def some() -> list[Tensor]:
 
 def _calls(rank: int) -> list[tuple[list[int], Any]]:
     """What this of three ranks receives of 24 bytes per rank, and the call that sends them."""
-    x, group, mesh = torch.ones(6), dist.group.WORLD, init_device_mesh("cpu", (3,))
-    ops, c10d = functional, torch.ops._c10d_functional
+    x = torch.ones(6)
+    group = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (3,))
+    ops = functional
+    c10d = torch.ops._c10d_functional
     from_one, to_one = ([0], [24]) if rank == 1 else ([24], [0])
     return [
         ([48], lambda: dist.all_gather(some(), x)),

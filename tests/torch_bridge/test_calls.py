@@ -12,7 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_bridge as xt
 import xshard as xs
 
-SLOW = ("torch.distributed.tensor", "torch._dynamo", "torch.distributed._functional_collectives", "sympy")
+SLOW = (
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch.distributed._functional_collectives",
+    "sympy",
+)
 PROGRAM = """
 import sys, torch
 before = set(sys.modules)
@@ -66,5 +71,7 @@ def test_the_import_loads_what_is_used_when_it_is_used():
 def test_the_rooms_are_listed():
     assert {*xt.ROOMS, *xt.__all__} <= {*dir(xt)}
     assert all(f"`{room}`" in str(xt.__doc__) for room in xt.ROOMS)
-    with pytest.raises(AttributeError, match="no attribute 'redistribute_many'; its rooms: compat, "):
+    with pytest.raises(
+        AttributeError, match="no attribute 'redistribute_many'; its rooms: compat, "
+    ):
         _ = xt.redistribute_many

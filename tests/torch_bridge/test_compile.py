@@ -45,7 +45,8 @@ TWO_AXES = [
 
 def _agrees(compiled, plain, x: Tensor) -> None:
     """The same values, and the same gradient of a weighted sum."""
-    y, expected = compiled(x), plain(x)
+    y = compiled(x)
+    expected = plain(x)
     assert torch.equal(y, expected)
     weights = torch.arange(float(y.numel()), dtype=y.dtype).view(y.shape) % 7
     found, wanted = (torch.autograd.grad(out, x, weights)[0] for out in (y, expected))
@@ -71,7 +72,8 @@ def _graphs(placed: list[str], named: list[str], *names: str) -> None:
 
     placed: on a device mesh, of one shape; named: on a mesh of names, of any length of the first dim.
     """
-    on, expressions = xs.Mesh(dict.fromkeys(names, 2)), [*placed, *named]
+    on = xs.Mesh(dict.fromkeys(names, 2))
+    expressions = [*placed, *named]
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     meshes: list[MeshLike] = [*(mesh for _ in placed), *(on for _ in named)]
 
@@ -91,7 +93,9 @@ def _graphs(placed: list[str], named: list[str], *names: str) -> None:
             expressions, *_pulled(compiled, blocks), *_pulled(user, blocks), strict=True
         ):
             y, gradient, expected_y, expected_gradient = same
-            assert torch.equal(y, expected_y) and torch.equal(gradient, expected_gradient), expression
+            assert torch.equal(y, expected_y) and torch.equal(gradient, expected_gradient), (
+                expression
+            )
     assert backend.frame_count == 1
 
 
@@ -119,7 +123,11 @@ def _specialised() -> None:
 
     compiled = torch.compile(whole, backend=backend, fullgraph=True, dynamic=True)
     for rows, columns in ((4, 6), (4, 3), (4, 9), (5, 9)):
-        _agrees(compiled, whole, torch.arange(rows * float(columns)).view(rows, columns).requires_grad_())
+        _agrees(
+            compiled,
+            whole,
+            torch.arange(rows * float(columns)).view(rows, columns).requires_grad_(),
+        )
     assert backend.frame_count == 2, "the length of a whole dim may change"
 
 
@@ -128,7 +136,9 @@ def _options() -> None:
     uneven = block_of(numbers(5, 8) % 9, "n/a d", MESH, torch.float32).requires_grad_()
 
     def narrowed(v: Tensor) -> Tensor:
-        y = xt.redistribute(v, "n d/a -> n d", MESH, comm_dtype=(torch.bfloat16, None), async_op=True)
+        y = xt.redistribute(
+            v, "n d/a -> n d", MESH, comm_dtype=(torch.bfloat16, None), async_op=True
+        )
         return y.wait() + 1
 
     def split(v: Tensor) -> Tensor:
@@ -149,8 +159,11 @@ def test_inductor() -> None:
 
     x = block_of(numbers(2, 8, 4) % 5, "s n d | sum(a)", MESH).requires_grad_()
     compiled = torch.compile(step, fullgraph=True)
-    with torch._inductor.config.patch(compile_threads=1):  # here, not in processes that import torch first
-        y, expected = compiled(x), step(x)
+    with torch._inductor.config.patch(
+        compile_threads=1
+    ):  # here, not in processes that import torch first
+        y = compiled(x)
+        expected = step(x)
     assert torch.allclose(y, expected)
     assert torch.allclose(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, expected)))
 
@@ -221,17 +234,27 @@ def _refused() -> None:
     def turn(v: Tensor) -> Tensor:
         return xt.redistribute(v, "n/a d -> n d/a", MESH)
 
-    transformed, axis, pair = "...torch.func inside torch.compile", "n/q d -> n d", ("n/a d", "n d")
+    transformed = "...torch.func inside torch.compile"
+    axis = "n/q d -> n d"
+    pair = ("n/a d", "n d")
     assert_refused(
-        (compiled(lambda v: xt.redistribute(v, axis, MESH)), f"...unknown mesh axis 'q' in\n    '{axis}'"),
+        (
+            compiled(lambda v: xt.redistribute(v, axis, MESH)),
+            f"...unknown mesh axis 'q' in\n    '{axis}'",
+        ),
         (compiled(lambda v: xt.redistribute(v, pair, MESH)), "...with an expression that is text"),
         (compiled(lambda v: torch.func.jvp(turn, (v,), (v,))), transformed),
         (compiled(torch.func.grad(lambda v: turn(v).sum())), transformed),
         (compiled(torch.func.vmap(turn, in_dims=0)), transformed),
-        (compiled(lambda v: xt.redistribute([v], "n/a d -> n d/a", MESH)), "...calls on plain tensors"),
+        (
+            compiled(lambda v: xt.redistribute([v], "n/a d -> n d/a", MESH)),
+            "...calls on plain tensors",
+        ),
         is_alike=False,
     )
-    assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), "nothing is left behind"
+    assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), (
+        "nothing is left behind"
+    )
 
 
 @in_ranks(2)

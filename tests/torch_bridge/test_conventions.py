@@ -17,7 +17,8 @@ MESH = xs.Mesh(a=N)
 
 def _both() -> dict[str, list[Tensor]]:
     """Of every case: gradients of this rank's block by the expression, by the named op, and on one device."""
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found = {}
     for name, case in CASES.items():
         blocks = [torch.from_numpy(block) for block in case.blocks()]
         leaves = [block.clone().requires_grad_() for block in case.leaves(blocks)]
@@ -43,7 +44,9 @@ def gradients() -> list[dict[str, list[Tensor]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_that_of_a_single_device(name: str, gradients: list[dict[str, list[Tensor]]]) -> None:
+def test_the_gradient_is_that_of_a_single_device(
+    name: str, gradients: list[dict[str, list[Tensor]]]
+) -> None:
     for rank in gradients:
         by_expression, by_name, expected = rank[name]
         assert expected.abs().sum() > 0

@@ -16,13 +16,23 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import RECENT, in_ranks, on_threads
 
-R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+R = Replicate()
+S0 = Shard(0)
+S1 = Shard(1)
+S2 = Shard(2)
 theirs = _redistribute.redistribute_local_tensor
 Cuts = list[Placement]
 Make = Callable[..., Tensor]  # shape, placements -> an array of whole numbers, or its DTensor
@@ -41,8 +51,11 @@ class Engine(threading.local):
             return theirs(block, src, dst, **options)
         self.is_busy = True
         try:
-            kept, expected = block.clone(), theirs(block, src, dst)
-            x = DTensor.from_local(block, src.mesh, src.placements, shape=src.shape, stride=src.stride)
+            kept = block.clone()
+            expected = theirs(block, src, dst)
+            x = DTensor.from_local(
+                block, src.mesh, src.placements, shape=src.shape, stride=src.stride
+            )
             found = xt.dtensor.redistribute(x, dst.placements).to_local()
             what = f"{src.placements} -> {dst.placements} of {tuple(src.shape)}"
             assert torch.equal(block, kept), f"{what} wrote to its operand"
@@ -80,14 +93,16 @@ def install() -> None:
 
 
 def matmul(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
-    x, y = make((8, 4), a), make((4, 12), b)
+    x = make((8, 4), a)
+    y = make((4, 12), b)
     z = x @ y
     (z * z).sum().backward()
     return [z, x.grad, y.grad]
 
 
 def pointwise(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
-    x, y = make((8, 5), a), make((8, 5), b)
+    x = make((8, 5), a)
+    y = make((8, 5), b)
     z = torch.cat([x * y + x, torch.where(x > y, x, y)], dim=1)
     (z * z).sum().backward()
     return [z, x.grad, y.grad, torch.stack([x, y], dim=1)]
@@ -102,7 +117,8 @@ def reductions(make: Make, a: Cuts, _: Cuts) -> list[Tensor]:
 
 
 def flattening(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
-    x, w = make((4, 8, 4), a), make((4, 6), b)
+    x = make((4, 8, 4), a)
+    w = make((4, 6), b)
     y = x.flatten(0, 1) @ w
     y.sum().backward()
     return [y, x.grad, w.grad]
@@ -116,7 +132,8 @@ def views(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
 
 
 def attention(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
-    x, qkv = make((4, 6, 8), a), [make((8, 8), b) for _ in range(3)]
+    x = make((4, 6, 8), a)
+    qkv = [make((8, 8), b) for _ in range(3)]
     out = make((8, 8), [S0] + [R] * (len(b) - 1))
     q, k, v = ((x @ w).view(4, 6, 4, 2).transpose(1, 2) for w in qkv)
     mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
@@ -127,8 +144,13 @@ def attention(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
 
 
 def optimiser_steps(make: Make, a: Cuts, b: Cuts) -> list[Tensor]:
-    weights = [torch.nn.Parameter(make(shape, cut).detach()) for shape, cut in (((6, 8), a), ((8, 5), b))]
-    optimisers = [torch.optim.SGD(weights, lr=0.5, momentum=0.5), torch.optim.AdamW(weights, foreach=True)]
+    weights = [
+        torch.nn.Parameter(make(shape, cut).detach()) for shape, cut in (((6, 8), a), ((8, 5), b))
+    ]
+    optimisers = [
+        torch.optim.SGD(weights, lr=0.5, momentum=0.5),
+        torch.optim.AdamW(weights, foreach=True),
+    ]
     for optimiser in optimisers * 2:
         optimiser.zero_grad()
         y = make((4, 6), [S0] + [R] * (len(a) - 1)) @ weights[0] @ weights[1]
@@ -147,13 +169,18 @@ LINE: list[tuple[Program, Ends]] = [
     (optimiser_steps, [([S1], [S0])]),
 ]
 # A few: on two axes torch enumerates its own strategies for long.
-GRID: list[tuple[Program, Ends]] = [(matmul, [([S0, S1], [R, S0])]), (pointwise, [([S0, S1], [S1, S0])])]
+GRID: list[tuple[Program, Ends]] = [
+    (matmul, [([S0, S1], [R, S0])]),
+    (pointwise, [([S0, S1], [S1, S0])]),
+]
 if RECENT:  # DTensor flattens cut dims
     LINE += [(views, [([S0], [S1]), ([S1], [R]), ([S2], [S0])]), (attention, [([S1], [R])])]
     GRID += [(flattening, [([S1, S0], [R, R])])]
 
 
-def check_programs(shape: tuple[int, ...], table: list[tuple[Program, Ends]], kinds: set[str]) -> None:
+def check_programs(
+    shape: tuple[int, ...], table: list[tuple[Program, Ends]], kinds: set[str]
+) -> None:
     mesh = init_device_mesh("cpu", shape)
     install()
 

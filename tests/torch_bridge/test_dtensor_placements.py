@@ -24,8 +24,13 @@ from tests.torch_bridge.helpers import RECENT, assert_refused, in_ranks, on_thre
 from torch_bridge.testing.byte_counter import Meter
 from xshard.layout.layout import parse_expression
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")
+R = Replicate()
+S0 = Shard(0)
+S1 = Shard(1)
+P = Partial("sum")
+MEAN = Partial("avg")
+MAX = Partial("max")
+MIN = Partial("min")
 REDUCED = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -47,12 +52,18 @@ def replicated(placements: Placements) -> list[Placement]:
 
 def blocks_of(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
     """This rank's block of an array: torch's own, made without communication; addends differ by rank."""
-    block = distribute_tensor(whole, mesh, replicated(placements), src_data_rank=None).to_local().clone()
+    block = (
+        distribute_tensor(whole, mesh, replicated(placements), src_data_rank=None)
+        .to_local()
+        .clone()
+    )
     for at, (index, placement) in enumerate(zip(mesh.get_coordinate(), placements, strict=True)):
         if not isinstance(placement, Partial):
             continue
-        n, noise = mesh.size(at), torch.arange(block.numel(), dtype=block.dtype).view(block.shape) % 5 - 2
-        first, kind = index == 0, placement.reduce_op
+        n = mesh.size(at)
+        noise = torch.arange(block.numel(), dtype=block.dtype).view(block.shape) % 5 - 2
+        first = index == 0
+        kind = placement.reduce_op
         if kind == "sum":
             block = block - (n - 1) * 2 * noise if first else 0 * block + 2 * noise
         elif kind == "avg":
@@ -62,15 +73,21 @@ def blocks_of(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor
     return block
 
 
-def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Placements, block: Tensor | None = None) -> DTensor:
+def dtensor(
+    whole: Tensor, mesh: DeviceMesh, placements: Placements, block: Tensor | None = None
+) -> DTensor:
     block = blocks_of(whole, mesh, placements) if block is None else block
     return DTensor.from_local(block, mesh, placements, shape=whole.shape, stride=whole.stride())
 
 
-def assert_is(y: DTensor, whole: Tensor, placements: Placements, mesh: DeviceMesh | None = None) -> None:
+def assert_is(
+    y: DTensor, whole: Tensor, placements: Placements, mesh: DeviceMesh | None = None
+) -> None:
     """The DTensor is the array, placed so; addends are reduced by torch to be compared."""
     mesh = y.device_mesh if mesh is None else mesh
-    assert y.device_mesh == mesh and list(y.placements) == list(placements) and y.shape == whole.shape
+    assert (
+        y.device_mesh == mesh and list(y.placements) == list(placements) and y.shape == whole.shape
+    )
     block = y.to_local().detach().clone()
     for at, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -87,7 +104,8 @@ def case(
     def moved(x: DTensor) -> DTensor:
         return xt.redistribute(x, expression) if expression else xt.dtensor.redistribute(x, dst)
 
-    whole, weight = whole_array(*shape), whole_array(*shape).flip(0) * 2
+    whole = whole_array(*shape)
+    weight = whole_array(*shape).flip(0) * 2
     x = dtensor(whole, mesh, src).requires_grad_()
     kept = x.to_local().detach().clone()
     y = moved(x)
@@ -96,9 +114,12 @@ def case(
         (gradient,) = torch.autograd.grad(y, x, dtensor(weight, mesh, form), retain_graph=True)
         # Addends of a gradient stay addends where the input is a sum too, but under expressions.
         stays = [
-            isinstance(of, Partial) and g == P and not expression for of, g in zip(src, form, strict=True)
+            isinstance(of, Partial) and g == P and not expression
+            for of, g in zip(src, form, strict=True)
         ]
-        assert_is(gradient, weight, [P if s else p for s, p in zip(stays, replicated(src), strict=True)])
+        assert_is(
+            gradient, weight, [P if s else p for s, p in zip(stays, replicated(src), strict=True)]
+        )
     assert torch.equal(x.to_local(), kept)
 
     block = kept.clone().requires_grad_()
@@ -106,12 +127,16 @@ def case(
     share = blocks_of(weight, mesh, replicated(src))
     for at, (placement, index) in enumerate(zip(src, mesh.get_coordinate(), strict=True)):
         share = share / mesh.size(at) if placement == MEAN else share
-        share = share * (index == 0) if placement in (MAX, MIN) else share  # who has the largest, or smallest
+        share = (
+            share * (index == 0) if placement in (MAX, MIN) else share
+        )  # who has the largest, or smallest
     assert torch.equal(block.grad, share)
 
 
 def cases(
-    mesh: DeviceMesh, shapes: Sequence[Sequence[int]], pairs: Sequence[tuple[Placements, Placements]]
+    mesh: DeviceMesh,
+    shapes: Sequence[Sequence[int]],
+    pairs: Sequence[tuple[Placements, Placements]],
 ) -> None:
     for shape, (src, dst) in itertools.product(shapes, pairs):
         try:
@@ -136,7 +161,13 @@ def test_every_transition_on_one_axis() -> None:
 @in_ranks(4, on_threads)
 def test_every_transition_on_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    src = [*itertools.product((R, S0, S1, P, MEAN), repeat=2), (MAX, S0), (S1, MAX), (MIN, MIN), (R, MAX)]
+    src = [
+        *itertools.product((R, S0, S1, P, MEAN), repeat=2),
+        (MAX, S0),
+        (S1, MAX),
+        (MIN, MIN),
+        (R, MAX),
+    ]
     dst = [*itertools.product((R, S0, S1, P), repeat=2), (MEAN, S0), (MAX, R), (S1, MIN), (P, MEAN)]
     pairs = [*itertools.product(src, dst)]
     cases(mesh, [(8, 4)], random.Random(0).sample(pairs, 60))
@@ -155,7 +186,8 @@ def test_transitions_on_three_axes() -> None:
 @in_ranks(4, on_threads)
 def test_orders_of_cuts() -> None:
     """Cuts nested in another order than the mesh's, which DTensor writes as strided shards."""
-    mesh, first = init_device_mesh("cpu", (2, 2)), (_StridedShard(0, split_factor=2), S0)
+    mesh = init_device_mesh("cpu", (2, 2))
+    first = (_StridedShard(0, split_factor=2), S0)
     pairs = [(first, dst) for dst in ((S0, S0), (R, R), (S1, S0), (R, S0), (P, S1))]
     pairs += [(src, first) for src in ((S0, S0), (R, R), (S1, S0), (P, S0), first)]
     cases(mesh, [(8, 4), (7, 3), (3, 2)], pairs)
@@ -165,12 +197,15 @@ def test_orders_of_cuts() -> None:
 @in_ranks(4, on_threads)
 def test_cuts_of_a_flattened_dim() -> None:
     """Of others that were flattened into it: strided shards that are no nesting."""
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), set()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    found = set()
     for shape in ((2, 8, 3), (2, 7, 3), (4, 6, 2)):
         whole = whole_array(*shape)
         flat = whole.flatten(0, 1)
         for cut in itertools.product((R, S0, S1, Shard(2)), repeat=2):
-            if S1 not in cut or (cut == (S1, S1) and shape[1] % 4):  # torch does not flatten the last
+            if S1 not in cut or (
+                cut == (S1, S1) and shape[1] % 4
+            ):  # torch does not flatten the last
                 continue
             x = distribute_tensor(whole, mesh, cut, src_data_rank=None).flatten(0, 1)
             assert torch.equal(x.to_local(), blocks_of(flat, mesh, x.placements))
@@ -195,7 +230,8 @@ def test_expressions() -> None:
         src, dst = (xt.dtensor.to_placements(end, mesh, (7, 6)) for end in parse_expression(text))
         case(mesh, (7, 6), src, dst, text)
     # Dims in another order, alone and with others; copies, which have addends as gradients, at either end.
-    whole, weight = whole_array(7, 6), whole_array(7, 6).flip(0)
+    whole = whole_array(7, 6)
+    weight = whole_array(7, 6).flip(0)
     turned = ("n/a d/b -> d/a n/b", "n/b d -> d n/b", "n/a d -> d n | copy(a)")
     for text in (*turned, "n/a d -> n d | copy(a)", "n d/b | copy(a) -> n/a d/b"):
         src, dst = parse_expression(text)
@@ -206,7 +242,10 @@ def test_expressions() -> None:
         for z in (y, xt.redistribute([x.detach()] * 2, text)[0]):
             assert_is(z, whole.permute(order), stop)
         pulled, wanted = (
-            [P if axis in end.tagged("copy") else p for axis, p in zip("ab", placements, strict=True)]
+            [
+                P if axis in end.tagged("copy") else p
+                for axis, p in zip("ab", placements, strict=True)
+            ]
             for end, placements in ((dst, stop), (src, start))
         )
         arrives = dtensor(weight.permute(order).contiguous(), mesh, pulled)
@@ -216,7 +255,8 @@ def test_expressions() -> None:
 @in_ranks(4)
 def test_how_much_is_sent() -> None:
     """How many collectives run forward and backward: as in torch's tests, or fewer."""
-    mesh, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2))
     inner_first: list[Placement] = [_StridedShard(0, split_factor=2), S0]
     table: list[tuple[DeviceMesh, tuple[int, ...], list[Placement], list[Placement], int, int]] = [
         (mesh, (12, 3), [S0], [R], 1, 0),
@@ -243,7 +283,9 @@ def test_how_much_is_sent() -> None:
     for on, shape, src, dst, there, back in table:
         x = dtensor(whole_array(*shape), on, src).requires_grad_()
         xt.dtensor.redistribute(x, dst)  # makes groups
-        weight = dtensor(whole_array(*shape), on, replicated([p if p != Shard(-1) else S1 for p in dst]))
+        weight = dtensor(
+            whole_array(*shape), on, replicated([p if p != Shard(-1) else S1 for p in dst])
+        )
         with Meter() as forward:
             y = xt.dtensor.redistribute(x, dst)
         with Meter() as backward:
@@ -284,7 +326,10 @@ def test_dtypes() -> None:
         x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
         y = xt.dtensor.redistribute(x, [S1])
         assert y.dtype == dtype and y.placements == (S1,)
-        assert xt.dtensor.redistribute(y, [R]).to_local().float().equal(whole.float()) or dtype.is_complex
+        assert (
+            xt.dtensor.redistribute(y, [R]).to_local().float().equal(whole.float())
+            or dtype.is_complex
+        )
 
 
 @in_ranks(4)
@@ -307,7 +352,9 @@ def test_right_where_dtensor_is_not() -> None:
     assert torch.equal(x.grad.full_tensor(), torch.full((8, 4), 1 / 32, dtype=torch.float64))
     # Equal winners share.
     block = torch.tensor([float(rank // 2), 1.0], requires_grad=True)
-    xt.dtensor.redistribute(DTensor.from_local(block, mesh, [MAX, R]), [R, R]).to_local().sum().backward()
+    xt.dtensor.redistribute(
+        DTensor.from_local(block, mesh, [MAX, R]), [R, R]
+    ).to_local().sum().backward()
     assert block.grad.tolist() == [float(rank // 2), 0.5]
     # Four rows over 2 x 3 devices (the same on 2 x 2): no row is lost or doubled.
     x = dtensor(whole_array(3, 2), mesh, [P, P])
@@ -322,7 +369,8 @@ def test_right_where_dtensor_is_not() -> None:
 @in_ranks(4)
 def test_other_meshes_of_the_same_processes() -> None:
     rank = dist.get_rank()
-    whole, weight = whole_array(8, 6), whole_array(8, 6).flip(1)
+    whole = whole_array(8, 6)
+    weight = whole_array(8, 6).flip(1)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     turned_line = DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("a",))
     others = [init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[3, 1], [0, 2]]), turned_line]
@@ -332,7 +380,9 @@ def test_other_meshes_of_the_same_processes() -> None:
     }
     for at, mesh in enumerate(others):
         # Every pair of ends on one of the meshes, and every end on each.
-        every = [(i, j) for i, j in itertools.product(range(6), repeat=2) if (i + j) % len(others) == at]
+        every = [
+            (i, j) for i, j in itertools.product(range(6), repeat=2) if (i + j) % len(others) == at
+        ]
         for src, dst in ((ends[2][i], ends[mesh.ndim][j]) for i, j in every):
             for here, there, start, stop in ((grid, mesh, src, dst), (mesh, grid, dst, src)):
                 x = dtensor(whole, here, start).requires_grad_()
@@ -341,7 +391,8 @@ def test_other_meshes_of_the_same_processes() -> None:
                 (gradient,) = torch.autograd.grad(y, x, dtensor(weight, there, replicated(stop)))
                 assert_is(gradient, weight, replicated(start), here)
     # A part of the world, where the rest need not call.
-    pair, turned = DeviceMesh("cpu", [[3, 1]]), DeviceMesh("cpu", [1, 3])
+    pair = DeviceMesh("cpu", [[3, 1]])
+    turned = DeviceMesh("cpu", [1, 3])
     if rank in (1, 3):
         x = dtensor(whole, pair, [R, S0])
         assert_is(xt.dtensor.redistribute(x, [S0], device_mesh=turned), whole, [S0], turned)
@@ -353,7 +404,9 @@ def test_other_meshes_of_the_same_processes() -> None:
         theirs = x.redistribute(placements=[R, S1])
         assert y.placements == theirs.placements and torch.equal(y.to_local(), theirs.to_local())
         (gradient,) = torch.autograd.grad(y, x, y.detach())
-        assert gradient.placements == x.placements and torch.equal(gradient.to_local(), x.to_local())
+        assert gradient.placements == x.placements and torch.equal(
+            gradient.to_local(), x.to_local()
+        )
     # A result is on the mesh that was asked for, though another may be equal to it.
     again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert again == grid
@@ -361,13 +414,17 @@ def test_other_meshes_of_the_same_processes() -> None:
     # Of other processes: refused on all that call.
     x = dtensor(whole, grid, [R, R])
     refused = "MeshError: ...are of different processes"
-    assert_refused((lambda: xt.dtensor.redistribute(x, [R], device_mesh=turned), refused), is_alike=False)
+    assert_refused(
+        (lambda: xt.dtensor.redistribute(x, [R], device_mesh=turned), refused), is_alike=False
+    )
 
 
 @in_ranks(4)
 def test_blocks_of_any_size() -> None:
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
-    whole, weight = whole_array(9, 4), whole_array(9, 4).flip(0)
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    whole = whole_array(9, 4)
+    weight = whole_array(9, 4).flip(0)
     sizes = [2, 0, 4, 3]
     block = whole.split(sizes)[rank].clone().requires_grad_()
     x = dtensor(whole, mesh, [S0], block)
@@ -377,7 +434,8 @@ def test_blocks_of_any_size() -> None:
         (gradient,) = torch.autograd.grad(y, block, dtensor(weight, mesh, replicated(dst)))
         assert torch.equal(gradient, weight.split(sizes)[rank])
     # Another order of rows, whose gradient comes in that order.
-    even, weight = whole_array(8, 4), whole_array(8, 4).flip(0)
+    even = whole_array(8, 4)
+    weight = whole_array(8, 4).flip(0)
     x = dtensor(even, mesh, [S1]).requires_grad_()
     z = xt.dtensor.redistribute(x, [S0], dst_layout="n/zigzag(a) d")
     rows = [rank, 7 - rank]
@@ -396,7 +454,12 @@ def test_derivatives_of_higher_order() -> None:
     """Of sum(y**3), of the square of its gradient, and of that gradient: all in the array's terms."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(-8.0, 8.0, dtype=torch.float64).view(4, 4)
-    for src, dst in [([S0, S1], [R, S0]), ([R, R], [S0, S1]), ([S0, S0], [S1, S0]), ([S1, R], [S0, S1])]:
+    for src, dst in [
+        ([S0, S1], [R, S0]),
+        ([R, R], [S0, S1]),
+        ([S0, S0], [S1, S0]),
+        ([S1, R], [S0, S1]),
+    ]:
         x = dtensor(whole, mesh, src).requires_grad_()
         y = xt.dtensor.redistribute(x, dst)
         (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
@@ -417,7 +480,8 @@ def test_a_product_is_ended_as_dtensor_does() -> None:
     for dst in (R, S0, S1):
         assert torch.equal(xt.dtensor.redistribute(found, [dst]).full_tensor(), product)
     # ... and stays where it stays: then its blocks move like any others.
-    grid, whole = init_device_mesh("cpu", (2, 2)), whole_array(8, 4) % 5 + dist.get_rank() // 2
+    grid = init_device_mesh("cpu", (2, 2))
+    whole = whole_array(8, 4) % 5 + dist.get_rank() // 2
     for op in ("product", "prod", "band"):
         kept = Partial(op)
         for src, dst in itertools.product((R, S0, S1), repeat=2):
@@ -438,25 +502,32 @@ def test_a_product_is_ended_as_dtensor_does() -> None:
 @in_ranks(4)
 def test_what_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole, by_layouts, move = whole_array(8, 4), xt.redistribute, xt.dtensor.redistribute
+    whole = whole_array(8, 4)
+    by_layouts = xt.redistribute
+    move = xt.dtensor.redistribute
     x = dtensor(whole, mesh, [S0, R])
     product, average = (DTensor.from_local(whole, mesh, [p, R]) for p in (Partial("product"), MEAN))
     turned = dtensor(whole, mesh, [S0, S0])
     turned._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
-    odd, block = dist.get_rank() == 3, x.to_local()
+    odd = dist.get_rank() == 3
+    block = x.to_local()
 
     def simulated(call: Callable[[], Any]) -> None:
         with LocalTensorMode(4):
             call()
 
-    one_rank, placed = "MeshError: LocalTensorMode runs the program of rank 0", "the DTensor is placed as"
+    one_rank = "MeshError: LocalTensorMode runs the program of rank 0"
+    placed = "the DTensor is placed as"
     assert_refused(
         (lambda: move(x, [Partial("product"), R]), "PlanError: ...Partial(product)"),
         (lambda: move(x, [R]), "PlanError: 1 placements for"),
         (lambda: move(x, [Shard(2), R]), "ShapeError: no dim 2"),
         (lambda: move(x, [P, MAX]), "NotationError: ...max and sum in one layout"),
         (lambda: move(x, [MAX, MIN]), "NotationError: ...in one layout"),
-        (lambda: move(product, [Partial("product"), P]), "PlanError: ...keeps one reduction and has another"),
+        (
+            lambda: move(product, [Partial("product"), P]),
+            "PlanError: ...keeps one reduction and has another",
+        ),
         (
             lambda: move(x, [S0, R], dst_layout="n/b d"),
             "PlanError: 'n/b d' contradicts the placement S(0) of",
@@ -477,14 +548,18 @@ def test_what_is_refused() -> None:
         (lambda: by_layouts(x, "n/a d -> n/zigzag(a) d"), "PlanError: "),
         (lambda: by_layouts(x, "n/a d -> n d", xs.Mesh(a=2, b=2)), "MeshError: "),
         (lambda: by_layouts(x, "n/a d -> n d", shape=(8, 6)), "ShapeError: "),
-        (lambda: by_layouts(average, "n d | sum(a) -> n d"), f"NotationError: {placed} 'n d | mean(a)'"),
+        (
+            lambda: by_layouts(average, "n d | sum(a) -> n d"),
+            f"NotationError: {placed} 'n d | mean(a)'",
+        ),
     )
 
 
 @in_ranks(2)
 def test_helpers_can_fail() -> None:
     """A block with one wrong element is not the array."""
-    mesh, whole = init_device_mesh("cpu", (2,)), whole_array(4, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = whole_array(4, 2)
     for placement in (S0, R, P):
         block = blocks_of(whole, mesh, [placement])
         block[0, 0] += 1

@@ -23,7 +23,14 @@ import torch_bridge as xt
 import xshard as xs
 from tests import oracle
 from tests.contractions.cases import CASES, spelled
-from tests.torch_bridge.helpers import assert_refused, block_of, error_of, in_ranks, numbers, on_ranks
+from tests.torch_bridge.helpers import (
+    assert_refused,
+    block_of,
+    error_of,
+    in_ranks,
+    numbers,
+    on_ranks,
+)
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
@@ -33,13 +40,16 @@ from xshard.contractions.ring import rings
 
 def dense(names: list[tuple[str, ...]], result: tuple[str, ...]) -> str:
     """The equation of torch's own einsum."""
-    letters = {name: chr(97 + i) for i, name in enumerate(dict.fromkeys(n for dims in names for n in dims))}
+    letters = {
+        name: chr(97 + i) for i, name in enumerate(dict.fromkeys(n for dims in names for n in dims))
+    }
     left = ",".join("".join(letters[name] for name in dims) for dims in names)
     return f"{left}->{''.join(letters[name] for name in result)}"
 
 
 def _contracted(work: list[tuple[ContractionPlan, list[Any], Any]]) -> list[Any]:
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
+    found = []
     for plan, operands, cotangent in work:
         blocks = [torch.from_numpy(each[rank]).requires_grad_() for each in operands]
         with Meter() as forward:
@@ -48,7 +58,12 @@ def _contracted(work: list[tuple[ContractionPlan, list[Any], Any]]) -> list[Any]
         with Meter() as backward:
             gradients = torch.autograd.grad(y, blocks, torch.as_tensor(cotangent[rank]))
         found.append(
-            (y.detach().numpy(), [g.numpy() for g in gradients], forward.received, backward.received)
+            (
+                y.detach().numpy(),
+                [g.numpy() for g in gradients],
+                forward.received,
+                backward.received,
+            )
         )
     return found
 
@@ -83,11 +98,14 @@ def test_values_gradients_and_bytes(n: int) -> None:
     }
     assert {kind[:2] for kind in kinds} == {(False, False), (False, True), (True, True)}
     assert {pieces for *_, pieces in kinds} == {1, 2, 4}
-    draw, work = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    work = []
     for plan in plans:
         *operands, end = plan.arrays
         ends = [*operands, end.with_layout(end.layout.dual)]
-        *operands, cotangent = (oracle.random_blocks(x.layout, x.mesh, x.shape, draw, unit=4) for x in ends)
+        *operands, cotangent = (
+            oracle.random_blocks(x.layout, x.mesh, x.shape, draw, unit=4) for x in ends
+        )
         work.append((plan, operands, cotangent))
     ranks = on_ranks(n, _contracted, work)
     for at, (plan, operands, cotangent) in enumerate(work):
@@ -98,7 +116,9 @@ def test_values_gradients_and_bytes(n: int) -> None:
             for each, (layout, shape) in zip(operands, ends, strict=True)
         ]
         names = [spelled(layout) for layout, _ in ends]
-        apart = (x.reshape([lengths[n] for n in dims]) for x, dims in zip(wholes, names, strict=True))
+        apart = (
+            x.reshape([lengths[n] for n in dims]) for x, dims in zip(wholes, names, strict=True)
+        )
         expected = torch.einsum(dense(names, spelled(end[0])), *apart).reshape(end[1])
         pulled = oracle.gather(cotangent, end[0].dual, plan.mesh, end[1])
         gradients = torch.autograd.grad(expected, wholes, torch.as_tensor(pulled))
@@ -116,9 +136,15 @@ def test_values_gradients_and_bytes(n: int) -> None:
                 assert len(forward[0]) >= part.ring.rounds - 1 <= len(backward[0]), case
 
 
-TP, WIDE = xs.Mesh(tp=2), xs.Mesh(tp=4)
+TP = xs.Mesh(tp=2)
+WIDE = xs.Mesh(tp=4)
 LENGTHS = {"b": 8, "s": 4, "d": 4, "f": 8}
-SCHEMES = ("b s d, d f -> b s f/tp", "b s d, d f/tp -> b s f/tp", "b/tp d, d/tp f -> b/tp f", "s/tp d ->")
+SCHEMES = (
+    "b s d, d f -> b s f/tp",
+    "b s d, d f/tp -> b s f/tp",
+    "b/tp d, d/tp f -> b/tp f",
+    "s/tp d ->",
+)
 
 RINGS = ("b/tp d, d/tp f -> b/tp f", "b f/tp, f/tp d -> b/tp d")
 
@@ -127,9 +153,11 @@ def _whole(plan: ContractionPlan, save: str, *wholes: Tensor) -> Tensor:
     """Whole arrays -> the whole result, on every rank alike: torch's own einsum, as a chain of moves."""
     ends = zip(wholes, plan.contraction.operands, plan.shapes, strict=True)
     blocks = [
-        xt.redistribute(x, f"{' '.join(layout.names)} -> {layout}", WIDE, shape=s) for x, layout, s in ends
+        xt.redistribute(x, f"{' '.join(layout.names)} -> {layout}", WIDE, shape=s)
+        for x, layout, s in ends
     ]
-    y, result = xt.einsum(plan, *blocks, mesh=WIDE, save=save), plan.contraction.result
+    y = xt.einsum(plan, *blocks, mesh=WIDE, save=save)
+    result = plan.contraction.result
     return xt.redistribute(y, f"{result} -> {' '.join(result.names) or '()'}", WIDE)
 
 
@@ -155,26 +183,37 @@ def _derivatives(
 
 @in_ranks(4)
 def test_derivatives_of_the_second_order_and_transformations() -> None:
-    for text, overlap in [*((text, "never") for text in SCHEMES), *((text, "always") for text in RINGS)]:
+    for text, overlap in [
+        *((text, "never") for text in SCHEMES),
+        *((text, "always") for text in RINGS),
+    ]:
         sizes = {name: n for name, n in LENGTHS.items() if name in text}
-        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth", overlap=overlap)
+        plan = xs.plan(
+            text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth", overlap=overlap
+        )
         assert (plan.parts[0].ring is None) == (overlap == "never")
         draw = torch.Generator().manual_seed(0)
         xs_, tangents = (
-            tuple(torch.randint(-3, 4, shape, generator=draw).double() for shape in plan.shapes) for _ in "xt"
+            tuple(torch.randint(-3, 4, shape, generator=draw).double() for shape in plan.shapes)
+            for _ in "xt"
         )
         names = [layout.names for layout in plan.contraction.operands]
         equation = dense(names, plan.contraction.result.names)
         expected = _derivatives(partial(torch.einsum, equation), xs_, tangents)
         for save in ("used", "given"):
             found = _derivatives(partial(_whole, plan, save), xs_, tangents)
-            assert all(map(torch.equal, found, expected)) and len(found) == len(expected), (text, save)
+            assert all(map(torch.equal, found, expected)) and len(found) == len(expected), (
+                text,
+                save,
+            )
 
 
 def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]:
     """Bytes that autograd keeps beside the operands, and that arrive forward and backward, of ZeRO-3."""
-    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
-    own, saved = {t.untyped_storage().data_ptr() for t in (x, w)}, dict[int, int]()
+    x = torch.ones(2, 3, requires_grad=True)
+    w = torch.ones(4, 3, requires_grad=True)
+    own = {t.untyped_storage().data_ptr() for t in (x, w)}
+    saved = dict[int, int]()
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage().data_ptr() not in own:
@@ -194,11 +233,16 @@ def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]
 def test_what_torch_does_with_blocks_and_dtensors() -> None:
     rank = dist.get_rank()
     assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
-    assert _kept("used", "always") == (48, [48], [48]), "in rounds a device's own part is the operand"
+    assert _kept("used", "always") == (48, [48], [48]), (
+        "in rounds a device's own part is the operand"
+    )
     assert _kept("given", "always") == (0, [48], [48, 48])
-    x, w = numbers(4, 4) % 5, numbers(4, 7) % 3
-    rows, columns = block_of(x, "s/tp d", TP), block_of(w, "d f/tp", TP)
-    text, parts = "s/tp d, d f/tp -> s f/tp", {"s": 4, "d": 4, "f": 7}
+    x = numbers(4, 4) % 5
+    w = numbers(4, 7) % 3
+    rows = block_of(x, "s/tp d", TP)
+    columns = block_of(w, "d f/tp", TP)
+    text = "s/tp d, d f/tp -> s f/tp"
+    parts = {"s": 4, "d": 4, "f": 7}
     expected = block_of(x @ w, "s f/tp", TP)
     y = xt.einsum(text, rows, columns, mesh=TP, sizes=parts)
     assert torch.equal(y, expected)
@@ -222,13 +266,19 @@ def test_what_torch_does_with_blocks_and_dtensors() -> None:
         assert each.dtype == kind and torch.equal(each, (rows[:, 0] * rows.sum(1)).to(kind))
     for comm_dtype in (torch.float32, (None, torch.float32)):
         a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
-        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always")
+        narrow = xt.einsum(
+            text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always"
+        )
         narrow.sum().backward()
-        assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(narrow.double(), expected)
+        assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(
+            narrow.double(), expected
+        )
     with torch.autocast("cpu", torch.bfloat16):
         y = xt.einsum("s d, d f -> s f/tp", torch.ones(2, 2), torch.ones(2, 2), mesh=TP)
         assert y.dtype == torch.bfloat16
-    z = torch.randn(2, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank)).conj()
+    z = torch.randn(
+        2, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank)
+    ).conj()
     assert torch.equal(xt.einsum("s d -> s", z, mesh=TP), z.sum(1))
 
     halves = block_of(x, "s d/tp", TP), block_of(w, "d/tp f", TP)
@@ -242,17 +292,28 @@ def test_what_torch_does_with_blocks_and_dtensors() -> None:
         assert (torch.autograd.grad(written.sum(), operands[1])[0] == 16).all()
     # Names that the arrays' dims alone decide: of '...', of the parts of a composed dim, of a diagonal.
     several = torch.stack([rows, 2 * rows])[:, None]
-    each = xt.einsum("... s/tp d, d f/tp -> ... f", several, columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)])
+    each = xt.einsum(
+        "... s/tp d, d f/tp -> ... f", several, columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)]
+    )
     total = torch.ones(4) @ x @ w
     assert torch.equal(each, torch.stack([total, 2 * total])[:, None])
-    pending = xt.einsum("... (h k)/tp, k f -> (h f)/tp", rows[0], columns[:2, :1], mesh=TP, async_op=True)
-    assert pending.shape == (2,) and torch.equal(pending.wait(), rows[0].view(2, 2) @ columns[:2, 0])
-    assert torch.equal(xt.einsum("s/tp s -> s/tp", rows, mesh=TP), block_of(x.diagonal(), "s/tp", TP))
+    pending = xt.einsum(
+        "... (h k)/tp, k f -> (h f)/tp", rows[0], columns[:2, :1], mesh=TP, async_op=True
+    )
+    assert pending.shape == (2,) and torch.equal(
+        pending.wait(), rows[0].view(2, 2) @ columns[:2, 0]
+    )
+    assert torch.equal(
+        xt.einsum("s/tp s -> s/tp", rows, mesh=TP), block_of(x.diagonal(), "s/tp", TP)
+    )
     assert rows.is_contiguous() and torch.equal(rows, block_of(x, "s/tp d", TP)), (
         "operands are left as they are"
     )
 
-    assert xt.einsum(text, rows.to("meta"), columns.to("meta"), mesh=TP, sizes=parts).shape == expected.shape
+    assert (
+        xt.einsum(text, rows.to("meta"), columns.to("meta"), mesh=TP, sizes=parts).shape
+        == expected.shape
+    )
     with FakeTensorMode():
         a = torch.ones(2, 4, requires_grad=True)
         faked = xt.einsum(text, a, torch.ones(4, 3), mesh=TP)
@@ -265,7 +326,8 @@ def _placed() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x, w = (torch.from_numpy(numbers(4, 4) % k).requires_grad_() for k in (5, 3))
     rows, columns = (
-        distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_() for d, t in enumerate((x, w))
+        distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_()
+        for d, t in enumerate((x, w))
     )
     for text, placement in (
         ("s/tp d, d f/tp -> s f/tp", Shard(1)),
@@ -278,7 +340,9 @@ def _placed() -> None:
         found = torch.autograd.grad((y.full_tensor() ** 2).sum(), (rows, columns))
         expected = torch.autograd.grad(((x @ w) ** 2).sum(), (x, w))
         assert [g.placements for g in found] == [rows.placements, columns.placements]
-        assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), text
+        assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), (
+            text
+        )
     sizes = {"s": 2, "h": 2, "d": 4, "f": 1, "e": 4}
     y = xt.einsum("(s h)/tp d, e (d f)/tp -> e f (s h)/tp", rows, columns, sizes=sizes)
     assert y.placements == (Shard(2),) and torch.equal(y.full_tensor()[:, 0], w @ x.T)
@@ -293,10 +357,16 @@ def _placed() -> None:
 
 @in_ranks(2)
 def test_errors_come_before_anything_is_sent() -> None:
-    text, x, w = "s/tp d, d f/tp -> s f/tp", torch.ones(2, 4), torch.ones(4, 3)
-    plan, nested = xs.plan(text, TP, shape=[(4, 4), (4, 6)]), torch.nested.nested_tensor([w])
-    call, hint = partial(xt.einsum, text), "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
-    first, second = (f" in\n    '{text}'\n{marks}\n  " for marks in (" " * 5 + "^" * 6, " " * 13 + "^" * 6))
+    text = "s/tp d, d f/tp -> s f/tp"
+    x = torch.ones(2, 4)
+    w = torch.ones(4, 3)
+    plan = xs.plan(text, TP, shape=[(4, 4), (4, 6)])
+    nested = torch.nested.nested_tensor([w])
+    call = partial(xt.einsum, text)
+    hint = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
+    first, second = (
+        f" in\n    '{text}'\n{marks}\n  " for marks in (" " * 5 + "^" * 6, " " * 13 + "^" * 6)
+    )
     d, f = (second.replace("^" * 6, marks) for marks in ("^", "  ^"))
     assert_refused(
         (lambda: call(x, mesh=TP), f"NotationError: 1 tensors for 2 operands in '{text}'\n  {hint}"),
@@ -342,7 +412,10 @@ def test_errors_come_before_anything_is_sent() -> None:
         other = f"DesyncError: ...rank 1: '{text}', blocks [(2, 4), (4, 2)]"
         assert_refused((lambda: call(x, w[:, dist.get_rank() :], mesh=TP), other))
     y = call(x.clone().requires_grad_(), w, mesh=TP, profile="h100")
-    sends: list[Callable[[], Any]] = [lambda: call(x, w, mesh=TP, profile="h100"), lambda: y.sum().backward()]
+    sends: list[Callable[[], Any]] = [
+        lambda: call(x, w, mesh=TP, profile="h100"),
+        lambda: y.sum().backward(),
+    ]
     steps = "all_gather s/tp', of 's/tp d", "reduce_scatter sum -> s/tp', of 's d | sum(tp)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedCollective, "__call__", lambda *_: [][0])  # nobody sends
@@ -350,7 +423,9 @@ def test_errors_come_before_anything_is_sent() -> None:
             with pytest.raises(IndexError) as caught:
                 send()
             [note] = caught.value.__notes__
-            assert note.startswith(f"in step 1 of 1, '{step}") and note.endswith(f", for '{text}'"), note
+            assert note.startswith(f"in step 1 of 1, '{step}") and note.endswith(
+                f", for '{text}'"
+            ), note
 
 
 @in_ranks(2)
@@ -362,16 +437,23 @@ def test_compilers_record_them_as_one_graph() -> None:
         ("... (b d)/tp b, d f -> ... (b f)/tp", [(1, 2, 6, 4), (3, 3)], "given", "never"),
     ):
         draw = torch.Generator().manual_seed(0)
-        x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)
+        x, w = (
+            torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes
+        )
 
-        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save, overlap=overlap) -> Tensor:
+        def layer(
+            x: Tensor, w: Tensor, text: str = text, save: str = save, overlap=overlap
+        ) -> Tensor:
             return xt.einsum(text, x * 2, w, mesh=TP, save=save, overlap=overlap) + 1
 
         torch._dynamo.reset()
         backend = CompileCounterWithBackend("aot_eager")
-        y, expected = torch.compile(layer, backend=backend, fullgraph=True)(x, w), layer(x, w)
+        y = torch.compile(layer, backend=backend, fullgraph=True)(x, w)
+        expected = layer(x, w)
         assert torch.equal(y, expected) and backend.frame_count == 1
-        found, wanted = (torch.autograd.grad(out, (x, w), expected.detach()) for out in (y, expected))
+        found, wanted = (
+            torch.autograd.grad(out, (x, w), expected.detach()) for out in (y, expected)
+        )
         assert all(map(torch.equal, found, wanted))
     wrong = torch.compile(lambda x: xt.einsum("s/q d -> s", x, mesh=TP), backend="aot_eager")
     assert "unknown mesh axis 'q'" in error_of(lambda: wrong(torch.ones(2, 2)))[1]

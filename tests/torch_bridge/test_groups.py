@@ -36,7 +36,9 @@ def _agrees(mesh: DeviceMesh, axes: xs.Mesh, device: int) -> None:
         block = torch.from_numpy(reference.scatter(x, src, axes)[device]).requires_grad_()
         y = xt.redistribute(block, expression, mesh)
         plan = xs.plan((src, dst), axes, (8, 8), "float64")
-        assert np.array_equal(y.detach(), reference.run(plan, reference.scatter(x, src, axes))[device])
+        assert np.array_equal(
+            y.detach(), reference.run(plan, reference.scatter(x, src, axes))[device]
+        )
         cotangents = reference.scatter(x % 5, dst.dual, axes)
         (gradient,) = torch.autograd.grad(y, block, torch.from_numpy(cotangents[device]))
         assert np.array_equal(gradient, reference.run(plan.backward, cotangents)[device])
@@ -54,7 +56,9 @@ def _device_meshes() -> None:
     _agrees(whole["a", "b"], xs.Mesh(a=2, b=2), rank % 4)
     flat = xt.redistribute(torch.full((1,), rank), "n/ab -> n", whole["a", "b"]._flatten("ab"))
     assert flat.tolist() == [rank // 4 * 4 + k for k in range(4)]
-    outer = xt.redistribute(torch.full((1,), rank), "n/(a,p) -> n", whole["p", "a"])  # ranks two apart
+    outer = xt.redistribute(
+        torch.full((1,), rank), "n/(a,p) -> n", whole["p", "a"]
+    )  # ranks two apart
     assert outer.tolist() == [rank % 2 + k for k in (0, 4, 2, 6)]
     # A mesh that some processes have no part in, and that the others use alone.
     mesh = DeviceMesh("cpu", [[7, 3], [6, 2]], mesh_dim_names=("a", "b"))
@@ -75,7 +79,8 @@ SLOW_CP = xs.Profile("slow cp", "made up", xs.Link(0, 1e12), axes=(("cp", xs.Lin
 
 def _unnamed_axes() -> None:
     """Blocks may differ along `dp`, along which replicas would each fetch a part over the slow link."""
-    mesh, first = xs.Mesh(dp=2, cp=2), dist.get_rank() // 2 * 2
+    mesh = xs.Mesh(dp=2, cp=2)
+    first = dist.get_rank() // 2 * 2
     y = xt.redistribute(torch.full((8,), dist.get_rank()), "s/cp -> s", mesh, profile=SLOW_CP)
     assert y.tolist() == [first] * 8 + [first + 1] * 8
     assert "dp" in str(xs.plan("s/cp -> s", mesh, (16,), "int64", profile=SLOW_CP).steps)
@@ -83,10 +88,13 @@ def _unnamed_axes() -> None:
 
 def _groups() -> None:
     """The slice needs none; its gradient needs some, which are there before it is asked for."""
-    mesh, x = xs.Mesh(a=2, b=2), torch.ones(4, 4)
+    mesh = xs.Mesh(a=2, b=2)
+    x = torch.ones(4, 4)
     counts = [len(c10d._world.pg_names)]
     for requires_grad in (False, False, True, True):
-        y = xt.redistribute(x.requires_grad_(requires_grad), "n d -> n/b d | copy(a)", mesh, profile="h100")
+        y = xt.redistribute(
+            x.requires_grad_(requires_grad), "n d -> n/b d | copy(a)", mesh, profile="h100"
+        )
         counts.append(len(c10d._world.pg_names))
     y.sum().backward()
     before, *forward, with_gradient, again = counts
@@ -94,11 +102,17 @@ def _groups() -> None:
 
 
 def _errors() -> None:
-    x, four, unnamed = torch.ones(4, 4), xs.Mesh(a=4), init_device_mesh("cpu", (4,))
+    x = torch.ones(4, 4)
+    four = xs.Mesh(a=4)
+    unnamed = init_device_mesh("cpu", (4,))
     move = functools.partial(xt.redistribute, x, "n/a d -> n d")
     axis = "unknown mesh axis 'b' in\n    'd0/b d1 -> d0 d1 | copy(b)'"
     for call, kind, words in (
-        (lambda: move(xs.Mesh(a=8)), "MeshError", "Mesh(a=8) has 8 devices, the world has 4 processes"),
+        (
+            lambda: move(xs.Mesh(a=8)),
+            "MeshError",
+            "Mesh(a=8) has 8 devices, the world has 4 processes",
+        ),
         (lambda: move(unnamed), "MeshError", "needs names for its dims"),
         (lambda: move("a=4"), "MeshError", "'a=4' is not a mesh"),
         (move, "MeshError", "a tensor needs a mesh"),
@@ -121,7 +135,9 @@ def _histories() -> None:
     """Groups whose members have made other groups before, in other orders; no two of them wait in a ring."""
     rank = dist.get_rank()
     layout = "n d | sum(a,b) -> n d"
-    pairs = {0: [(0, 1), (0, 2)], 1: [(1, 3), (0, 1)], 2: [(0, 2), (2, 3)], 3: [(1, 3), (2, 3)]}[rank]
+    pairs = {0: [(0, 1), (0, 2)], 1: [(1, 3), (0, 1)], 2: [(0, 2), (2, 3)], 3: [(1, 3), (2, 3)]}[
+        rank
+    ]
     for members in pairs:
         mesh = mesh_of_ranks(xs.Mesh(a=2, b=1), members)
         total = xt.redistribute(torch.full((2, 2), float(rank)), layout, mesh)

@@ -17,7 +17,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.test_transforms import GRID, PAIR, array, chains_here, in_order, moves, shape_of
+from tests.torch_bridge.test_transforms import (
+    GRID,
+    PAIR,
+    array,
+    chains_here,
+    in_order,
+    moves,
+    shape_of,
+)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -28,13 +36,16 @@ def strided(x: Tensor) -> Tensor:
 
 def _untouched() -> None:
     for step, chain in {**chains_here(), "no step": "n d > n d"}.items():
-        shape, mesh = shape_of(step), PAIR if dist.get_world_size() == 2 else GRID
+        shape = shape_of(step)
+        mesh = PAIR if dist.get_world_size() == 2 else GRID
         block = array(shape, 1)
         for expression in moves(chain):
-            x, whole = block.clone().requires_grad_(), in_order(shape, expression, 0)
+            x = block.clone().requires_grad_()
+            whole = in_order(shape, expression, 0)
             y = xt.redistribute(x, expression, mesh, shape=whole)
             cotangent = torch.ones_like(y)
-            kept, versions = x.detach().clone(), (x._version, cotangent._version)
+            kept = x.detach().clone()
+            versions = (x._version, cotangent._version)
             (gradient,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
             assert (x._version, cotangent._version) == versions and torch.equal(x, kept), expression
             assert cotangent.eq(1).all()
@@ -43,7 +54,9 @@ def _untouched() -> None:
             assert odd.numel() < 2 or not odd.is_contiguous()
             z = xt.redistribute(odd, expression, mesh, shape=whole)
             assert torch.equal(z, y), f"a strided block, in {expression}"
-            scale = 1 if "max" in expression or "min" in expression else 2  # those are kept for gradients
+            scale = (
+                1 if "max" in expression or "min" in expression else 2
+            )  # those are kept for gradients
             if scale == 2:
                 z *= 2  # allowed, as the result is a tensor of its own
             assert torch.equal(odd, block)
@@ -76,10 +89,17 @@ def _many_calls() -> None:
     placed = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     x = torch.ones(4, 6, requires_grad=True)
     dtensor = DTensor.from_local(torch.ones(4, 6), placed, [Shard(0)]).requires_grad_()
-    expressions = ("n/a d -> n d", "n/a d -> n d/a", "n/a d -> n/zigzag(a) d", "n d | max(a) -> n d")
+    expressions = (
+        "n/a d -> n d",
+        "n/a d -> n d/a",
+        "n/a d -> n/zigzag(a) d",
+        "n d | max(a) -> n d",
+    )
 
     used = []
-    for _ in range(2):  # the first calls make what is kept: plans, groups, pools of threads and memory
+    for _ in range(
+        2
+    ):  # the first calls make what is kept: plans, groups, pools of threads and memory
         for expression in expressions * 1200:
             torch.autograd.grad(xt.redistribute(x, expression, mesh).sum(), x)
         for _ in range(200):
@@ -95,7 +115,8 @@ def test_memory_is_flat_over_10000_calls() -> None:
 
 def _meetings() -> None:
     store: Callable[[], int] = c10d._get_default_store().num_keys
-    x, mesh = torch.ones(2, 2), xs.Mesh(a=2)
+    x = torch.ones(2, 2)
+    mesh = xs.Mesh(a=2)
     xt.redistribute(x, "n/a d -> n d", mesh, debug=True)
     dist.barrier()
     before = store()

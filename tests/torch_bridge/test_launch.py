@@ -41,7 +41,9 @@ def _measured() -> tuple[int, list[float]]:
     return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()), seconds
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="children are listed in Linux only"
+)
 def test_ranks_measure_themselves_and_start_no_others() -> None:
     """Four ranks that each start four more measure a machine with a quarter of the cores."""
     (children, seconds), other = on_ranks(2, _measured)
@@ -49,7 +51,9 @@ def test_ranks_measure_themselves_and_start_no_others() -> None:
 
 
 def test_a_failing_rank_ends_the_others() -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 3 failed[\s\S]*ValueError: the third block is missing"):
+    with pytest.raises(
+        RankError, match=r"rank 1 of 3 failed[\s\S]*ValueError: the third block is missing"
+    ):
         on_ranks(3, _one_fails)
     with pytest.raises(RankError, match=r"rank 0 of 2 failed[\s\S]*SIGKILL"):
         on_ranks(2, _one_is_killed)

@@ -25,14 +25,20 @@ from xshard.plans.transfer import Transfer
 from xshard.steps import Step
 
 CPU = torch.device("cpu")
-STEPS = {kind: step for kind, step in Step.registry.items() if step is not Transfer}  # has a file of its own
+STEPS = {
+    kind: step for kind, step in Step.registry.items() if step is not Transfer
+}  # has a file of its own
 
 
 def test_every_step_has_a_rule() -> None:
-    assert {step.kind for step in RULES} == STEPS.keys(), "torch_bridge/lower/rules.py has one for each"
+    assert {step.kind for step in RULES} == STEPS.keys(), (
+        "torch_bridge/lower/rules.py has one for each"
+    )
 
 
-def _packing(shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None) -> Packing:
+def _packing(
+    shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None
+) -> Packing:
     parts = [cut_nested(shape[dim], (Shard(("a",), order),), (n,), (i,)) for i in range(n)]
     return Packing(shape, tuple(subarray(shape, {dim: part}, CPU) for part in parts), op=op)
 
@@ -61,7 +67,10 @@ def test_nothing_is_copied_that_lies_in_place() -> None:
     leading = _packing((16, 2), 0, "block", 4)
     assert leading.pack(block).data_ptr() == block.data_ptr()
     assert leading.unpack(block).data_ptr() == block.data_ptr()
-    assert not _packing((16, 2), 1, "block", 2).is_flat and not _packing((16, 2), 0, "zigzag", 4).is_flat
+    assert (
+        not _packing((16, 2), 1, "block", 2).is_flat
+        and not _packing((16, 2), 0, "zigzag", 4).is_flat
+    )
     behind_ones = _packing((1, 1, 8, 3), 2, "block", 4)
     assert behind_ones.is_flat
 
@@ -81,7 +90,8 @@ def test_many_rows_are_listed_once() -> None:
         m = subarray(shape, chosen, CPU)
         assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for _, i in m.boxes[0].block)
         at = _index(m, shape)
-        cells, expected = block[at], torch.zeros_like(block)
+        cells = block[at]
+        expected = torch.zeros_like(block)
         expected[at] = cells
         assert torch.equal(m.read(block), cells)
         for n in (1, 2):
@@ -108,7 +118,8 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
 def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
     x = torch.arange(24.0).view(12, 2) * (1 - 2 * (dist.get_rank() % 2)) + dist.get_rank()
     plan = xs.plan(f"n d | {op}(a) -> n/a d", xs.Mesh(a=4), (12, 2))
-    ours, native = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}}), process_mesh(plan.mesh)
+    ours = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}})
+    native = process_mesh(plan.mesh)
     native.group(("a",)).__dict__["backends"] = "cpu:another"  # any but gloo: the backend's own
     both = [lower(plan, processes, CPU) for processes in (ours, native)]
     kinds = [move.collective.kind for executable in both for move in executable.moves]
@@ -122,7 +133,9 @@ def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
 def test_replicas_and_copies_add_in_one_order() -> None:
     x = torch.tensor([1e8, 1.0, -1e8, 1.0][dist.get_rank()])  # with another order, another sum
     ends = "()", "() | copy(a)"
-    sums = [float(xt.redistribute(x, f"() | sum(a) -> {e}", xs.Mesh(a=4), profile="gloo")) for e in ends]
+    sums = [
+        float(xt.redistribute(x, f"() | sum(a) -> {e}", xs.Mesh(a=4), profile="gloo")) for e in ends
+    ]
     assert sums == [1.0, 1.0]
 
 
@@ -138,7 +151,8 @@ def test_a_slice_is_copied_only_where_it_is_the_result() -> None:
         assert [step.kind for step in plan.steps] == kinds
         executable = lower(plan, process_mesh(mesh), CPU)
         block = torch.ones(plan.source.local_shape(dist.get_rank()))
-        part, result = executable.moves[0](block), executable(block)
+        part = executable.moves[0](block)
+        result = executable(block)
         memory = [t.untyped_storage().data_ptr() for t in (block, part, result)]
         assert (memory[1] != memory[0]) is is_copied and memory[2] != memory[0], text
     dist.barrier()
@@ -162,7 +176,11 @@ def _split_sizes(plans: list[xs.Plan]) -> list[list[bool]]:
     """Whether this rank gives the sizes of its messages, by plan and all-to-all."""
     lowered = (lower(plan, process_mesh(plan.mesh), CPU).moves for plan in plans)
     return [
-        [move.collective._splits != ([], []) for move in moves if isinstance(move, PackedCollective)]
+        [
+            move.collective._splits != ([], [])
+            for move in moves
+            if isinstance(move, PackedCollective)
+        ]
         for moves in lowered
     ]
 

@@ -26,7 +26,8 @@ CPU = torch.device("cpu")
 
 def _named() -> str:
     """The store is asked once a world, not per call, and all ranks get the same."""
-    get, rank = rooms.c10d._get_default_store, dist.get_rank()
+    get = rooms.c10d._get_default_store
+    rank = dist.get_rank()
     with mock.patch.object(rooms.c10d, "_get_default_store", side_effect=get) as asked:
         for rows in range(2, 12):
             xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
@@ -41,12 +42,15 @@ def _named() -> str:
     assert torch.equal(xt.einsum("n/a d, d e -> n/a e", x, torch.eye(4), mesh=MESH), x)
     move = functools.partial(xt.redistribute, layouts="n/a d -> n d/a", mesh=MESH)
     assert torch.equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), y)
-    call, before = MoveCall("n/a d -> n d/a", MESH), _executable.cache_info().misses
+    call = MoveCall("n/a d -> n d/a", MESH)
+    before = _executable.cache_info().misses
     with xs.use_profile("tpu_v5e"):
         xt.redistribute(x.detach(), "n/a d -> n d/a", MESH)
     planned = call.executable(((2, 4), torch.float32, CPU)).plan.profile.name
     assert (found, planned) == ("gloo", "gloo") and agreed in ("a100:4", "h200:4")
-    assert _executable.cache_info().misses - before <= 2, "another machine is another entry of the cache"
+    assert _executable.cache_info().misses - before <= 2, (
+        "another machine is another entry of the cache"
+    )
     return str(agreed)
 
 
@@ -59,12 +63,21 @@ def _plans_for_nodes_of_two() -> None:
     """The links of four ranks on two nodes, by axis; also of a part of them, and in another order."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     plan = MoveCall("n/(a,b) d -> n d", xs.Mesh(a=2, b=2)).executable_for(torch.ones(2, 4)).plan
-    profile, rank = plan.profile, dist.get_rank()
+    profile = plan.profile
+    rank = dist.get_rank()
     assert "priced for gloo:2" in str(plan) and xs.Plan.from_json(plan.to_json()) == plan
-    assert profile.link("a", plan.mesh) == profile.across and profile.link("b", plan.mesh) == profile.default
-    whole, half = mesh_of_ranks(xs.Mesh(a=2, b=2), (0, 2, 1, 3)), (rank % 2, rank % 2 + 2)
-    turned, across = links_along("gloo:2", "ab", whole), mesh_of_ranks(xs.Mesh(c=2), half)
-    assert turned.link("a", whole.mesh) == profile.default and turned.link("b", whole.mesh) == profile.across
+    assert (
+        profile.link("a", plan.mesh) == profile.across
+        and profile.link("b", plan.mesh) == profile.default
+    )
+    whole = mesh_of_ranks(xs.Mesh(a=2, b=2), (0, 2, 1, 3))
+    half = (rank % 2, rank % 2 + 2)
+    turned = links_along("gloo:2", "ab", whole)
+    across = mesh_of_ranks(xs.Mesh(c=2), half)
+    assert (
+        turned.link("a", whole.mesh) == profile.default
+        and turned.link("b", whole.mesh) == profile.across
+    )
     assert links_along("gloo:2", "c", across).link("c", across.mesh) == profile.across
 
 
@@ -107,4 +120,6 @@ def test_the_machine_that_is_found_is_the_default_everywhere() -> None:
         for name, f in functions.items()
         if callable(f) and "profile" in (parameters := inspect.signature(f).parameters)
     }
-    assert set(defaults.values()) == {"auto"} and {"redistribute", "parallelize", "live"} <= set(defaults)
+    assert set(defaults.values()) == {"auto"} and {"redistribute", "parallelize", "live"} <= set(
+        defaults
+    )

@@ -52,7 +52,10 @@ MOVES = [
 @in_ranks(4)
 def test_values_and_gradients_are_those_alone() -> None:
     texts = [text for text, _ in MOVES]
-    xs_ = [block_of(numbers(*n) % 9, text.partition(" ->")[0], MESH).requires_grad_() for text, n in MOVES]
+    xs_ = [
+        block_of(numbers(*n) % 9, text.partition(" ->")[0], MESH).requires_grad_()
+        for text, n in MOVES
+    ]
     for most in (None, 300, 1):
         alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
         together = xt.redistribute(xs_, texts, MESH, bucket_bytes=most)
@@ -60,7 +63,9 @@ def test_values_and_gradients_are_those_alone() -> None:
         losses = (sum((y**2).sum() for y in ys) for ys in (together, alone))
         first, second = (torch.autograd.grad(loss, xs_, create_graph=True) for loss in losses)
         assert all(map(torch.equal, first, second))
-        third, fourth = (torch.autograd.grad(sum((g**2).sum() for g in gs), xs_) for gs in (first, second))
+        third, fourth = (
+            torch.autograd.grad(sum((g**2).sum() for g in gs), xs_) for gs in (first, second)
+        )
         assert all(map(torch.equal, third, fourth))
     together = xt.redistribute(xs_, texts, MESH)
     for y in together:
@@ -75,7 +80,9 @@ def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
     model = {name: torch.ones(4, 2 + i, requires_grad=True) for i, name in enumerate(names)}
     with Meter() as forward:
         moved = xt.redistribute(model, "n/a d -> n d | copy(a)", MESH)
-    assert list(moved) == names and all(moved[name].shape == (8, 2 + i) for i, name in enumerate(names))
+    assert list(moved) == names and all(
+        moved[name].shape == (8, 2 + i) for i, name in enumerate(names)
+    )
     with Meter() as backward:
         sum(y.sum() for y in moved.values()).backward()
     assert all(torch.equal(x.grad, torch.full_like(x, 2)) for x in model.values())
@@ -99,30 +106,39 @@ def test_torch_func_goes_through() -> None:
         return sum((y**2).sum() for y in xt.redistribute(blocks, texts, MESH))
 
     def alone(*blocks: Tensor) -> Tensor:
-        return sum((xt.redistribute(x, t, MESH) ** 2).sum() for x, t in zip(blocks, texts, strict=True))
+        return sum(
+            (xt.redistribute(x, t, MESH) ** 2).sum() for x, t in zip(blocks, texts, strict=True)
+        )
 
     for argnums in (0, 1, (0, 1)):
         both = (torch.func.grad(f, argnums)(*values) for f in (together, alone))
         assert all(map(torch.equal, *(g if isinstance(g, tuple) else (g,) for g in both)))
     tangents = [x + 1 for x in values]
-    assert torch.equal(*(torch.func.jvp(f, tuple(values), tuple(tangents))[1] for f in (together, alone)))
+    assert torch.equal(
+        *(torch.func.jvp(f, tuple(values), tuple(tangents))[1] for f in (together, alone))
+    )
     batch = [torch.stack([x, 2 * x], 1) for x in values]
     assert torch.equal(*(torch.func.vmap(f, in_dims=1)(*batch) for f in (together, alone)))
     in_dims = (1, None)
-    assert torch.equal(*(torch.func.vmap(f, in_dims)(batch[0], values[1]) for f in (together, alone)))
+    assert torch.equal(
+        *(torch.func.vmap(f, in_dims)(batch[0], values[1]) for f in (together, alone))
+    )
 
 
 @in_ranks(4)
 def test_uneven_blocks_and_casts() -> None:
     rank = dist.get_rank()
     rows = [2, 2, 2, 1][rank]
-    x, y = torch.arange(rows * 3.0).view(rows, 3), torch.arange(4.0).view(1, 4) + rank
+    x = torch.arange(rows * 3.0).view(rows, 3)
+    y = torch.arange(4.0).view(1, 4) + rank
     mesh = xs.Mesh(a=4)
     moved = xt.redistribute([x, y], "n/a d -> n d", mesh, shape=[(7, 3), None])
     assert torch.equal(moved[0], xt.redistribute(x, "n/a d -> n d", mesh, shape=(7, 3)))
     assert torch.equal(moved[1], xt.redistribute(y, "n/a d -> n d", mesh))
     narrow = xt.redistribute([y / 3], ["n/a d -> n d"], mesh, comm_dtype=torch.bfloat16)[0]
-    assert torch.equal(narrow, xt.redistribute(y / 3, "n/a d -> n d", mesh, comm_dtype=torch.bfloat16))
+    assert torch.equal(
+        narrow, xt.redistribute(y / 3, "n/a d -> n d", mesh, comm_dtype=torch.bfloat16)
+    )
     assert xt.redistribute([], [], mesh) == [] and xt.redistribute({}, {}, mesh) == {}
 
 
@@ -147,7 +163,9 @@ def test_trees() -> None:
     assert torch.equal(by_rules["layers"][0]["b"][1], alone[2])
     assert torch.equal(by_rules["head"], xt.redistribute(y, turned, MESH))
     inner = {"layers": xs.Rules({"*.w": turned, "**": "n/a d -> n d"}), "head": turned}
-    assert all(map(torch.equal, tree_leaves(xt.redistribute(tree, inner, MESH)), tree_leaves(by_rules)))
+    assert all(
+        map(torch.equal, tree_leaves(xt.redistribute(tree, inner, MESH)), tree_leaves(by_rules))
+    )
     assert torch.equal(xt.redistribute((x,), [("n/a d", "n d")], MESH)[0], alone[0])
     in_flight = xt.redistribute(x.requires_grad_(), "n/a d -> n d | copy(a)", MESH, async_op=True)
     (y,) = xt.redistribute([in_flight], "n d -> n/b d", MESH)
@@ -163,7 +181,8 @@ def test_dtensors_share_collectives() -> None:
         state[f"{i}.weight"] = distribute_tensor(torch.from_numpy(numbers(n, 4)), mesh, rows)
         state[f"{i}.bias"] = distribute_tensor(torch.arange(4.0).double() + i, mesh, rows)
     texts = {name: "n/a d -> n d/b" if x.ndim == 2 else "n/a -> n" for name, x in state.items()}
-    state["steps"], texts["steps"] = torch.tensor(3), "() -> ()"
+    state["steps"] = torch.tensor(3)
+    texts["steps"] = "() -> ()"
     with Meter() as meter:
         together = xt.redistribute(state, texts, MESH)
     assert len(meter.received) == 2  # all-gathers, and an exchange of 7 rows
@@ -174,9 +193,15 @@ def test_dtensors_share_collectives() -> None:
             assert y.placements == (Replicate(), Shard(1)) and y.shape == state[name].shape
             assert torch.equal(y.full_tensor(), state[name].full_tensor())
 
-    largest = DTensor.from_local(torch.full((4,), mesh.get_rank()), mesh, [Partial("max"), Replicate()])
-    fraction, narrowed = state["1.weight"] / 3, {"comm_dtype": torch.float32}
-    for x, text, options in ((fraction, "n/a d -> n d", narrowed), (largest, "n | max(a) -> n", {})):
+    largest = DTensor.from_local(
+        torch.full((4,), mesh.get_rank()), mesh, [Partial("max"), Replicate()]
+    )
+    fraction = state["1.weight"] / 3
+    narrowed = {"comm_dtype": torch.float32}
+    for x, text, options in (
+        (fraction, "n/a d -> n d", narrowed),
+        (largest, "n | max(a) -> n", {}),
+    ):
         y = xt.redistribute([x], text, **options)[0]
         assert y.dtype == x.dtype and torch.equal(y, xt.redistribute(x, text, **options))
     leaf = distribute_tensor(torch.ones(4, 4), mesh, rows).requires_grad_()
@@ -190,9 +215,12 @@ def test_dtensors_share_collectives() -> None:
 def test_debug_and_check_replicated_name_the_tensor() -> None:
     rank = dist.get_rank()
     x = torch.full((2,), float(rank), requires_grad=True)
-    named, tree = {"w": torch.ones(2), ("b" if rank else "v"): x}, {"w": torch.ones(2), "b": x}
+    named = {"w": torch.ones(2), ("b" if rank else "v"): x}
+    tree = {"w": torch.ones(2), "b": x}
     texts = {"w": "n/a -> n", "b": "n/a -> n" if rank else "n/b -> n"}
-    whole = xt.redistribute([x.detach().requires_grad_()], "n/(a,b) -> n", MESH, check_replicated=True)[0]
+    whole = xt.redistribute(
+        [x.detach().requires_grad_()], "n/(a,b) -> n", MESH, check_replicated=True
+    )[0]
     disagree = "the ranks disagree about a redistribution:"
     differ = "differ along 'a', where one value is meant"
     wrong = move(tree, "n -> n/a", check_replicated=True)
@@ -208,21 +236,40 @@ def test_debug_and_check_replicated_name_the_tensor() -> None:
 
 @in_ranks(4)
 def test_errors_say_which() -> None:
-    x, text = torch.ones(4, 4), "n/a d -> n d"
-    tree, apart = {"w": x, "parts": [x, torch.ones(3)]}, "PlanError: tensors and layouts differ:"
-    rules, odd = xs.Rules({"w": text, "v": "n -> n"}), {"w": x, "r": 0.1}
-    inner, odd_axis = {"w": text, "parts": [text]}, "n/q d -> n d"
+    x = torch.ones(4, 4)
+    text = "n/a d -> n d"
+    tree = {"w": x, "parts": [x, torch.ones(3)]}
+    apart = "PlanError: tensors and layouts differ:"
+    rules = xs.Rules({"w": text, "v": "n -> n"})
+    odd = {"w": x, "r": 0.1}
+    inner = {"w": text, "parts": [text]}
+    odd_axis = "n/q d -> n d"
     assert_refused(
         (move(tree, text), "ShapeError: leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
-        (move(odd, text), "XshardError: leaf 'r' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
+        (
+            move(odd, text),
+            "XshardError: leaf 'r' is 0.1, not a tensor\n  torch.as_tensor() makes one of it",
+        ),
         (move(tree, {"w": text}), f"{apart} keys 'w', 'parts', and keys 'w'"),
-        (move(tree, inner), "PlanError: tensors at 'parts' and layouts differ: 2 items, and 1 items"),
-        (move(tree, odd_axis, check_replicated=True), "NotationError: leaf 'w': unknown mesh axis 'q'"),
+        (
+            move(tree, inner),
+            "PlanError: tensors at 'parts' and layouts differ: 2 items, and 1 items",
+        ),
+        (
+            move(tree, odd_axis, check_replicated=True),
+            "NotationError: leaf 'w': unknown mesh axis 'q'",
+        ),
         (move(tree, text, None), "MeshError: leaf 'w': a tensor needs a mesh"),
         (move([x], 8), "NotationError: leaf '0': 8 is no expression"),
         (move([x], {"w": text}), f"{apart} 1 items, and keys 'w'"),
         (move([x, x], [text]), f"{apart} 2 items, and 1 items"),
         (move({"w": x}, {"v": text}), f"{apart} keys 'w', and keys 'v'"),
-        (move([x], text, shape=[(8, 4)] * 2), "PlanError: tensors and shapes differ: 1 items, and 2 items"),
-        (move(tree, rules), "XshardError: no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
+        (
+            move([x], text, shape=[(8, 4)] * 2),
+            "PlanError: tensors and shapes differ: 1 items, and 2 items",
+        ),
+        (
+            move(tree, rules),
+            "XshardError: no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name",
+        ),
     )

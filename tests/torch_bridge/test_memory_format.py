@@ -22,7 +22,8 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import subarray
 from xshard.layout.runs import Run
 
-MESH, SHAPE = xs.Mesh(a=2), (2, 4, 8, 4)
+MESH = xs.Mesh(a=2)
+SHAPE = (2, 4, 8, 4)
 EVERY_STEP = [
     "b c s/a w -> b c s w | copy(a)",
     "b c s w -> b c/a s w",
@@ -75,17 +76,26 @@ def _in_every_way() -> None:
     for_each(EVERY_STEP, _same)
     x = torch.from_numpy(numbers(*SHAPE)) + dist.get_rank()
     deep = torch.channels_last_3d
-    halo, turn = "b c s/a w -> b c s/a:halo(1,1) w", "b c s/a w -> b c/a s w"
+    halo = "b c s/a w -> b c s/a:halo(1,1) w"
+    turn = "b c s/a w -> b c/a s w"
     wide, turned = (xt.redistribute(x, text, MESH) for text in (halo, turn))
     x = x.to(memory_format=torch.channels_last)
     assert torch.equal(xt.redistribute(x, turn, MESH, async_op=True).wait(), turned)
-    assert all(map(torch.equal, xt.redistribute([x, x, x], [halo, turn, turn], MESH), [wide, turned, turned]))
+    assert all(
+        map(
+            torch.equal,
+            xt.redistribute([x, x, x], [halo, turn, turn], MESH),
+            [wide, turned, turned],
+        )
+    )
     assert torch.equal(xt.nn.HaloExchange(1, axis="a", mesh=MESH)(x), wide)
     moved = torch.func.vmap(lambda v: xt.redistribute(v, "c s/a w -> c/a s w", MESH))(x)
     assert torch.equal(moved, turned)
     x = torch.from_numpy(numbers(1, 4, 8, 2, 3))
     for kind in ("full_to_split", "split_to_full"):
-        assert torch.equal(*(all_to_all_single_fn(None, kind, v) for v in (x, x.to(memory_format=deep))))
+        assert torch.equal(
+            *(all_to_all_single_fn(None, kind, v) for v in (x, x.to(memory_format=deep)))
+        )
     x = x.to(memory_format=deep).requires_grad_()
 
     def network(v: Tensor) -> Tensor:
@@ -104,9 +114,13 @@ def _other_numbers_in_memory() -> None:
     z = torch.complex(real, real + 1).requires_grad_()
     for text in ("n/a d -> n d", "n/a d -> n d/a", "n d | sum(a) -> n d", "n/cyclic(a) d -> n/a d"):
         for view in (z.conj(), z.conj().imag, torch._neg_view(real).requires_grad_()):
-            y, plain = (xt.redistribute(v, text, MESH) for v in (view, view.resolve_conj().resolve_neg()))
+            y, plain = (
+                xt.redistribute(v, text, MESH) for v in (view, view.resolve_conj().resolve_neg())
+            )
             assert torch.equal(y, plain)
-            weights = torch.ones_like(y).conj() if y.is_complex() else torch._neg_view(torch.ones_like(y))
+            weights = (
+                torch.ones_like(y).conj() if y.is_complex() else torch._neg_view(torch.ones_like(y))
+            )
             assert torch.equal(*(torch.autograd.grad(v, view, weights)[0] for v in (y, plain)))
     w = torch.ones(2, 3, requires_grad=True)
     rows = xt.redistribute(w, "n/a d -> n d | copy(a)", MESH)
@@ -133,7 +147,11 @@ class Copied(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in known:
             self.elements += out.numel()
         return out
@@ -155,7 +173,13 @@ def test_a_block_is_copied_once_at_most(shape: tuple[int, ...], dim: int) -> Non
                 with Copied() as copied:
                     found = packing.pack(block)
                 in_place = packing.is_flat and block.is_contiguous()
-                assert torch.equal(found, packed) and copied.elements == (0 if in_place else x.numel())
+                assert torch.equal(found, packed) and copied.elements == (
+                    0 if in_place else x.numel()
+                )
                 with Copied() as copied:
                     placed = packing.place(block, [m.read(block) for m in packing.messages])
-                assert torch.equal(placed, x) and placed.is_contiguous() and copied.elements == x.numel()
+                assert (
+                    torch.equal(placed, x)
+                    and placed.is_contiguous()
+                    and copied.elements == x.numel()
+                )

@@ -22,7 +22,8 @@ def _alone() -> None:
         for step, chain in CHAINS.items():
             shape = shape_of(step)
             for text in moves(chain):
-                whole, made = in_order(shape, text, 0), in_order(shape, text, 1)
+                whole = in_order(shape, text, 0)
+                made = in_order(shape, text, 1)
                 ends = zip(parse_expression(text), (whole, made), strict=True)
                 src, dst = (xs.Sharding(end, GRID, at).local_shape(rank) for end, at in ends)
                 x = torch.empty(src, device="meta", dtype=torch.bfloat16, requires_grad=True)

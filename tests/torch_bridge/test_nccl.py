@@ -47,7 +47,8 @@ Call = Callable[[Tensor], Tensor]
 def _calls() -> dict[str, Call]:
     """Functions of this rank's block of (4, 8) or, where it is whole, (8, 8) numbers."""
     calls: dict[str, Call] = {
-        expression: lambda x, e=expression: xt.redistribute(x, e, MESH) for expression in EXPRESSIONS
+        expression: lambda x, e=expression: xt.redistribute(x, e, MESH)
+        for expression in EXPRESSIONS
     }
     for text in PRODUCTS:
         for overlap in ("never", "always"):
@@ -71,7 +72,9 @@ def _answers(questions: Sequence[Question]) -> list[Any]:
         return worker.answer_all(questions)
 
 
-@pytest.mark.parametrize(("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4)])
+@pytest.mark.parametrize(
+    ("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4)]
+)
 @needs_gpu
 def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> None:
     """Of those on more than two ranks one of each kind: kernels of ranks that share a GPU take turns."""
@@ -79,16 +82,22 @@ def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> 
     kept = set(plans if n == 2 else one_of_each(plans))
     for i, (name, mesh, sizes, text) in enumerate(CONTRACTIONS):
         if xs.Mesh(mesh).n_devices == n and i % 4 == 0:
-            plans[name] = xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
+            plans[name] = xs.plan(
+                text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth"
+            )
             kept.add(name)
     questions = {name: plan_question(plan) for name, plan in plans.items() if name in kept}
-    by_rank, wrong = on_gpus(n, backend, _answers, list(questions.values())), []
+    by_rank = on_gpus(n, backend, _answers, list(questions.values()))
+    wrong = []
     for (name, question), *parts in zip(questions.items(), *by_rank, strict=True):
-        answer, plan = worker.merge_ranks(parts), question.plan
+        answer = worker.merge_ranks(parts)
+        plan = question.plan
         verdict = judge(answer, in_numpy(question))
         planned = plan.bytes_received, backward_bytes(plan)
         counted = answer.forward_bytes, answer.backward_bytes
-        if not verdict.agrees or counted != (planned if is_linear(plan) else (planned[0], counted[1])):
+        if not verdict.agrees or counted != (
+            planned if is_linear(plan) else (planned[0], counted[1])
+        ):
             wrong.append((name, verdict, counted, planned))
     assert questions and not wrong
 
@@ -98,7 +107,8 @@ def _captured() -> None:
     for name, call in _calls().items():
         x = _block(name)
         expected = call(x)  # connections are made before a graph is recorded
-        graph, block = torch.cuda.CUDAGraph(), x.clone()
+        graph = torch.cuda.CUDAGraph()
+        block = x.clone()
         with torch.cuda.graph(graph):
             y = call(block)
         block.mul_(3)
@@ -122,7 +132,8 @@ def _unsynchronised() -> None:
 def _streams() -> None:
     """A result may be used on another stream."""
     x = torch.arange(2.0**20, device="cuda").view(-1, 4) + dist.get_rank()
-    expected, side = xt.redistribute(x, "n/a d -> n d/a", MESH), torch.cuda.Stream()
+    expected = xt.redistribute(x, "n/a d -> n d/a", MESH)
+    side = torch.cuda.Stream()
     for _ in range(20):
         pending = xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
         with torch.cuda.stream(side):
@@ -151,7 +162,9 @@ def _pinned() -> None:
     block = block_of(numbers(8, 8), "n/a d", MESH)
     for x in (block, block.pin_memory(), block.pin_memory().to("cuda", non_blocking=True)):
         pending = xt.redistribute(x, "n/a d -> n d/a", MESH, async_op=True)
-        y = xt.einsum("n/a d, d e -> n/a e", x, torch.eye(8, dtype=x.dtype, device=x.device) * 2, mesh=MESH)
+        y = xt.einsum(
+            "n/a d, d e -> n/a e", x, torch.eye(8, dtype=x.dtype, device=x.device) * 2, mesh=MESH
+        )
         assert pending.device == y.device == x.device and torch.equal(y, 2 * x)
         assert torch.equal(pending.wait().cpu(), block_of(numbers(8, 8), "n d/a", MESH))
 
@@ -194,8 +207,11 @@ def _autocast() -> None:
 
 def _added_in_float32() -> None:
     """Addends that are lost one after the other, but not together: 256 + 1 is 256 in bfloat16."""
-    rank, mesh = dist.get_rank(), xs.Mesh(a=4)
-    x = torch.full((4, 4), 1.0 if rank else 256.0, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    rank = dist.get_rank()
+    mesh = xs.Mesh(a=4)
+    x = torch.full(
+        (4, 4), 1.0 if rank else 256.0, dtype=torch.bfloat16, device="cuda", requires_grad=True
+    )
     for text in ("n d | sum(a) -> n d", "n d | sum(a) -> n/a d"):
         y = xt.redistribute(x, text, mesh, comm_dtype=torch.float32)
         assert y.dtype == torch.bfloat16 and (y == 260).all()
@@ -221,7 +237,8 @@ def _placed() -> None:
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("a",))
     x, w = (torch.from_numpy(numbers(4, 4) % k).cuda().requires_grad_() for k in (5, 3))
     rows, columns = (
-        distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_() for d, t in enumerate((x, w))
+        distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_()
+        for d, t in enumerate((x, w))
     )
     for text, placement in (
         ("s/a d, d f/a -> s f/a", Shard(1)),
@@ -233,7 +250,9 @@ def _placed() -> None:
         assert y.placements == (placement,) and torch.equal(y.full_tensor(), x @ w)
         found = torch.autograd.grad((y.full_tensor() ** 2).sum(), (rows, columns))
         expected = torch.autograd.grad(((x @ w) ** 2).sum(), (x, w))
-        assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), text
+        assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), (
+            text
+        )
     moved = xt.redistribute(rows, "s/a d -> s d/a")
     assert moved.placements == (Shard(1),) and torch.equal(moved.full_tensor(), x)
 
@@ -245,7 +264,12 @@ def _several() -> None:
     found = xt.redistribute(blocks, ["n/a d -> n d/a"] * 2, MESH)
     assert all(map(torch.equal, found, wanted))
     moved = xt.redistribute(
-        blocks[0], "n/a d -> n d/b", src_mesh=MESH, dst_mesh=xs.Mesh(b=2), shape=(8, 8), dtype="float32"
+        blocks[0],
+        "n/a d -> n d/b",
+        src_mesh=MESH,
+        dst_mesh=xs.Mesh(b=2),
+        shape=(8, 8),
+        dtype="float32",
     )
     assert torch.equal(moved, wanted[0])
 

@@ -66,9 +66,12 @@ MODULES: dict[str, Layer] = {
 
 
 def module_of(case: Case) -> nn.Module:
-    rank, channels = len(case.shape) - 2, case.shape[1]
+    rank = len(case.shape) - 2
+    channels = case.shape[1]
     one_pad = [before for before, _ in case.p]
-    kind = {"transposed": "ConvTranspose", "max": "MaxPool", "avg": "AvgPool", "conv": "Conv"}.get(case.op)
+    kind = {"transposed": "ConvTranspose", "max": "MaxPool", "avg": "AvgPool", "conv": "Conv"}.get(
+        case.op
+    )
     if case.op == "interpolate":
         corners = None if case.mode == "nearest" else case.align_corners
         return nn.Upsample(case.size, mode=UPSAMPLE[case.mode][rank - 1], align_corners=corners)
@@ -76,10 +79,14 @@ def module_of(case: Case) -> nn.Module:
     if case.op == "max":
         return make(case.k, case.s, one_pad, case.d, ceil_mode=case.ceil)
     if case.op == "avg":
-        return make(case.k, case.s, one_pad, ceil_mode=case.ceil, count_include_pad=case.include_pad)
+        return make(
+            case.k, case.s, one_pad, ceil_mode=case.ceil, count_include_pad=case.include_pad
+        )
     features = 2 * case.groups
     if case.op == "transposed":
-        return make(channels, features, case.k, case.s, one_pad, case.extra, case.groups, dilation=case.d)
+        return make(
+            channels, features, case.k, case.s, one_pad, case.extra, case.groups, dilation=case.d
+        )
     padding = "same" if any(before != after for before, after in case.p) else one_pad
     options = {"groups": case.groups, "padding_mode": MODES[case.boundary]}
     return make(channels, features, case.k, case.s, padding, case.d, **options)
@@ -90,7 +97,9 @@ def check(case: Case, device: str = "cpu") -> None:
         check_causal(case)
         return
     options = {"outputs": case.outputs} if case.op in ("conv", "max", "avg") else {}
-    found = check_layer(module_of(case), case.shape, case.layout, case.mesh, device=device, **options)
+    found = check_layer(
+        module_of(case), case.shape, case.layout, case.mesh, device=device, **options
+    )
     for d, expected in case.out_sizes.items():
         assert sizes(found, d) == expected, "how the outputs are sharded"
 
@@ -98,7 +107,8 @@ def check(case: Case, device: str = "cpu") -> None:
 def check_causal(case: Case) -> None:
     """A convolution padded at one end, which no module has."""
     draw = np.random.default_rng(0)
-    x, kernel = draw.normal(size=case.shape), draw.normal(size=case.kernel_shape)
+    x = draw.normal(size=case.shape)
+    kernel = draw.normal(size=case.kernel_shape)
     y, of_x, of_kernel = cases.one_device(case, x, kernel, cosines)
     block = scattered(torch.from_numpy(x), case.layout, case.mesh).requires_grad_()
     weight = torch.from_numpy(kernel).requires_grad_()
@@ -107,7 +117,11 @@ def check_causal(case: Case) -> None:
     mine = conv(block, placement, weight, None, convolution)[0]
     mine.backward(scattered(torch.from_numpy(cosines(y.shape)), case.layout, case.mesh))
     same(mine, scattered(torch.from_numpy(y), case.layout, case.mesh), "outputs")
-    same(block.grad, scattered(torch.from_numpy(of_x), case.layout, case.mesh), "gradient of the input")
+    same(
+        block.grad,
+        scattered(torch.from_numpy(of_x), case.layout, case.mesh),
+        "gradient of the input",
+    )
     same(weight.grad, torch.from_numpy(of_kernel), "gradient of the kernel")
 
 
@@ -117,14 +131,20 @@ def cosines(shape: tuple[int, ...]) -> np.ndarray:
 
 def check_halo(data: dict[str, Any]) -> None:
     """Every block is a piece of the padded array, and the gradient is the adjoint, in whole numbers."""
-    mesh, shape, rank = cases.device_mesh(data), tuple(data["global_shape"]), dist.get_rank()
-    src, dst = cases.sharded_layout(data), cases.halo_layout(data)
+    mesh = cases.device_mesh(data)
+    shape = tuple(data["global_shape"])
+    rank = dist.get_rank()
+    src = cases.sharded_layout(data)
+    dst = cases.halo_layout(data)
     x = np.random.default_rng(0).integers(-4, 5, shape).astype(float)
     expected = cases.halo_blocks(data, x)
     mine = scattered(torch.from_numpy(x), src, mesh).requires_grad_()
     y = xt.redistribute(mine, f"{src} -> {dst}", mesh, shape=shape)
     assert np.array_equal(y.detach().numpy(), expected[rank])
-    ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
+    ys = [
+        np.random.default_rng(d).integers(-4, 5, b.shape).astype(float)
+        for d, b in enumerate(expected)
+    ]
     y.backward(torch.from_numpy(ys[rank]))
     gradients: list[Any] = [None] * mesh.n_devices
     dist.all_gather_object(gradients, mine.grad.numpy())
@@ -138,7 +158,8 @@ def check_halo(data: dict[str, Any]) -> None:
 
 def check_neighbourhood() -> None:
     """Halos of queries, keys and values, then a trim of the result."""
-    mesh, shape = cases.device_mesh(NATTEN), tuple(NATTEN["global_shape"])
+    mesh = cases.device_mesh(NATTEN)
+    shape = tuple(NATTEN["global_shape"])
     torch.manual_seed(0)
     x = torch.randn(3, *shape, dtype=torch.float64).requires_grad_()
     y = cases.neighbourhood(torch, *x)
@@ -156,12 +177,19 @@ def check_neighbourhood() -> None:
 def check_all(n: int, device: str = "cpu") -> int:
     """Every case on `n` devices -> their number."""
     checks: dict[str, tuple[xs.Mesh, Callable[[], Any]]] = {
-        name: (case.mesh, partial(check, case, device)) for name, case in {**CASES, **PUBLISHED}.items()
+        name: (case.mesh, partial(check, case, device))
+        for name, case in {**CASES, **PUBLISHED}.items()
     }
     for name, (make, *layer) in MODULES.items():
-        checks[name] = layer[-1], lambda m=make, layer=layer: check_layer(m(), *layer, device=device)
+        checks[name] = (
+            layer[-1],
+            lambda m=make, layer=layer: check_layer(m(), *layer, device=device),
+        )
     if device == "cpu":
-        checks |= {name: (cases.device_mesh(data), partial(check_halo, data)) for name, data in HALOS.items()}
+        checks |= {
+            name: (cases.device_mesh(data), partial(check_halo, data))
+            for name, data in HALOS.items()
+        }
     here = {name: run for name, (mesh, run) in checks.items() if mesh.n_devices == n}
     for_each([*here], lambda name: here[name]())
     return len(here)
@@ -171,7 +199,9 @@ ALL_MESHES = [case.mesh for case in (*CASES.values(), *PUBLISHED.values())]
 ALL_MESHES += [cases.device_mesh(data) for data in HALOS.values()]
 
 
-@pytest.mark.parametrize("n", sorted({mesh.n_devices for mesh in ALL_MESHES if mesh.n_devices <= MOST_RANKS}))
+@pytest.mark.parametrize(
+    "n", sorted({mesh.n_devices for mesh in ALL_MESHES if mesh.n_devices <= MOST_RANKS})
+)
 def test_every_case_is_that_of_one_device(n: int) -> None:
     numbers = on_ranks(n, check_all, n)
     assert numbers[0] >= sum(mesh.n_devices == n for mesh in ALL_MESHES) and len(set(numbers)) == 1
@@ -209,7 +239,8 @@ def _adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
 
 def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
     boundary = draw.choice(["zero", "periodic", "reflect", "edge", "none", "pole", "pole(w,-1)"])
-    length, order = draw.randint(1, 14), draw.choice(["sp", "balanced(sp)"])
+    length = draw.randint(1, 14)
+    order = draw.choice(["sp", "balanced(sp)"])
     if draw.random() < 0.5:
         overlap = f"halo({draw.randint(-2, 6)},{draw.randint(-2, 6)},{boundary})"
     else:
@@ -227,7 +258,8 @@ LOGITS = {
 
 def _cross_entropies() -> None:
     """Losses, and gradients of logits, for every layout and reduction; a label in four is ignored."""
-    mesh, draw = xs.Mesh(dp=2, tp=2), torch.Generator().manual_seed(0)
+    mesh = xs.Mesh(dp=2, tp=2)
+    draw = torch.Generator().manual_seed(0)
     for i, (text, shape) in enumerate(LOGITS.items()):
         layout = xs.Layout(text).resolved(len(shape))
         d = layout.names.index("v")
@@ -240,7 +272,11 @@ def _cross_entropies() -> None:
         labels[torch.rand(tokens, generator=draw) < 0.25] = -7
         of_tokens = " ".join(str(dim) for dim in layout.dims if dim.name != "v")
         for reduction in ("mean", "sum", "none"):
-            options: Any = {"reduction": reduction, "ignore_index": -7, "label_smoothing": 0.25 * (i % 2)}
+            options: Any = {
+                "reduction": reduction,
+                "ignore_index": -7,
+                "label_smoothing": 0.25 * (i % 2),
+            }
             want = nn.functional.cross_entropy(
                 logits.movedim(d, -1).reshape(-1, shape[d]), labels.reshape(-1), **options
             )
@@ -252,7 +288,9 @@ def _cross_entropies() -> None:
             mine = scattered(labels, of_tokens, mesh).long()
             y = xt.nn.cross_entropy(block, mine, text, mesh, shape=shape, **options)
             if reduction == "none":
-                want, cotangent = (scattered(x.detach(), of_tokens, mesh) for x in (want, cotangent))
+                want, cotangent = (
+                    scattered(x.detach(), of_tokens, mesh) for x in (want, cotangent)
+                )
             (y * cotangent).sum().backward()
             found = block.grad - scattered(gradient, text, mesh)
             assert y.shape == want.shape and torch.allclose(y, want, 0, 1e-12), (text, reduction)
@@ -264,7 +302,8 @@ def _cross_entropies() -> None:
             y.backward()
         assert y.dtype == torch.float32 and abs(y - np.log(64)) < 1e-6
         assert sum(meter.received) == 3 * 3 * 4  # three numbers per token
-    x, own = torch.ones(3, 2), torch.zeros(3).long()
+    x = torch.ones(3, 2)
+    own = torch.zeros(3).long()
     loss = partial(xt.nn.cross_entropy, layout="b v/tp", mesh=mesh)
     assert_refused(
         (lambda: loss(x, own[:2]), "ShapeError: ...labels of shape (2,), logits of shape (3, 2)"),
@@ -282,14 +321,20 @@ def test_adjoints_of_overlaps_are_exact_halos_are_exchanged_and_cross_entropies_
     for _ in range(48):
         _adjoint(*_overlap(draw))
     _cross_entropies()
-    rank, x = dist.get_rank(), torch.arange(16.0).reshape(8, 2)
+    rank = dist.get_rank()
+    x = torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
     y = xt.ops.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")
     rows = torch.arange(2 * rank - 1, 2 * rank + 4) % 8
     assert torch.equal(y, x[rows])
     y.sum().backward()
-    assert block.grad.tolist() == [[2, 2], [3, 3]]  # its own, as one of two after, as the one before
-    layer = xt.nn.HaloExchange(halo_width=1, dim=-2, axis="sp", mesh=ROW, boundary="reflect", shape=(7, 2))
+    assert block.grad.tolist() == [
+        [2, 2],
+        [3, 3],
+    ]  # its own, as one of two after, as the one before
+    layer = xt.nn.HaloExchange(
+        halo_width=1, dim=-2, axis="sp", mesh=ROW, boundary="reflect", shape=(7, 2)
+    )
     part = reference.scatter(x[:7].numpy(), "h/sp w", ROW)[rank]
     wide = layer(torch.from_numpy(part))
     assert torch.equal(layer.trim(wide), torch.from_numpy(part))

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks
-from tests.torch_bridge.nn_helpers import check_layer, compare, same, scattered, weights_of, whole_gradients
+from tests.torch_bridge.nn_helpers import (
+    check_layer,
+    compare,
+    same,
+    scattered,
+    weights_of,
+    whole_gradients,
+)
 from torch_bridge.testing.byte_counter import Meter
 
 ROW = xs.Mesh(sp=4)
@@ -44,7 +51,9 @@ class UNet(nn.Module):
         wrap = {"padding_mode": "circular"}
         self.enter = nn.Conv2d(2, 4, 3, padding=1, **wrap)
         self.mix = nn.Conv2d(4, 4, 1)
-        self.down = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(inplace=True), nn.Conv2d(4, 6, 3, 2, 1))
+        self.down = nn.Sequential(
+            nn.GroupNorm(2, 4), nn.SiLU(inplace=True), nn.Conv2d(4, 6, 3, 2, 1)
+        )
         self.time, self.bands = nn.Linear(3, 6), nn.Parameter(torch.rand(4, 1, 1))
         self.middle = nn.Sequential(nn.BatchNorm2d(6), nn.PReLU(6), nn.MaxPool2d(3, 1, 1), Gate(6))
         self.up = nn.ConvTranspose2d(6, 4, 4, 2, 1)
@@ -57,7 +66,8 @@ class UNet(nn.Module):
         low = self.down(first) + self.time(time)[:, :, None, None]
         low = low + self.middle(low)
         y = torch.cat([self.up(low), first], 1)
-        a, b = y[:, :4], y[..., 4:, :, :]
+        a = y[:, :4]
+        b = y[..., 4:, :, :]
         return self.leave(torch.cat((a + 2 * b, F.relu(b - 1)), dim=1)) / 3
 
 
@@ -133,7 +143,10 @@ def _checkpoints() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Forgetful())
     forgets = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, converters={Forgetful: lambda m: m})
     assert_refused(
-        (lambda: forgets(torch.ones(1, 2, 4, 6)), "...: 1: a reentrant checkpoint inside a converted module"),
+        (
+            lambda: forgets(torch.ones(1, 2, 4, 6)),
+            "...: 1: a reentrant checkpoint inside a converted module",
+        ),
         (lambda: y.sum().backward(), "...second: nothing is known of an input...xt.nn.checkpoint"),
     )
 
@@ -155,11 +168,18 @@ class Rows(nn.Module):
         x = self.gates(torch.cat([self.apart(x), self.channels(x)], 1))
         x = self.groups(x).flatten(1, 2).movedim(1, -1).reshape(b, h, w * 4).view(b, h, w, 4)
         x = self.norm(x) + self.tokens((x[..., 0] * 2).abs().clamp(max=4).long())
-        x = F.rms_norm(F.layer_norm(x, [4], self.scale), [4], self.scale) @ self.mix + F.linear(x, self.mix.T)
-        x = torch.stack([x @ self.shift, x.max(-1).values, F.normalize(x, dim=-1).roll(1, 2)[..., 0]], 1)
+        x = F.rms_norm(F.layer_norm(x, [4], self.scale), [4], self.scale) @ self.mix + F.linear(
+            x, self.mix.T
+        )
+        x = torch.stack(
+            [x @ self.shift, x.max(-1).values, F.normalize(x, dim=-1).roll(1, 2)[..., 0]], 1
+        )
         low, high = x.flip(1, 3).sort(1, descending=True).values.cumsum(-1).tensor_split(2, dim=-1)
         first, *_ = (low * F.softmin(high, 1)).transpose(1, 2).unbind(-1)
-        return first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h) * x.logsumexp(1, True).max(x).mT
+        return (
+            first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h)
+            * x.logsumexp(1, True).max(x).mT
+        )
 
 
 class Code(nn.Module):
@@ -167,7 +187,8 @@ class Code(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.inner, self.function = nn.Identity(), function
+        self.inner = nn.Identity()
+        self.function = function
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x)
@@ -177,7 +198,9 @@ class LayerNorm2d(nn.LayerNorm):
     """ConvNeXt's: its `forward` is made of functions that have rules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        rows = F.layer_norm(
+            x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps
+        )
         return rows.permute(0, 3, 1, 2)
 
 
@@ -197,7 +220,10 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Code(lambda x: x.index_select(1, (x[0, 0, :, 0] > 0).long())), "b c h/sp w"),
     (lambda: Code(lambda x: x.view(2, 3, -1, 3)), "b c h/zigzag(sp) w"),
     (lambda: Code(lambda x: x.frexp().mantissa), "b c h/sp w"),
-    *((lambda: Code(_spectrum), layout) for layout in ("b c h/sp w", "b c h w/sizes(sp,5,1)", "b/sp c h w")),
+    *(
+        (lambda: Code(_spectrum), layout)
+        for layout in ("b c h/sp w", "b c h w/sizes(sp,5,1)", "b/sp c h w")
+    ),
 ]
 
 
@@ -263,7 +289,10 @@ NO_LAYER: tuple[tuple[nn.Module, str], ...] = (
 
 NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: x[:, :, ::2], "a slice needs dim 'h' whole"),
-    (lambda x: x[:, :, :4], "a slice needs dim 'h' whole"),  # half of the rows, as many as a block has
+    (
+        lambda x: x[:, :, :4],
+        "a slice needs dim 'h' whole",
+    ),  # half of the rows, as many as a block has
     (lambda x: x[:, :, 0], "a slice needs dim 'h' whole"),
     (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
     (lambda x: x.mean((2, 3)), "mean() needs dim 'h' whole"),
@@ -273,8 +302,14 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: x.flip(1, 2), "flip() needs dim 'h' whole"),
     (lambda x: x.view(-1), "view() needs dim 'h' whole"),
     # Groups of as many rows as a block has.
-    (lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2), "view() puts a dim of length 1 beside 'h/sp'"),
-    (lambda x: x.view(1, 2, x.shape[2] // 4, 24).mean(2), "view() puts a dim of length 1 beside 'h/sp'"),
+    (
+        lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2),
+        "view() puts a dim of length 1 beside 'h/sp'",
+    ),
+    (
+        lambda x: x.view(1, 2, x.shape[2] // 4, 24).mean(2),
+        "view() puts a dim of length 1 beside 'h/sp'",
+    ),
     (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
     (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
     (lambda x: F.pad(x, (0, 0, 9, 0), "circular"), "circular padding (9, 0) of 8 rows"),
@@ -283,26 +318,43 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
     (lambda x: torch.fft.fft(x, 3, 2), "fft() of 3 rows of dim 'h/sp'"),
     (lambda x: x @ x.mT, "of a block is not a block of"),
     (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
-    (lambda x: F.max_pool2d(x, 2), "of a block is not a block of max_pool2d() of the array"),  # of neighbours
+    (
+        lambda x: F.max_pool2d(x, 2),
+        "of a block is not a block of max_pool2d() of the array",
+    ),  # of neighbours
     (lambda x: x + torch.ones(4, 1), "4 rows without a recorded sharding meet dim 'h/sp'"),
 )
 
 
 def _refused() -> None:
-    x, wrap = torch.ones(1, 2, 4, 6), {"padding": (1, 7), "padding_mode": "circular"}
+    x = torch.ones(1, 2, 4, 6)
+    wrap = {"padding": (1, 7), "padding_mode": "circular"}
 
     def parallel(*layers: nn.Module, layout: str = "b c h/sp w") -> nn.Module:
-        return xt.nn.domain_parallel(layers[0] if len(layers) == 1 else nn.Sequential(*layers), layout, PAIR)
+        return xt.nn.domain_parallel(
+            layers[0] if len(layers) == 1 else nn.Sequential(*layers), layout, PAIR
+        )
 
-    conv, wide, cut = nn.Conv2d(2, 2, 9), nn.Conv2d(2, 2, 3, **wrap), nn.Conv2d(4, 2, 3)
+    conv = nn.Conv2d(2, 2, 9)
+    wide = nn.Conv2d(2, 2, 3, **wrap)
+    cut = nn.Conv2d(4, 2, 3)
     lost = parallel(Code(lambda x: x.data), nn.Conv2d(2, 2, 3))
     assert_refused(
         *((partial(parallel, nn.ReLU(), layer), f"...{text}") for layer, text in NO_LAYER),
-        *((partial(parallel(Code(f), nn.ReLU()), x), f"...0: ...{text}") for f, text in NO_FUNCTION),
-        (lambda: parallel(conv)(x), "...Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'"),
+        *(
+            (partial(parallel(Code(f), nn.ReLU()), x), f"...0: ...{text}")
+            for f, text in NO_FUNCTION
+        ),
+        (
+            lambda: parallel(conv)(x),
+            "...Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'",
+        ),
         (lambda: parallel(conv)(torch.ones(1, 3, 8, 6)), "...Conv2d: 3 channels, the layer has 2"),
         (lambda: parallel(wide)(x), "...Conv2d: circular padding (7, 7) of 6 rows"),
-        (lambda: parallel(cut, layout="b c/sp h w")(x), "...Conv2d: this layer needs dim 'c' whole"),
+        (
+            lambda: parallel(cut, layout="b c/sp h w")(x),
+            "...Conv2d: this layer needs dim 'c' whole",
+        ),
         (lambda: lost(x), "...1: nothing is known of an input of shape (1, 2, 4, 6)"),
     )
 
@@ -311,9 +363,13 @@ def _summed() -> None:
     """Gradients of all parameters in one collective; `verify`, the norm and the check take the model."""
     chain = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(10)))
     with Meter() as meter:
-        xt.nn.domain_parallel(chain, "b c h/sp w", PAIR)(torch.ones(2, 4, 4, 4)).square().sum().backward()
+        xt.nn.domain_parallel(chain, "b c h/sp w", PAIR)(
+            torch.ones(2, 4, 4, 4)
+        ).square().sum().backward()
     torch.manual_seed(0)
-    model, x, time = UNet().double(), torch.randn(2, 2, 24, 12).double(), torch.randn(2, 3).double()
+    model = UNet().double()
+    x = torch.randn(2, 2, 24, 12).double()
+    time = torch.randn(2, 3).double()
     parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, shape=x.shape)
     weights = weights_of(torch.empty(2, 2, 48, 24))
 
@@ -323,16 +379,22 @@ def _summed() -> None:
 
     block = scattered(x, "b c h/sp w", PAIR)
     xt.verify(parallel, (block, time), loss=loss)
-    wrong = error_of(lambda: xt.verify(parallel, (block, time), loss=lambda y: loss(y) * y.shape[2]))
+    wrong = error_of(
+        lambda: xt.verify(parallel, (block, time), loss=lambda y: loss(y) * y.shape[2])
+    )
     assert wrong[0] == "EquivalenceError"  # its blocks have half of the rows
     loss(parallel(block, time)).backward()
     whole = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert torch.isclose(xt.grad_norm(parallel), whole) and "gradients, in buckets" in xt.explain(parallel)
+    assert torch.isclose(xt.grad_norm(parallel), whole) and "gradients, in buckets" in xt.explain(
+        parallel
+    )
     xt.check_replicas(parallel)
     assert len(list(chain.parameters())) == 20 and len(meter.received) == 1
 
 
 @in_ranks(2)
-def test_records_follow_blocks_gradients_are_summed_together_and_what_has_no_form_is_refused() -> None:
+def test_records_follow_blocks_gradients_are_summed_together_and_what_has_no_form_is_refused() -> (
+    None
+):
     for check in (_checkpoints, _rows, _parts, _inference, _summed, _refused):
         check()

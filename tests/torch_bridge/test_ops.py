@@ -22,7 +22,9 @@ MESH = xs.Mesh(tp=N)
 
 @in_ranks(4)
 def test_all_to_all() -> None:
-    rank, mesh, x = dist.get_rank(), xs.Mesh(dp=2, cp=2), torch.from_numpy(numbers(8, 4))
+    rank = dist.get_rank()
+    mesh = xs.Mesh(dp=2, cp=2)
+    x = torch.from_numpy(numbers(8, 4))
     coords = mesh.coords(rank)
     # Over one axis; over both, in both orders; and from zigzag to plain.
     for axes, n in (("cp", 2), (("cp", "dp"), 4), (("dp", "cp"), 4)):
@@ -36,18 +38,22 @@ def test_all_to_all() -> None:
     assert torch.equal(xt.ops.all_to_all(y, 0, 1, ("dp", "cp"), mesh, split_order="zigzag"), zigzag)
     # Blocks of different sizes, where the global shape is told.
     x = x[:7, :3]
-    blocks, columns = x.split([4, 3]), x.split([2, 1], 1)
+    blocks = x.split([4, 3])
+    columns = x.split([2, 1], 1)
     y = xt.ops.all_to_all(blocks[coords[1]], 1, 0, "cp", mesh, shape=(7, 3))
     assert torch.equal(y, columns[coords[1]])
 
 
-X, TURN = torch.ones(2, 4), "n/tp d -> n d/tp"
+X = torch.ones(2, 4)
+TURN = "n/tp d -> n d/tp"
 
 
 @in_ranks(N)
 def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not() -> None:
-    move, plan = partial(xt.redistribute, X), partial(xs.plan, "n/tp d -> n d", shape=(8, 4))
-    ops, float8 = xt.ops, X[0].to(torch.float8_e4m3fn)
+    move = partial(xt.redistribute, X)
+    plan = partial(xs.plan, "n/tp d -> n d", shape=(8, 4))
+    ops = xt.ops
+    float8 = X[0].to(torch.float8_e4m3fn)
     assert xt.redistribute(float8, "n/tp -> n | copy(tp)", MESH).float().sum() == 16
     assert_refused(
         (lambda: move("b s/cq -> b s", MESH),
@@ -122,8 +128,18 @@ KINDS = {  # of the steps of a backward plan, by README's word for a gradient
 
 def test_the_table_of_named_operations_says_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page has the expression that the operation writes, and the gradient of its backward plan."""
-    monkeypatch.setattr("torch_bridge.ops.redistribute", lambda x, expression, mesh, **_: expression)
-    values = {"x": X, "mesh": MESH, "axis": "tp", "dim": 0, "split_dim": 1, "concat_dim": 0, "width": 1}
+    monkeypatch.setattr(
+        "torch_bridge.ops.redistribute", lambda x, expression, mesh, **_: expression
+    )
+    values = {
+        "x": X,
+        "mesh": MESH,
+        "axis": "tp",
+        "dim": 0,
+        "split_dim": 1,
+        "concat_dim": 0,
+        "width": 1,
+    }
     page = (Path(xt.__file__).parents[1] / "docs/operations.md").read_text()
     rows = re.findall(r"^\| `(\w+)`(?:, `grad=\"(\w+)\"`)? \| `(.+->.+)` \| (.+) \|$", page, re.M)
     for name, grad, expression, gradient in rows:

@@ -19,7 +19,8 @@ from torch_bridge.mesh.process_mesh import Group, mesh_of_ranks
 from xshard import reference
 
 NODES = "h100:2"
-GATHER, SCATTER = ["all_gather"] * 2, ["all_to_all"] * 2
+GATHER = ["all_gather"] * 2
+SCATTER = ["all_to_all"] * 2
 REDUCE = ["all_to_all", "all_reduce", "all_gather"]
 # (expression, mesh, shape, collectives); of an axis of four a node has a half.
 CASES = [
@@ -48,14 +49,17 @@ def _blocks(plan: xs.Plan) -> list[np.ndarray]:
 
 @in_ranks(4)
 def test_values_by_phases() -> None:
-    rank, links = dist.get_rank(), xs.load_profile(NODES)
+    rank = dist.get_rank()
+    links = xs.load_profile(NODES)
     for expression, mesh, shape, kinds in CASES:
         plan = xs.plan(expression, mesh, shape, "int64", profile=links)
         want = reference.run(plan, _blocks(plan))
         for ranks in ORDERS:
             device = ranks.index(rank)
             executable = lower(plan, mesh_of_ranks(mesh, ranks), torch.device("cpu"))
-            found = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
+            found = [
+                move.collective for move in executable.moves if isinstance(move, PackedCollective)
+            ]
             assert [each.kind for each in found] == kinds, expression
             assert len(plan.steps) == 1 and {len(each.group.ranks) for each in found} == {2}
             x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[device]))
@@ -92,6 +96,8 @@ def test_large_blocks_are_received_before_they_are_sent() -> None:
     assert called == [("recv", 0, n), ("send", 0, n)]
     assert torch.equal(y[1], x)
     called.clear()
-    swap = Collective("all_to_all", among(0, 1), [n - 8, 8], [n + 8, 8])  # as large for the other rank
+    swap = Collective(
+        "all_to_all", among(0, 1), [n - 8, 8], [n + 8, 8]
+    )  # as large for the other rank
     assert torch.equal(swap.run(x, (n + 16,))[-8:], x[-8:])
     assert called == [("recv", 0, n + 8), ("send", 0, n - 8)]

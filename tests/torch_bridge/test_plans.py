@@ -39,7 +39,17 @@ EXPRESSIONS = [
     ("n d | mean(a,b) -> n d", "a=2,b=2", (2, 3)),
     ("n d | max(a) -> n d | copy(a)", "a=2,b=2", (2, 3)),
 ]
-MOVED = ["float64", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8"]
+MOVED = [
+    "float64",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+]
 MOVED += ["uint8", "uint16", "uint32", "uint64", "bool"]
 ADDED = [d for d in MOVED if d not in ("int16", "uint16", "uint32", "uint64", "bool")]
 
@@ -58,7 +68,9 @@ for expression, shape, names in (
     ("n d | max(a) -> n/a d", (4, 2), ["float16", "bfloat16"]),
 ):
     for name in names:
-        QUESTIONS[f"{name} {expression}"] = plan_question(xs.plan(expression, xs.Mesh(a=4), shape, name))
+        QUESTIONS[f"{name} {expression}"] = plan_question(
+            xs.plan(expression, xs.Mesh(a=4), shape, name)
+        )
 
 # Exchanges that add up as they arrive, which a planner rarely prefers; and with senders that are replicas in
 # the receiver's node, of three devices.
@@ -87,10 +99,14 @@ def answers() -> dict[str, Answer]:
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_values_gradients_and_bytes(name: str, answers: dict[str, Answer]) -> None:
-    question, answer = QUESTIONS[name], answers[name]
+    question = QUESTIONS[name]
+    answer = answers[name]
     assert judge(answer, in_numpy(question)) == Verdict(0, 0)
-    planned, received = question.plan.bytes_received, answer.forward_bytes
-    assert received is not None and (0 < received <= planned if name == UNEVEN else received == planned)
+    planned = question.plan.bytes_received
+    received = answer.forward_bytes
+    assert received is not None and (
+        0 < received <= planned if name == UNEVEN else received == planned
+    )
     if question.plan.src.is_linear and name != UNEVEN:
         assert answer.backward_bytes == question.plan.backward.bytes_received
 

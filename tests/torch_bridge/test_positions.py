@@ -35,17 +35,25 @@ def _positions() -> None:
     assert xt.positions("s/cp", part, shape=(4,), dim=0, device="meta").device.type == "meta"
 
     asked = functools.partial(xt.positions, shape=(2, 12))
-    axis, dim = "unknown mesh axis 'tp'", "no dim 'c' in 'b s/cp'"
+    axis = "unknown mesh axis 'tp'"
+    dim = "no dim 'c' in 'b s/cp'"
     check_error(lambda: asked("b s/tp", device_mesh, dim="s"), "NotationError", axis)
     check_error(lambda: asked("b s/cp", MESH, dim="c"), "ShapeError", dim)
 
 
 def _reshard() -> None:
     """Live activations between contiguous and zigzag: positions tell which rows arrived, gradients return."""
-    mesh, shape = xs.Mesh(cp=4), (2, 16, 3)
+    mesh = xs.Mesh(cp=4)
+    shape = (2, 16, 3)
     whole = torch.arange(96.0, dtype=torch.float64).reshape(shape)
-    for there, back in (("cp", "zigzag(cp)"), ("zigzag(cp)", "cyclic(cp,2)"), ("zigzag(cp,4,12)", "cp")):
-        before, after = (xt.positions(f"b s/{cut} c", mesh, shape=shape, dim="s") for cut in (there, back))
+    for there, back in (
+        ("cp", "zigzag(cp)"),
+        ("zigzag(cp)", "cyclic(cp,2)"),
+        ("zigzag(cp,4,12)", "cp"),
+    ):
+        before, after = (
+            xt.positions(f"b s/{cut} c", mesh, shape=shape, dim="s") for cut in (there, back)
+        )
         x = whole[:, before].clone().requires_grad_()
         y = xt.redistribute(x, f"b s/{there} c -> b s/{back} c", mesh, shape=shape)
         assert torch.equal(y, whole[:, after])
@@ -55,11 +63,19 @@ def _reshard() -> None:
 
 def _owners() -> None:
     """Every verb with `maps`: a halo of a graph, its adjoint, trees, compiled code, a compared call."""
-    mesh, maps, rank = xs.Mesh(a=4), {"cells": CELLS, "near": NEAR}, dist.get_rank()
-    here, wide = "n/by(a,cells) d", "n/by(a,cells):reads(near) d"
+    mesh = xs.Mesh(a=4)
+    maps = {"cells": CELLS, "near": NEAR}
+    rank = dist.get_rank()
+    here = "n/by(a,cells) d"
+    wide = "n/by(a,cells):reads(near) d"
     whole = torch.arange(18.0, dtype=torch.float64).reshape(9, 2)
-    own, read = (xt.positions(text, mesh, shape=(9, 2), dim="n", maps=maps) for text in (here, wide))
-    assert own.tolist() == CELLS.part(rank).tolist() and read.tolist() == [*own.tolist(), *NEAR.part(rank)]
+    own, read = (
+        xt.positions(text, mesh, shape=(9, 2), dim="n", maps=maps) for text in (here, wide)
+    )
+    assert own.tolist() == CELLS.part(rank).tolist() and read.tolist() == [
+        *own.tolist(),
+        *NEAR.part(rank),
+    ]
     x = whole[own].clone().requires_grad_()
     y = xt.redistribute(x, f"{here} -> {wide}", mesh, maps=maps)
     assert torch.equal(y, whole[read])
@@ -82,13 +98,17 @@ def _owners() -> None:
 
 def _forces() -> None:
     """A network on a directed graph of systems with rows on all ranks: energies and forces of one device."""
-    rng, mesh, n = np.random.default_rng(0), xs.Mesh(a=4), 24
+    rng = np.random.default_rng(0)
+    mesh = xs.Mesh(a=4)
+    n = 24
     cells, (senders, receivers) = xs.Owners(rng.integers(0, 4, n), 4), rng.integers(0, n, (2, 96))
     near, edges = xs.Needs.of_edges(cells, senders, receivers)
     maps = {"cells": cells, "near": near}
     shapes = (n, 3), (3, 8), (11, 8), (11, 8)
     place, *weights = (torch.from_numpy(rng.normal(size=shape)) for shape in shapes)
-    system, own = (torch.tensor(rows) for rows in (rng.integers(0, 3, n), cells.part(dist.get_rank())))
+    system, own = (
+        torch.tensor(rows) for rows in (rng.integers(0, 3, n), cells.part(dist.get_rank()))
+    )
 
     def energies(place, system, graph, read):
         sender, receiver = map(torch.tensor, graph)
@@ -101,18 +121,24 @@ def _forces() -> None:
     def read(x):
         return xt.redistribute(x, "n/by(a,cells) d -> n/by(a,cells):reads(near) d", mesh, maps=maps)
 
-    mine, place = place[own].requires_grad_(), place.requires_grad_()
+    mine = place[own].requires_grad_()
+    place = place.requires_grad_()
     expected = energies(place, system, (senders, receivers), lambda x: x)
     share = energies(mine, system[own], edges[dist.get_rank()][1:], read)
     found = xt.redistribute(share, "s | sum(a) -> s", mesh)
     assert torch.allclose(found, expected, rtol=1e-13, atol=0)
-    forces, everyone = (torch.autograd.grad(e.sum(), p)[0] for e, p in ((found, mine), (expected, place)))
-    assert (forces - everyone[own]).abs().max() <= 1e-13 * everyone.abs().max() and len(forces) == len(own)
+    forces, everyone = (
+        torch.autograd.grad(e.sum(), p)[0] for e, p in ((found, mine), (expected, place))
+    )
+    assert (forces - everyone[own]).abs().max() <= 1e-13 * everyone.abs().max() and len(
+        forces
+    ) == len(own)
 
 
 def _files(folder: str) -> None:
     """A checkpoint has its maps, and its rows are there for other owners."""
-    mesh, shape = xs.Mesh(a=4), (9, 2)
+    mesh = xs.Mesh(a=4)
+    shape = (9, 2)
     x = torch.arange(18.0).reshape(shape)[torch.from_numpy(CELLS.part(dist.get_rank()).copy())]
     xt.save({"x": x}, folder, xs.Rules({"x": "n/by(a,cells) d"}, {"cells": CELLS}), mesh)
     dist.barrier()

@@ -51,7 +51,9 @@ def _silent_bug() -> list[tuple[str, str]]:
         assert (_gradient(gather, 5.0, check_replicated=True) == 5).all()
     # One group of two is right, the other is not: all four ranks are told, whatever axes are named.
     for expression in ("n/dp d -> n d", "n d/tp | sum(dp) -> n d/tp"):
-        found.append(error_of(lambda e=expression: _gradient(e, float(rank == 3), check_replicated=True)))
+        found.append(
+            error_of(lambda e=expression: _gradient(e, float(rank == 3), check_replicated=True))
+        )
         assert still_connected()
     return found
 
@@ -85,12 +87,15 @@ def _blocks() -> None:
     def move(x: Tensor, expression: str) -> Tensor:
         return xt.redistribute(x, expression, MESH, check_replicated=True)
 
-    x, kind = torch.full((2, 2), rank), "ReplicaError"
+    x = torch.full((2, 2), rank)
+    kind = "ReplicaError"
     check_error(lambda: move(x, "n d -> n/tp d"), kind, "blocks differ along 'tp'", "sum(tp)")
     move(x // 2, "n d -> n/tp d")
     check_error(lambda: move(x, "n d | copy(dp) -> n/dp d"), kind, "'dp'")
     addends = "n d -> n d | sum(tp)"
-    check_error(lambda: _gradient(addends, 1.0 + rank, check_replicated=True), kind, "reduce sum(tp) before")
+    check_error(
+        lambda: _gradient(addends, 1.0 + rank, check_replicated=True), kind, "reduce sum(tp) before"
+    )
     assert still_connected()
 
 
@@ -159,7 +164,9 @@ def test_nothing_else_changes() -> None:
 
 def _switch() -> None:
     x = torch.full((2, 2), float(dist.get_rank()))
-    with mock.patch.object(replicas, "ALWAYS", True):  # as the environment variable XSHARD_CHECK_REPLICATED
+    with mock.patch.object(
+        replicas, "ALWAYS", True
+    ):  # as the environment variable XSHARD_CHECK_REPLICATED
         check_error(lambda: xt.ops.shard(x, 0, "tp", MESH, grad="replicated"), "ReplicaError")
         check_error(lambda: xt.ops.copy_to(x, "tp", MESH), "ReplicaError")
         xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)

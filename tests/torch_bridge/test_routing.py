@@ -16,20 +16,30 @@ from torch.func import vmap
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle_routes
-from tests.torch_bridge.helpers import assert_refused, derivatives, in_turn, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    assert_refused,
+    derivatives,
+    in_turn,
+    on_ranks,
+    still_connected,
+)
 from torch_bridge.testing.byte_counter import Meter
 from xshard.routing import Groups
 
-MESH, x64 = xs.Mesh(ep=4), torch.float64
+MESH = xs.Mesh(ep=4)
+x64 = torch.float64
 
 
 class Case:
     """Rows of 4 processes, their choices and weights, and a matrix per group: whole numbers, from a seed."""
 
     def __init__(self, seed: int) -> None:
-        draw, rng = random.Random(seed), np.random.default_rng(seed)
+        draw = random.Random(seed)
+        rng = np.random.default_rng(seed)
         self.n_groups = draw.choice([4, 5, 8])
-        self.groups: Any = draw.choice([self.n_groups, [draw.randrange(4) for _ in range(self.n_groups)]])
+        self.groups: Any = draw.choice(
+            [self.n_groups, [draw.randrange(4) for _ in range(self.n_groups)]]
+        )
         self.k, self.capacity = draw.choice([1, 2, 3]), draw.choice([None, None, 1, 3])
         self.lengths = [draw.choice([0, 1, 5, 9]) for _ in range(4)]
         self.rows = [rng.integers(-4, 5, (n, 3)).astype(float) for n in self.lengths]
@@ -50,7 +60,8 @@ class Case:
         """The choices of which a copy is sent: `[row, choice]`, by process."""
         masks = []
         for to in self.to:
-            sent, mask = [0] * 4, np.zeros(to.shape, bool)
+            sent = [0] * 4
+            mask = np.zeros(to.shape, bool)
             for i, row in enumerate(to):
                 for part in range(4):
                     here = [j for j, g in enumerate(row) if g >= 0 and self.parts.parts[g] == part]
@@ -62,7 +73,8 @@ class Case:
 
     def on_one_device(self, x: Tensor, w: Tensor, matrices: Tensor, rank: int) -> Tensor:
         """The results of a process's rows, and of nothing else: `[rows, 2]`."""
-        to, kept = torch.tensor(self.to[rank]), torch.tensor(self.kept()[rank])
+        to = torch.tensor(self.to[rank])
+        kept = torch.tensor(self.kept()[rank])
         all_results = torch.einsum("tc,gcd->tgd", x, matrices)
         chosen = all_results.gather(1, to.clamp(min=0)[:, :, None].expand(-1, -1, 2))
         return (chosen * (w * kept)[:, :, None]).sum(1)
@@ -81,16 +93,27 @@ class Case:
 
 
 def _case(seed: int) -> None:
-    case, rank = Case(seed), dist.get_rank()
+    case = Case(seed)
+    rank = dist.get_rank()
     arrived, dropped = oracle_routes.route(case.rows, case.to, case.parts, case.capacity)
     x, w, c = (torch.tensor(each[rank]) for each in (case.rows, case.weights, case.cotangents))
-    there = xt.route(x, torch.tensor(case.to[rank]), "ep", MESH, groups=case.groups, capacity=case.capacity)
+    there = xt.route(
+        x, torch.tensor(case.to[rank]), "ep", MESH, groups=case.groups, capacity=case.capacity
+    )
     assert np.array_equal(there.rows, arrived[rank].rows) and there.dropped == dropped[rank]
-    assert there.sizes.tolist() == arrived[rank].sizes.tolist() and len(there.copies) == arrived[rank].copies
+    assert (
+        there.sizes.tolist() == arrived[rank].sizes.tolist()
+        and len(there.copies) == arrived[rank].copies
+    )
     home = oracle_routes.back([each.rows for each in arrived], arrived, case.lengths, case.weights)
     assert np.array_equal(there.back(there.rows, weights=w), home[rank])
-    leaves = [[each.clone().requires_grad_() for each in (x, w, torch.tensor(case.matrices))] for _ in "ab"]
-    results = [f(*ls, rank) for f, ls in zip((case.routed, case.on_one_device), leaves, strict=True)]
+    leaves = [
+        [each.clone().requires_grad_() for each in (x, w, torch.tensor(case.matrices))]
+        for _ in "ab"
+    ]
+    results = [
+        f(*ls, rank) for f, ls in zip((case.routed, case.on_one_device), leaves, strict=True)
+    ]
     assert torch.equal(*results)
     for y in results:
         (y * c).sum().backward()
@@ -113,10 +136,13 @@ def _random() -> None:
 
 def _transforms() -> None:
     """Derivatives of two orders, in both modes and under vmap, as of the same on one device."""
-    case, rank = Case(14), dist.get_rank()
+    case = Case(14)
+    rank = dist.get_rank()
     assert case.capacity == 3 and case.k > 1 and all(case.lengths)
-    w, matrices = torch.tensor(case.weights[rank]), torch.tensor(case.matrices)
-    x, factor = torch.tensor(case.rows[rank]), torch.tensor(case.cotangents[rank])
+    w = torch.tensor(case.weights[rank])
+    matrices = torch.tensor(case.matrices)
+    x = torch.tensor(case.rows[rank])
+    factor = torch.tensor(case.cotangents[rank])
     made = [
         derivatives(lambda v, f=f: f(v, w, matrices, rank), x, factor)
         for f in (case.routed, case.on_one_device)
@@ -130,14 +156,17 @@ def _transforms() -> None:
 
 def _sizes() -> None:
     """Known numbers: one collective; padding and further copies count for nothing."""
-    rank, matrices = dist.get_rank(), torch.arange(24.0, dtype=x64).view(8, 3, 1)
+    rank = dist.get_rank()
+    matrices = torch.arange(24.0, dtype=x64).view(8, 3, 1)
     x = (torch.arange(24.0, dtype=x64) + rank).view(8, 3).requires_grad_()
     to = (torch.arange(8) * 3 + rank) % 8
     for sizes in (2, 5, 1):
         with Meter() as meter:
             there = xt.route(x, to, "ep", MESH, groups=8, sizes=sizes)
         assert len(meter.received) == 1 and len(there.rows) == 4 * sizes
-        used = matrices[2 * rank : 2 * rank + 2][(torch.arange(len(there.rows)) >= there.sizes[0]).long()]
+        used = matrices[2 * rank : 2 * rank + 2][
+            (torch.arange(len(there.rows)) >= there.sizes[0]).long()
+        ]
         values = torch.einsum("nc,ncd->nd", there.rows, used)
         padding = torch.arange(len(values))[:, None] >= there.sizes.sum()
         w = torch.ones(8, dtype=x64, requires_grad=True)
@@ -153,7 +182,8 @@ def _sizes() -> None:
 
 def _bytes() -> None:
     """What other processes send: one copy of a row to each process that it needs, forward and backward."""
-    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(dist.get_rank())
     to = torch.rand(40, 8, generator=generator).topk(4).indices
     x = torch.ones(40, 16, dtype=torch.float32, requires_grad=True)
     pairs = [torch.zeros(40, 4).scatter(1, t // 2, 1.0).bool() for t in _gathered(to)]
@@ -164,7 +194,10 @@ def _bytes() -> None:
         y = there.back(2 * there.rows)
     with Meter() as backward:
         y.sum().backward()
-    assert forward.received[1:] == [came * (16 * 4 + 4 * 4), left * 64] and forward.received[0] == 3 * 40
+    assert (
+        forward.received[1:] == [came * (16 * 4 + 4 * 4), left * 64]
+        and forward.received[0] == 3 * 40
+    )
     assert backward.received == [came * 64, left * 64]
 
 
@@ -176,12 +209,16 @@ def _gathered(x: Tensor) -> list[Tensor]:
 
 def _axes() -> None:
     """A part of a mesh, and two axes taken as one."""
-    mesh, rank = xs.Mesh(dp=2, ep=2), dist.get_rank()
-    x, to = torch.full((2, 1), float(rank)), torch.tensor([1, 1])
+    mesh = xs.Mesh(dp=2, ep=2)
+    rank = dist.get_rank()
+    x = torch.full((2, 1), float(rank))
+    to = torch.tensor([1, 1])
     there = xt.route(x, to, "ep", mesh)
     assert there.rows.flatten().tolist() == ([] if rank % 2 == 0 else [rank - 1.0] * 2 + [rank] * 2)
     there = xt.route(x, 2 * to, ("dp", "ep"), mesh)
-    assert there.sizes.tolist() == [8 * (rank == 2)] and there.back(there.rows).tolist() == x.tolist()
+    assert (
+        there.sizes.tolist() == [8 * (rank == 2)] and there.back(there.rows).tolist() == x.tolist()
+    )
 
 
 def _unused() -> None:
@@ -194,7 +231,9 @@ def _unused() -> None:
 
 
 def _refused() -> None:
-    x, to, rank = torch.ones(3, 2), torch.zeros(3, dtype=torch.long), dist.get_rank()
+    x = torch.ones(3, 2)
+    to = torch.zeros(3, dtype=torch.long)
+    rank = dist.get_rank()
 
     def route(x: Tensor = x, to: Tensor = to, **options: Any) -> Any:
         return xt.route(x, to, "ep", MESH, **options)

@@ -32,26 +32,43 @@ MESH = xs.Mesh(a=4)
 GOOD = "n/a d -> n d"
 
 
-def _call(expression: Any = GOOD, mesh: Any = MESH, x: Any = None, **options: Any) -> Callable[[], Any]:
+def _call(
+    expression: Any = GOOD, mesh: Any = MESH, x: Any = None, **options: Any
+) -> Callable[[], Any]:
     block = torch.ones(2, 4) if x is None else x
     return lambda: xt.redistribute(block, expression, mesh, **{"debug": True, **options})
 
 
 def _different() -> list[str]:
     """What rank 2 does otherwise, and what every rank then says."""
-    turn, zigzag, copies = "n/a d -> n d/a", "n/a d -> n/zigzag(a) d", "n/a d -> n d | copy(a)"
+    turn = "n/a d -> n d/a"
+    zigzag = "n/a d -> n/zigzag(a) d"
+    copies = "n/a d -> n d | copy(a)"
     cannot = "rank 2 cannot do what the others can\n  ranks 0, 1, 3: 'n/a d -> n d'\n  rank 2:"
-    others, block = "ranks 0, 1, 3: 'n/a d -> n d', block (2, 4), of (8, 4)", ", block (2, 4), of (8, 4)"
-    leaf, longer = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
-    shape, good = {"shape": (8, 4)}, _call()
+    others = "ranks 0, 1, 3: 'n/a d -> n d', block (2, 4), of (8, 4)"
+    block = ", block (2, 4), of (8, 4)"
+    leaf = torch.ones(2, 4, requires_grad=True)
+    longer = torch.ones(3, 4)
+    shape = {"shape": (8, 4)}
+    good = _call()
     length = "the block of rank 2 has shape (3, 4), not (2, 4)"
     said = []
     for wrong, right, *words in (
         (_call(zigzag), good, "redistribution: expression", others, f"rank 2: '{zigzag}'{block}"),
         (_call("n/b d -> n d"), good, cannot, "unknown mesh axis 'b' in\n        'n/b d -> n d'"),
-        (_call(mesh=xs.Mesh(b=4)), good, cannot, "unknown mesh axis 'a' in\n        'n/a d -> n d'"),
+        (
+            _call(mesh=xs.Mesh(b=4)),
+            good,
+            cannot,
+            "unknown mesh axis 'a' in\n        'n/a d -> n d'",
+        ),
         (_call(mesh=None), good, cannot, "a tensor needs a mesh"),
-        (_call(x=longer), good, "redistribution: shape", "rank 2: 'n/a d -> n d', block (3, 4), of (12, 4)"),
+        (
+            _call(x=longer),
+            good,
+            "redistribution: shape",
+            "rank 2: 'n/a d -> n d', block (3, 4), of (12, 4)",
+        ),
         (_call(x=longer, **shape), _call(**shape), f"ShapeError: {length}"),
         (_call(xs.plan(copies, MESH, (8, 4))), good, "expression", f"rank 2: '{copies}'"),
         (_call(turn, profile="no such machine"), _call(turn), "rank 2 cannot", "no such machine"),
@@ -65,11 +82,20 @@ def _different() -> list[str]:
 
 def _flipped() -> list[str]:
     """Every fact of the list of what changes messages, otherwise on rank 2."""
-    turn, text, said, flipped = "n/a d -> n d/a", "b/a d, d f/a -> b f/a", list[str](), set[str]()
-    x, leaf, w = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True), torch.ones(4, 1)
-    wide, meta, tree = torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, device="meta"), [x, x]
+    turn = "n/a d -> n d/a"
+    text = "b/a d, d f/a -> b f/a"
+    said = list[str]()
+    flipped = set[str]()
+    x = torch.ones(2, 4)
+    leaf = torch.ones(2, 4, requires_grad=True)
+    w = torch.ones(4, 1)
+    wide = torch.ones(2, 4, dtype=torch.float64)
+    meta = torch.ones(2, 4, device="meta")
+    tree = [x, x]
     two, three = (functools.partial(torch.func.vmap(_each), torch.ones(n, 2, 4)) for n in (2, 3))
-    good, plain, fast = _call(), _einsum(text, leaf, w), {"profile": "h100"}
+    good = _call()
+    plain = _einsum(text, leaf, w)
+    fast = {"profile": "h100"}
     for name, wrong, right, *words in (
         ("shape", _call(x=torch.ones(3, 4)), good, "shape (12, 4)", "shape (8, 4)"),
         ("dtype", _call(x=wide), good, "dtype float64", "dtype float32"),
@@ -77,13 +103,29 @@ def _flipped() -> list[str]:
         ("comm_dtype", _call(comm_dtype=torch.bfloat16), good, "comm_dtype torch.bfloat16"),
         ("profile", _call(turn, profile="h100"), _call(turn, profile="tpu_v5p"), "profile h100 ("),
         ("requires_grad", _call(x=leaf), good, "requires_grad True"),
-        ("requires_grad", plain, _einsum(text, x, w.clone().requires_grad_()), "True, False", "False, True"),
+        (
+            "requires_grad",
+            plain,
+            _einsum(text, x, w.clone().requires_grad_()),
+            "True, False",
+            "False, True",
+        ),
         ("check_replicated", _call(check_replicated=True), good, "check_replicated True"),
         ("async_op", _call(async_op=True), good, "async_op True"),
         ("async_op", _einsum(text, leaf, w, async_op=True), plain, "async_op True"),
-        ("plan", _einsum(text, leaf, w, overlap="always", **fast), _einsum(text, leaf, w, **fast), "rounds"),
+        (
+            "plan",
+            _einsum(text, leaf, w, overlap="always", **fast),
+            _einsum(text, leaf, w, **fast),
+            "rounds",
+        ),
         ("save", _einsum(text, leaf, w, save="given"), plain, "save given", "save used"),
-        ("bucket_bytes", _call(turn, x=tree, bucket_bytes=8), _call(turn, x=tree), "bucket_bytes 8"),
+        (
+            "bucket_bytes",
+            _call(turn, x=tree, bucket_bytes=8),
+            _call(turn, x=tree),
+            "bucket_bytes 8",
+        ),
         ("transforms", two, three, "vmap of 2", "vmap of 3"),
     ):
         call = wrong if dist.get_rank() == 2 else right
@@ -107,15 +149,22 @@ def _each(x: torch.Tensor) -> Any:
 
 def _backward() -> list[str]:
     """Rank 2 does not use the result that the others use, and takes the gradient of another one."""
-    x, w = torch.ones(2, 4, requires_grad=True), torch.ones(4, 1, requires_grad=True)
-    odd, turn, said = dist.get_rank() == 2, "n/a d -> n d/a", list[str]()
+    x = torch.ones(2, 4, requires_grad=True)
+    w = torch.ones(4, 1, requires_grad=True)
+    odd = dist.get_rank() == 2
+    turn = "n/a d -> n d/a"
+    said = list[str]()
     ways = [_call(turn, x=x), _call(turn, x=[x, 2 * x]), _call(turn, x=x, async_op=True)]
     ways += [_call("n d | max(a) -> n d", x=x), _call(turn, x=x, check_replicated=True)]
     ways += [_einsum("b/a d, d f/a -> b f/a", x, w, save=save) for save in ("used", "given")]
     for way in ways:
-        used, unused, later = (y[0] if isinstance(y, list) else y * 1 for y in (way(), way(), way()))
+        used, unused, later = (
+            y[0] if isinstance(y, list) else y * 1 for y in (way(), way(), way())
+        )
         loss = (unused if odd else used).sum()
-        said.append(check_error(loss.backward, "DesyncError", "redistribution: gradient\n", "of call"))
+        said.append(
+            check_error(loss.backward, "DesyncError", "redistribution: gradient\n", "of call")
+        )
         later.sum().backward()
     assert still_connected()
     return said
@@ -123,7 +172,9 @@ def _backward() -> list[str]:
 
 def _missed() -> None:
     """Rank 2 comes too late to a call, and goes on to the next one; the second time to two."""
-    store, ranks, wait = c10d._get_default_store(), tuple(range(4)), timedelta(seconds=0.3)
+    store = c10d._get_default_store()
+    ranks = tuple(range(4))
+    wait = timedelta(seconds=0.3)
     meet = functools.partial(desync.compare_ranks, ranks, "it", lambda: None, wait)
     for missed in (1, 2):
         if dist.get_rank() == 2:
@@ -137,16 +188,32 @@ def _missed() -> None:
 
 def _first_used() -> list[str]:
     """What rank 2 does otherwise without `debug`, in plans that no rank has used before."""
-    turn, back, text, said = "n/a d -> n d/a", "n d/a -> n/a d", "b/a d, d f -> b f", list[str]()
+    turn = "n/a d -> n d/a"
+    back = "n d/a -> n/a d"
+    text = "b/a d, d f -> b f"
+    said = list[str]()
     plain = functools.partial(_call, debug=False)
     x, y, z, u, v, w = (torch.ones(4, 4 * n) for n in range(1, 7))
     for wrong, right, *words in (
-        (plain(x=x[1:]), plain(x=x), "redistribution: shape", "rank 2: 'n/a d -> n d', shape (12, 4)"),
+        (
+            plain(x=x[1:]),
+            plain(x=x),
+            "redistribution: shape",
+            "rank 2: 'n/a d -> n d', shape (12, 4)",
+        ),
         (plain(x=y.int()), plain(x=y), "redistribution: dtype", "dtype int32", "dtype float32"),
         (plain(turn, x=x), plain(back, x=x), "redistribution: shape", f"rank 2: '{turn}'"),
-        (plain(turn, x=z, shape=(16, 12)), plain(back, x=z.mT, shape=(12, 16)), f"rank 2: '{turn}'"),
+        (
+            plain(turn, x=z, shape=(16, 12)),
+            plain(back, x=z.mT, shape=(12, 16)),
+            f"rank 2: '{turn}'",
+        ),
         (plain([turn, GOOD], x=[u, u]), plain([GOOD, turn], x=[u, u]), "redistribution: plan"),
-        (plain(x=v, async_op=True), plain("n d/a -> n d", x=v, async_op=True), "redistribution: shape"),
+        (
+            plain(x=v, async_op=True),
+            plain("n d/a -> n d", x=v, async_op=True),
+            "redistribution: shape",
+        ),
         (_product(text, w[:2], w.mT), _product(text, w, w.mT), "redistribution: shape"),
     ):
         said.append(check_error(wrong if dist.get_rank() == 2 else right, "DesyncError", *words))
@@ -191,7 +258,9 @@ def _always() -> list[str]:
         os.environ["XSHARD_DEBUG"] = value
         importlib.reload(desync)
         assert desync.NEW is desync.ALWAYS is is_on
-    odd, gathered, x = dist.get_rank() == 0, "d0 d1 | copy(a)", torch.ones(4, 4)
+    odd = dist.get_rank() == 0
+    gathered = "d0 d1 | copy(a)"
+    x = torch.ones(4, 4)
     said = [
         check_error(call, "DesyncError", *words)
         for call, *words in (
@@ -204,7 +273,11 @@ def _always() -> list[str]:
                 lambda: xt.ops.all_reduce(x, "a", MESH, grad="sum" if odd else "replicated"),
                 f"rank 0: 'd0 d1 | sum(a) -> {gathered}'",
             ),
-            (lambda: xt.ops.halo_exchange(x, 2 if odd else 1, 0, "a", MESH), "halo(2,2)", "halo(1,1)"),
+            (
+                lambda: xt.ops.halo_exchange(x, 2 if odd else 1, 0, "a", MESH),
+                "halo(2,2)",
+                "halo(1,1)",
+            ),
         )
     ]
     assert xt.ops.all_gather(x, 0, "a", MESH, grad="sum").shape == (16, 4)
@@ -215,8 +288,11 @@ def _always() -> list[str]:
 def _placed_otherwise() -> list[str]:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     odd = dist.get_rank() == 1
-    block, placement = torch.ones(8 if odd else 2, 4), Replicate() if odd else Shard(0)
-    move = functools.partial(xt.redistribute, DTensor.from_local(block, mesh, [placement]), GOOD, debug=True)
+    block = torch.ones(8 if odd else 2, 4)
+    placement = Replicate() if odd else Shard(0)
+    move = functools.partial(
+        xt.redistribute, DTensor.from_local(block, mesh, [placement]), GOOD, debug=True
+    )
     cause = "NotationError: the DTensor is placed as 'n d' in\n        'n/a d -> n d'"
     said = check_error(move, "DesyncError", "rank 1 cannot do what the others can", cause)
     assert still_connected()
@@ -226,20 +302,29 @@ def _placed_otherwise() -> list[str]:
 def _between_two_meshes() -> list[str]:
     rank = dist.get_rank()
     src, dst = (
-        DeviceMesh("cpu", ranks, mesh_dim_names=(axis,)) for axis, ranks in (("a", [0, 1]), ("b", [2, 3]))
+        DeviceMesh("cpu", ranks, mesh_dim_names=(axis,))
+        for axis, ranks in (("a", [0, 1]), ("b", [2, 3]))
     )
 
-    def move(expression: str = "n/a d -> n d/b", rows: int = 4, **options: Any) -> Callable[[], Any]:
+    def move(
+        expression: str = "n/a d -> n d/b", rows: int = 4, **options: Any
+    ) -> Callable[[], Any]:
         x = torch.ones(rows, 6) if rank < 2 else None
         arguments = {"shape": (8, 6), "dtype": torch.float32, **options}
-        return lambda: xt.redistribute(x, expression, src_mesh=src, dst_mesh=dst, debug=True, **arguments)
+        return lambda: xt.redistribute(
+            x, expression, src_mesh=src, dst_mesh=dst, debug=True, **arguments
+        )
 
     other = "rank 3: 'n/a d -> n/b d', block none"
     said = [
         check_error(call, "DesyncError", *words)
         for call, *words in (
             (move("n/a d -> n/b d") if rank == 3 else move(), "redistribution: expression", other),
-            (move(rows=5) if rank == 1 else move(), "rank 1 cannot", "has shape (5, 6), not (4, 6)"),
+            (
+                move(rows=5) if rank == 1 else move(),
+                "rank 1 cannot",
+                "has shape (5, 6), not (4, 6)",
+            ),
             (move(requires_grad=True) if rank == 0 else move(), "redistribution: requires_grad"),
             (move(shape=(9, 6)), "rank 0 cannot", "has shape (4, 6), not (5, 6)"),
         )
@@ -265,7 +350,8 @@ def test_every_rank_says_what_one_does_otherwise() -> None:
 
 def _world_that_waits(folder: str, seconds: float) -> None:
     """The ranks again, in a world whose groups wait for so long."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     dist.barrier()  # no rank closes its connections while another still makes them
     dist.destroy_process_group()
     timeout = timedelta(seconds=seconds)
@@ -315,7 +401,8 @@ class Failing(TorchDispatchMode):
 
 def _errors_of_python() -> None:
     """In packing, which all ranks fail in alike, and in putting together what has arrived."""
-    x, pair = torch.ones(2, 4), xs.Mesh(a=2)
+    x = torch.ones(2, 4)
+    pair = xs.Mesh(a=2)
 
     def across() -> Any:
         ends = {"src_mesh": pair, "dst_mesh": xs.Mesh(b=2), "dst_devices": (1, 0)}
@@ -330,7 +417,9 @@ def _errors_of_python() -> None:
         "step 1 of 1, 'all_to_all n/a -> d/a', of 'n/a d -> n d/a'": [
             lambda: xt.redistribute(x, "n/a d -> n d/a", pair)
         ],
-        "step 1 of 1, 'slice d/a', of 'n d -> n d/a'": [lambda: xt.redistribute(x, "n d -> n d/a", pair)],
+        "step 1 of 1, 'slice d/a', of 'n d -> n d/a'": [
+            lambda: xt.redistribute(x, "n d -> n d/a", pair)
+        ],
         "the messages between the meshes": [across],
     }
     for place, call in ((place, call) for place, some in calls.items() for call in some):
@@ -354,7 +443,10 @@ def _of_another_size(folder: str) -> None:
     _world_that_waits(folder, 3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     move = _call(mesh=xs.Mesh(a=3), x=torch.ones(3 if rank == 0 else 2, 4), debug=False)
-    with xs.use_profile("h100"), mock.patch.object(Executable, "is_new", False):  # as XSHARD_DEBUG=0
+    with (
+        xs.use_profile("h100"),
+        mock.patch.object(Executable, "is_new", False),
+    ):  # as XSHARD_DEBUG=0
         said = error_of(move)
     Path(folder, f"{rank}.txt").write_text("\n".join(said))
 
@@ -363,4 +455,6 @@ def test_who_survives_a_block_of_another_size_is_told_how_to_find_it(tmp_path: P
     with pytest.raises(xt.testing.RankError, match=r"(?s)SIGABRT.*XSHARD_DEBUG=1"):
         on_ranks(3, _of_another_size, str(tmp_path))
     told = [file.read_text() for file in tmp_path.glob("*.txt")]
-    assert told and all(text.startswith("CollectiveError") and "XSHARD_DEBUG=1" in text for text in told)
+    assert told and all(
+        text.startswith("CollectiveError") and "XSHARD_DEBUG=1" in text for text in told
+    )

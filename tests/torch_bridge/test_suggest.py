@@ -62,7 +62,8 @@ def build(name):
             setattr(config, option, 0.0)
     config.use_cache = False
     torch.manual_seed(0)
-    model, generator = kind(config).double(), torch.Generator().manual_seed(1)
+    model = kind(config).double()
+    generator = torch.Generator().manual_seed(1)
     batch = {
         key: torch.randint(3, 64, shape, generator=generator)
         if "ids" in key
@@ -91,7 +92,12 @@ def _mesh(name):
 def _searched(name):
     """The rules of a model: parameters, inputs, outputs, what is gathered once, and the result."""
     model, batch = build(name)
-    options = {"micro_batches": 1, "recompute": False, "gap": 0.05, "profile": a_machine_for_small_models()}
+    options = {
+        "micro_batches": 1,
+        "recompute": False,
+        "gap": 0.05,
+        "profile": a_machine_for_small_models(),
+    }
     fixed = {} if name in ONE_AXIS else {next(iter(batch)): "b/dp ..."}
     plan = xt.suggest(model, batch, _mesh(name), fixed=fixed, **options)
     ops = [op for op in plan.search.problem.step.ops if op.kind != "share" or op.name == ":tied"]
@@ -99,7 +105,9 @@ def _searched(name):
     assert not [op.name for op in ops if op.kind == "opaque"], name
     assert not plan.unused, name
     assert {op.times for op in ops} == ({1} if name == "T5" else {1, 2}), name
-    parameters, inputs, outputs = (dict(getattr(plan, s)) for s in ("parameters", "inputs", "outputs"))
+    parameters, inputs, outputs = (
+        dict(getattr(plan, s)) for s in ("parameters", "inputs", "outputs")
+    )
     assert "tp" in str(parameters) and "tp" in str(inputs), name
     # Inside a module that is entered sharded an operation is idle.
     assert name not in ONE_AXIS or "mean(" in str(parameters), name
@@ -124,7 +132,9 @@ def _train(plans):
 def _search_and_train():
     """Each rank searches for some of the models, and all train all of them."""
     found = [{}] * 4
-    dist.all_gather_object(found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]})
+    dist.all_gather_object(
+        found, {name: _searched(name) for name in [*MODELS][dist.get_rank() :: 4]}
+    )
     plans = {name: plan for some in found for name, plan in some.items()}
     assert plans.keys() == MODELS.keys() and any(once for *_, once, _ in plans.values())
     _train(plans)
@@ -141,12 +151,17 @@ class Others(torch.nn.Module):
         super().__init__()
         self.up, self.norm = torch.nn.ConvTranspose2d(4, 6, 2, 2), torch.nn.GroupNorm(3, 6)
         normed = torch.nn.Conv2d(6, 4, 3, padding=1)
-        self.normed, self.prelu = torch.nn.utils.parametrizations.weight_norm(normed, dim=1), torch.nn.PReLU()
+        self.normed, self.prelu = (
+            torch.nn.utils.parametrizations.weight_norm(normed, dim=1),
+            torch.nn.PReLU(),
+        )
 
     def forward(self, x):
         x = F.interpolate(F.max_pool2d(self.norm(self.up(x)), 2), scale_factor=2.0, mode="bilinear")
         x = torch.cat([self.prelu(self.normed(x)), x[:, :0]], 1).flip(2).roll(2, 3)
-        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.ones(4, dtype=torch.complex128)
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.ones(
+            4, dtype=torch.complex128
+        )
         y = x.new_zeros(*x.shape[:-1], 10)
         y[..., :2] = torch.view_as_real(turned).flatten(-2)[..., 2:4]
         return y
@@ -174,7 +189,11 @@ def test_operations_that_are_less_common_have_rules():
 def test_arrays_without_elements_are_in_no_operation():
     """A batch norm makes one and lets go of it: its identity is given to another array."""
 
-    blocks = [layer for _ in range(4) for layer in (torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3, 1, 1))]
+    blocks = [
+        layer
+        for _ in range(4)
+        for layer in (torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3, 1, 1))
+    ]
     model = torch.nn.Sequential(*blocks, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1))
     step, _ = recorded(model, torch.empty(4, 4, 4, 4))
     assert [op.name for op in step.ops if op.kind == "opaque"] == ["0", "2", "4", "6"]
@@ -206,14 +225,17 @@ class Calls(TorchDispatchMode):
         self.calls = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func._schema.name.partition("::")[2].rstrip("_"), kwargs or {}
+        name = func._schema.name.partition("::")[2].rstrip("_")
+        kwargs = kwargs or {}
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         kept = tree_map_only(torch.Tensor, torch.Tensor.clone, args)
         out = func(*args, **kwargs)
         schema = func._schema.arguments
         named = {each.name: each.default_value for each in schema if each.has_default_value()}
         named |= {**dict(zip((each.name for each in schema), kept, strict=False)), **kwargs}
-        results, given = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (out, args))
+        results, given = (
+            [x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (out, args)
+        )
         for i, x in enumerate(results if all(x.numel() for x in (*results, *given)) else ()):
             call = call_of(name, named, x, torch.Tag.pointwise in func.tags)
             trace = Trace(1)
@@ -228,7 +250,9 @@ def _judged(op, trace, call, func, args, kwargs, shape, which):
     def run(mine, start, end):
         mine = {id(x): torch.as_tensor(y) for x, y in zip(call.operands, mine, strict=True)}
         if call.added is not None:
-            mine[id(call.added)] = torch.zeros((), dtype=call.added.dtype) if call.added.ndim else call.added
+            mine[id(call.added)] = (
+                torch.zeros((), dtype=call.added.dtype) if call.added.ndim else call.added
+            )
         given = tree_map_only(torch.Tensor, lambda x: mine.get(id(x), x).clone(), args)
         sizes = [list(x) if isinstance(x, list | torch.Size) else x for x in given]
         for x, name in zip(sizes, (each.name for each in func._schema.arguments), strict=False):
@@ -240,7 +264,9 @@ def _judged(op, trace, call, func, args, kwargs, shape, which):
         if func is torch.ops.aten.native_group_norm.default:
             sizes[3] = len(sizes[0])
         try:
-            results = [x for x in tree_leaves(func(*sizes, **kwargs)) if isinstance(x, torch.Tensor)]
+            results = [
+                x for x in tree_leaves(func(*sizes, **kwargs)) if isinstance(x, torch.Tensor)
+            ]
         except (IndexError, RuntimeError):  # these blocks do not fit, or rows are missing
             return np.full(shape, np.nan)
         x = results[which]
@@ -251,7 +277,8 @@ def _judged(op, trace, call, func, args, kwargs, shape, which):
 
 
 def test_rules_are_right_on_blocks():
-    seen, wrong = {}, {}
+    seen = {}
+    wrong = {}
     for name in (*MODELS, "others"):
         others = Others().double(), {"x": torch.rand(4, 4, 4, 4, dtype=torch.float64)}
         model, batch = build(name) if name in MODELS else others

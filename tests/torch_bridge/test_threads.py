@@ -27,7 +27,8 @@ EXPRESSIONS = [
 
 
 def _all_kinds() -> None:
-    x, rank = numbers(8, 4), dist.get_rank()
+    x = numbers(8, 4)
+    rank = dist.get_rank()
 
     def compare(expression: str) -> None:
         plan = xs.plan(expression, MESH, shape=(8, 4), dtype="float64")
@@ -39,12 +40,16 @@ def _all_kinds() -> None:
         if plan.src.is_linear:
             cotangent = reference.scatter(x, plan.backward.src, MESH)
             (gradient,) = torch.autograd.grad(y, block, torch.from_numpy(cotangent[rank]))
-            assert torch.equal(gradient, torch.from_numpy(reference.run(plan.backward, cotangent)[rank]))
+            assert torch.equal(
+                gradient, torch.from_numpy(reference.run(plan.backward, cotangent)[rank])
+            )
 
     for_each(EXPRESSIONS, compare)
     many = xt.redistribute({"x": block_of(x, "n/a d", MESH)}, "n/a d -> n d", MESH)
     assert torch.equal(many["x"], torch.from_numpy(x))
-    other = torch.distributed.device_mesh.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
+    other = torch.distributed.device_mesh.DeviceMesh(
+        "cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b")
+    )
     block = block_of(x, "n/a d", MESH)
     options = {"src_mesh": MESH, "dst_mesh": other, "shape": (8, 4), "dtype": torch.float64}
     words = "ranks that are threads", "torch_bridge.run_ranks"

@@ -62,7 +62,9 @@ CROSSINGS = [
     Crossing("n/a d -> n/b d/c", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
     Crossing("n/a d -> n d | copy(b)", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
     Crossing("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (3, 1, 0, 2)),
-    Crossing("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3), relabel=True),
+    Crossing(
+        "n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3), relabel=True
+    ),
     # ... without a refinement: every rank sends and receives straight
     Crossing("n/x d/y -> n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6), tuple(range(6)), tuple(range(6))),
 ]
@@ -83,7 +85,10 @@ def share(case, plan, inputs, cotangents):
         assert quiet is None and y.shape == (0,)
         y.sum().backward()
     assert x is None or torch.equal(leaf.detach(), x)
-    return (y.detach().numpy() if rank in dst else None, None if leaf is None else leaf.grad.numpy())
+    return (
+        y.detach().numpy() if rank in dst else None,
+        None if leaf is None else leaf.grad.numpy(),
+    )
 
 
 def all_shares(cases):
@@ -92,7 +97,8 @@ def all_shares(cases):
 
 def prepared(case, profile):
     """A case with its plan, whole-number blocks and cotangents."""
-    plan, rng = case.plan(profile), np.random.default_rng(0)
+    plan = case.plan(profile)
+    rng = np.random.default_rng(0)
     src, dst = parse_expression(case.expression)
     meshes = [*case.meshes.values()]
     inputs = oracle.random_blocks(src, meshes[0], case.shape, rng, 4)
@@ -115,7 +121,9 @@ def test_values_and_gradients():
             for have, want in zip(found, wanted, strict=True):
                 assert (have.dtype, have.shape) == (want.dtype, want.shape), case
                 assert np.array_equal(have, want), case
-        assert all(shares[rank][0] is None for rank in range(6) if rank not in plan.dst_devices), case
+        assert all(shares[rank][0] is None for rank in range(6) if rank not in plan.dst_devices), (
+            case
+        )
 
 
 def test_the_cases_cover_every_kind_of_plan():
@@ -135,22 +143,32 @@ def test_device_meshes():
         DeviceMesh("cpu", ranks, mesh_dim_names=names)
         for ranks, names in (([[0, 1], [2, 3]], ("dp", "tp")), ([3, 1], ("ep",)))
     )
-    rank, shape = dist.get_rank(), (4, 6)
+    rank = dist.get_rank()
+    shape = (4, 6)
     whole = torch.arange(24.0).reshape(shape)
     x = whole[2 * (rank // 2) :][:2, 3 * (rank % 2) :][:, :3]
     for expression, dst in (("n/dp d/tp -> n d/ep", (whole[:, 3:], whole[:, :3])),) * 2:
         y = xt.redistribute(x, expression, src_mesh=src_mesh, dst_mesh=dst_mesh, shape=shape)
         assert y is None if rank in (0, 2) else torch.equal(y, dst[rank // 2])
     back = xt.redistribute(
-        y, "n d/ep -> n/dp d/tp", src_mesh=dst_mesh, dst_mesh=src_mesh, shape=shape, dtype=torch.float32
+        y,
+        "n d/ep -> n/dp d/tp",
+        src_mesh=dst_mesh,
+        dst_mesh=src_mesh,
+        shape=shape,
+        dtype=torch.float32,
     )
     assert torch.equal(back, x)
-    same = xt.redistribute(x, "n/dp d/tp -> n/x d", src_mesh=src_mesh, dst_mesh=xs.Mesh(x=4), shape=shape)
+    same = xt.redistribute(
+        x, "n/dp d/tp -> n/x d", src_mesh=src_mesh, dst_mesh=xs.Mesh(x=4), shape=shape
+    )
     assert torch.equal(same, whole[rank : rank + 1])
     # A DTensor brings its mesh and its shape; what arrives is a block.
     cut = DTensor.from_local(x, src_mesh, [Shard(0), Shard(1)])
     y = xt.redistribute(cut, expression, dst_mesh=dst_mesh, debug=True)
-    assert y is None if rank in (0, 2) else type(y) is torch.Tensor and torch.equal(y, dst[rank // 2])
+    assert (
+        y is None if rank in (0, 2) else type(y) is torch.Tensor and torch.equal(y, dst[rank // 2])
+    )
     leaf = None if y is None else DTensor.from_local(y, dst_mesh, [Shard(1)]).requires_grad_()
     ends = {"src_mesh": dst_mesh, "dst_mesh": src_mesh, "shape": shape, "dtype": torch.float32}
     back = xt.redistribute(leaf, "n d/ep -> n/dp d/tp", **ends, requires_grad=True)
@@ -169,32 +187,57 @@ def test_device_meshes():
     y = xt.redistribute(rows, "n/dp d -> n d", **ends, requires_grad=True)
     assert rank in (0, 2) or torch.equal(y, whole)
     kind, told = error_of(lambda: (y * (rank + 1)).sum().backward())
-    assert kind == "ReplicaError" and "cotangents differ along 'ep'" in told and "ranks 3, 1" in told, told
+    assert (
+        kind == "ReplicaError" and "cotangents differ along 'ep'" in told and "ranks 3, 1" in told
+    ), told
     kind, told = error_of(lambda: xt.redistribute(rows.detach() + rank, "n/dp d -> n d", **ends))
-    assert kind == "ReplicaError" and "blocks differ along 'tp'" in told and "ranks 0, 1" in told, told
+    assert kind == "ReplicaError" and "blocks differ along 'tp'" in told and "ranks 0, 1" in told, (
+        told
+    )
     assert still_connected()
 
 
-DTYPES = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn", "int4"]
+DTYPES = [
+    "float64",
+    "bfloat16",
+    "complex64",
+    "int16",
+    "uint16",
+    "uint64",
+    "bool",
+    "float8_e4m3fn",
+    "int4",
+]
 
 
 @in_ranks(4)
 def test_every_dtype_moves_and_a_block_of_one_number():
-    ends = {"src_mesh": xs.Mesh(a=2), "dst_mesh": xs.Mesh(b=3), "dst_devices": (1, 2, 3), "shape": (5, 2)}
+    ends = {
+        "src_mesh": xs.Mesh(a=2),
+        "dst_mesh": xs.Mesh(b=3),
+        "dst_devices": (1, 2, 3),
+        "shape": (5, 2),
+    }
     for name in DTYPES:
         dtype = getattr(torch, name)
-        small = torch.arange(10, dtype=torch.uint8).reshape(5, 2)  # torch casts to no dtype of 4 bits
+        small = torch.arange(10, dtype=torch.uint8).reshape(
+            5, 2
+        )  # torch casts to no dtype of 4 bits
         whole = small.view(dtype) if name == "int4" else small.to(dtype)
         rank = dist.get_rank()
         plan = xs.plan("n/a d -> n/b d", **ends, dtype=name)
         y = xt.redistribute(whole[3 * rank :][:3] if rank < 2 else None, plan)
         wanted = whole[2 * (rank - 1) :][:2] if rank else None
         assert y is wanted is None or y.dtype == wanted.dtype, name
-        assert y is None or torch.equal(*(z.reshape(-1).view(torch.uint8) for z in (y, wanted))), name
+        assert y is None or torch.equal(*(z.reshape(-1).view(torch.uint8) for z in (y, wanted))), (
+            name
+        )
     # A block of one element has any strides, and torch calls it contiguous.
     x = torch.tensor([7.0, 8.0])[::2]
     assert x.stride() == (2,) and x.is_contiguous()
-    plan = xs.plan("n -> n", src_mesh=xs.Mesh(a=1), dst_mesh=xs.Mesh(b=1), dst_devices=(1,), shape=(1,))
+    plan = xs.plan(
+        "n -> n", src_mesh=xs.Mesh(a=1), dst_mesh=xs.Mesh(b=1), dst_devices=(1,), shape=(1,)
+    )
     y = xt.redistribute(x if rank == 0 else None, plan)
     assert y is None if rank != 1 else y.tolist() == [7.0]
 
@@ -202,7 +245,8 @@ def test_every_dtype_moves_and_a_block_of_one_number():
 @in_ranks(4)
 def test_a_loss_on_the_other_mesh():
     """Of sum((A x)^3 / 6), two copies that are used apart: their gradients x^2 / 2 add up."""
-    rank, ends = dist.get_rank(), {"src_mesh": xs.Mesh(a=2), "dst_mesh": xs.Mesh(b=2), "dst_devices": (2, 3)}
+    rank = dist.get_rank()
+    ends = {"src_mesh": xs.Mesh(a=2), "dst_mesh": xs.Mesh(b=2), "dst_devices": (2, 3)}
     plan = xs.plan("n/a -> n | copy(b)", **ends, shape=(4,))
     x = torch.arange(1.0, 5)[2 * rank :][:2].requires_grad_() if rank < 2 else None
     ((xt.redistribute(x, plan, requires_grad=True) ** 3).sum() / 6).backward()
@@ -212,7 +256,10 @@ def test_a_loss_on_the_other_mesh():
 @in_ranks(3)
 def test_wrong_input():
     """Each of these raises on all ranks, before anything is sent."""
-    rank, a, b, far = dist.get_rank(), xs.Mesh(a=1), xs.Mesh(b=2), xs.Mesh(b=8)
+    rank = dist.get_rank()
+    a = xs.Mesh(a=1)
+    b = xs.Mesh(b=2)
+    far = xs.Mesh(b=8)
     x = torch.ones(4) if rank == 0 else None
 
     def move(*args, **options):
@@ -220,9 +267,13 @@ def test_wrong_input():
         return lambda: xt.redistribute(x, *args, **options)
 
     def plan(dst_devices=(1, 2), **options):
-        return xs.plan("n -> n/b", src_mesh=a, dst_mesh=b, dst_devices=dst_devices, shape=(4,), **options)
+        return xs.plan(
+            "n -> n/b", src_mesh=a, dst_mesh=b, dst_devices=dst_devices, shape=(4,), **options
+        )
 
-    maximum = xs.plan("n | max(a) -> n", src_mesh=xs.Mesh(a=2), dst_mesh=a, dst_devices=(2,), shape=(4,))
+    maximum = xs.plan(
+        "n | max(a) -> n", src_mesh=xs.Mesh(a=2), dst_mesh=a, dst_devices=(2,), shape=(4,)
+    )
     two = "MeshError: two meshes are needed\n  redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
     world = "the world has 3 processes\n  device numbers of a plan are global ranks"
     part = "\n  under 'n' on Mesh(a=1) that is its part of a (4,) array"
@@ -245,7 +296,10 @@ def test_wrong_input():
     of_source = [
         (None, f"ShapeError: rank 0 is in the source and brings no block{part}"),
         (torch.ones(3), f"ShapeError: the block of rank 0 has shape (3,), not (4,){part}"),
-        (torch.ones(4).double(), "DtypeError: the block of rank 0 is torch.float64, the plan is for float32"),
+        (
+            torch.ones(4).double(),
+            "DtypeError: the block of rank 0 is torch.float64, the plan is for float32",
+        ),
     ]
     wrong = [(torch.ones(4), f"ShapeError: rank {rank} {of_own}")] if rank else of_source
     local = ((functools.partial(xt.redistribute, block, plan()), words) for block, words in wrong)
@@ -254,7 +308,9 @@ def test_wrong_input():
 
 def test_without_a_process_group():
     with pytest.raises(xs.errors.MeshError, match="no process group is initialised"):
-        xt.redistribute(torch.ones(4), "n -> n", src_mesh=xs.Mesh(a=1), dst_mesh=xs.Mesh(b=1), shape=(4,))
+        xt.redistribute(
+            torch.ones(4), "n -> n", src_mesh=xs.Mesh(a=1), dst_mesh=xs.Mesh(b=1), shape=(4,)
+        )
 
 
 def test_plans_travel_to_ranks():
@@ -265,10 +321,16 @@ def test_plans_travel_to_ranks():
 @in_ranks(4)
 def test_a_tree_moves_between_meshes():
     """The tensors of a tree between two meshes, each as it travels alone; a gradient on the way back."""
-    rank, src, dst = dist.get_rank(), xs.Mesh(a=2), DeviceMesh("cpu", [2, 3], mesh_dim_names=("b",))
+    rank = dist.get_rank()
+    src = xs.Mesh(a=2)
+    dst = DeviceMesh("cpu", [2, 3], mesh_dim_names=("b",))
     whole = {"w": torch.arange(12.0).view(4, 3), "layers": [torch.arange(4.0)]}
     here = rank < 2
-    cut = {"w": whole["w"].chunk(2)[rank], "layers": [whole["layers"][0].chunk(2)[rank]]} if here else None
+    cut = (
+        {"w": whole["w"].chunk(2)[rank], "layers": [whole["layers"][0].chunk(2)[rank]]}
+        if here
+        else None
+    )
     tree = cut or {"w": None, "layers": [None]}
     shapes = {"w": (4, 3), "layers": [(4,)]}
     ends = {"src_mesh": src, "dst_mesh": dst, "dtype": torch.float32, "shape": shapes}

@@ -24,7 +24,8 @@ from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.lower.rules import RULES
 from xshard.layout.layout import parse_expression
 
-PAIR, GRID = xs.Mesh(a=2), xs.Mesh(a=2, b=2)
+PAIR = xs.Mesh(a=2)
+GRID = xs.Mesh(a=2, b=2)
 SHAPE = (8, 4)
 Map = Callable[[Tensor], Tensor]
 
@@ -85,7 +86,10 @@ def test_every_step_has_a_chain() -> None:
         plans = [xs.plan(e, mesh_of(chain), shape_of(name), "float64") for e in moves(chain)]
         steps = {type(step).__name__ for plan in plans for step in plan.steps}
         assert name.split(",")[0] in steps or name.startswith(("max", "min")), f"{name}: {steps}"
-    assert {rule.__name__ for rule in RULES} == {name.split(",")[0] for name in CHAINS} - {"max", "min"}
+    assert {rule.__name__ for rule in RULES} == {name.split(",")[0] for name in CHAINS} - {
+        "max",
+        "min",
+    }
 
 
 def in_order(shape: tuple[int, ...], expression: str, side: int) -> tuple[int, ...]:
@@ -115,11 +119,17 @@ TABLE: dict[str, Callable[[Map, Tensor, Tensor], Any]] = {
         lambda v: (grad(lambda u: (f(u) ** 3).sum())(v) * w).sum()
     )(x),
     "vmap": lambda f, x, w: [vmap(f, in_dims=d)(torch.stack([x, w, x - w], d)) for d in (0, 1, -1)],
-    "vmap_of_vmap": lambda f, x, w: vmap(vmap(f))(torch.stack([torch.stack([x, w]), torch.stack([w, x])])),
+    "vmap_of_vmap": lambda f, x, w: vmap(vmap(f))(
+        torch.stack([torch.stack([x, w]), torch.stack([w, x])])
+    ),
     "vmap_of_grad": lambda f, x, w: vmap(grad(lambda v: (f(v) ** 3).sum()))(torch.stack([x, w])),
     "vmap_of_jvp": lambda f, x, w: vmap(lambda t: jvp(f, (x,), (t,))[1])(torch.stack([x, w])),
-    "grad_of_vmap": lambda f, x, w: grad(lambda v: (vmap(f)(torch.stack([v, v * w])) ** 2).sum())(x),
-    "gradcheck": lambda f, x, w: gradcheck(lambda v: f(v) ** 2, (x + w / 7).requires_grad_(), fast_mode=True),
+    "grad_of_vmap": lambda f, x, w: grad(lambda v: (vmap(f)(torch.stack([v, v * w])) ** 2).sum())(
+        x
+    ),
+    "gradcheck": lambda f, x, w: gradcheck(
+        lambda v: f(v) ** 2, (x + w / 7).requires_grad_(), fast_mode=True
+    ),
     "gradgradcheck": lambda f, x, w: gradgradcheck(
         lambda v: f(v) ** 3, (x + w / 7).requires_grad_(), fast_mode=True
     ),
@@ -211,10 +221,14 @@ def _rows() -> dict[tuple[str, str], str]:
     def unmoved(name: str, shape: tuple[int, ...]) -> Any:
         return TABLE[name](torch.clone, array(shape, 1), array(shape, 2))
 
-    for (name, transformed), (step, chain) in itertools.product(TABLE.items(), chains_here().items()):
+    for (name, transformed), (step, chain) in itertools.product(
+        TABLE.items(), chains_here().items()
+    ):
         shape = shape_of(step)
-        x, w = array(shape, 1), array(shape, 2)
-        kept, versions = (x.clone(), w.clone()), (x._version, w._version)
+        x = array(shape, 1)
+        w = array(shape, 2)
+        kept = (x.clone(), w.clone())
+        versions = (x._version, w._version)
         try:
             found = transformed(moved(chain, shape), x, w)
             torch.testing.assert_close(found, unmoved(name, shape), rtol=0, atol=0)
@@ -235,5 +249,7 @@ def wrong() -> list[dict[tuple[str, str], str]]:
 def test_a_moved_array_is_as_good_as_one_that_is_not(
     name: str, wrong: list[dict[tuple[str, str], str]]
 ) -> None:
-    found = {step: text for on_rank in wrong for (row, step), text in on_rank.items() if row == name}
+    found = {
+        step: text for on_rank in wrong for (row, step), text in on_rank.items() if row == name
+    }
     assert not found, "\n".join(f"{step}: {text}" for step, text in found.items())

@@ -81,7 +81,9 @@ def _separately() -> None:
             (gradient,) = torch.autograd.grad(y, x, weights, create_graph=True)
         sent = weights if exact_gradient else weights.bfloat16().float()
         assert torch.equal(gradient, xt.redistribute(sent, "n d/a -> n/a d", MESH))
-        assert [forward.received, backward.received] == ([[24], [48]] if exact_gradient else [[48], [24]])
+        assert [forward.received, backward.received] == (
+            [[24], [48]] if exact_gradient else [[48], [24]]
+        )
     # What travels forward, travels so in the second derivative too.
     y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=(torch.bfloat16, None))
     (first,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -96,10 +98,16 @@ def _exact_sums() -> None:
     exact = torch.tensor(1 + 3 * 2.0**-8).bfloat16()
     y = xt.redistribute(small, "n | sum(a) -> n", MESH, comm_dtype=torch.float32)
     assert y.dtype == torch.bfloat16 and (y == exact).all()
-    rank, maps = torch.distributed.get_rank(), {"near": xs.Needs.of_rows([[], [0], [0], [0]])}
+    rank = torch.distributed.get_rank()
+    maps = {"near": xs.Needs.of_rows([[], [0], [0], [0]])}
     addends = torch.tensor([0, 0.4] if rank else [1e7])  # where neighbours differ by 1
     y = xt.redistribute(
-        addends, "n/a:fold(reads(near)) -> n/a", MESH, shape=(4,), comm_dtype=torch.float64, maps=maps
+        addends,
+        "n/a:fold(reads(near)) -> n/a",
+        MESH,
+        shape=(4,),
+        comm_dtype=torch.float64,
+        maps=maps,
     )
     assert y.tolist() == [0 if rank else 1e7 + 1] and y.dtype == torch.float32
 
@@ -109,7 +117,9 @@ def _eight_bits() -> None:
     with Meter() as meter:
         y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=FLOAT8)
     assert meter.received == [12]
-    assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH))  # these numbers have 8-bit forms
+    assert torch.equal(
+        y, xt.redistribute(x, "n/a d -> n d/a", MESH)
+    )  # these numbers have 8-bit forms
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
     # A gather's gradient is a sum, which 8 bits cannot hold: it travels in another dtype.
@@ -117,7 +127,8 @@ def _eight_bits() -> None:
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, torch.full_like(x, 4))
     move = functools.partial(xt.redistribute, x, mesh=MESH)
-    gather, largest = "n/a d -> n d | copy(a)", "n d | max(a) -> n d"
+    gather = "n/a d -> n d | copy(a)"
+    largest = "n d | max(a) -> n d"
     check_error(lambda: move(gather, comm_dtype=FLOAT8), "DtypeError", "float8")
     wide = (None, torch.float32)
     check_error(lambda: move(largest, comm_dtype=wide), "DtypeError", "comm_dtype=torch.bfloat16")
@@ -133,16 +144,24 @@ def _bits() -> None:
         dtype = getattr(torch, name)
         values = torch.arange(16 * dtype.itemsize, dtype=torch.uint8).view(2, -1)
         values += 64 * torch.distributed.get_rank()
-        for text in ("n/a d -> n d", "n/a d -> n d/a", "n/a d -> n/a:halo(1,3) d", "n/a d -> n/a d"):
+        for text in (
+            "n/a d -> n d",
+            "n/a d -> n d/a",
+            "n/a d -> n/a:halo(1,3) d",
+            "n/a d -> n/a d",
+        ):
             expected = xt.redistribute(values, text, MESH)
             found = xt.redistribute(values.view(dtype), text, MESH)
             many = xt.redistribute([values.view(dtype)] * 2, text, MESH)
             assert all(
-                y.dtype == dtype and torch.equal(y.view(torch.uint8), expected) for y in (found, *many)
+                y.dtype == dtype and torch.equal(y.view(torch.uint8), expected)
+                for y in (found, *many)
             )
     for dtype in (torch.uint64, torch.uint16, torch.int8):
         y = xt.redistribute(torch.ones(2, dtype=dtype), "n/a -> n/a:halo(1,1,constant(7))", MESH)
-        assert y.tolist() == {0: [7, 1, 1, 1], 3: [1, 1, 1, 7]}.get(torch.distributed.get_rank(), [1] * 4)
+        assert y.tolist() == {0: [7, 1, 1, 1], 3: [1, 1, 1, 7]}.get(
+            torch.distributed.get_rank(), [1] * 4
+        )
     x = torch.ones(4, 4, dtype=torch.uint8).view(torch.int4)
     assert xt.redistribute(x, "n d -> n/a d", MESH, check_replicated=True).shape == (1, 4)
     for text, words in (
@@ -156,7 +175,9 @@ def _begun() -> None:
     x = (block_of(numbers(8, 8), "n/a d", MESH, torch.float32) / 3).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=torch.bfloat16, async_op=True)
     assert y.dtype == torch.float32
-    assert torch.equal(y.wait(), xt.redistribute(x.detach().bfloat16(), "n/a d -> n d/a", MESH).float())
+    assert torch.equal(
+        y.wait(), xt.redistribute(x.detach().bfloat16(), "n/a d -> n d/a", MESH).float()
+    )
 
 
 def test_each_way_by_itself_wide_sums_bytes_and_moves_that_are_begun() -> None:
@@ -168,7 +189,11 @@ def test_each_way_by_itself_wide_sums_bytes_and_moves_that_are_begun() -> None:
     [
         (torch.float4_e2m1fn_x2, torch.float32, "do not travel as torch.float4_e2m1fn_x2"),
         (torch.int8, torch.float32, "blocks of torch.float32 do not travel as torch.int8"),
-        (torch.float32, torch.complex64, "blocks of torch.complex64 do not travel as torch.float32"),
+        (
+            torch.float32,
+            torch.complex64,
+            "blocks of torch.complex64 do not travel as torch.float32",
+        ),
         (torch.int32, torch.int64, "blocks of torch.int64 do not travel as torch.int32"),
         ("bfloat16", torch.float32, "comm_dtype is 'bfloat16'"),
         ((torch.float32,), torch.float32, "comm_dtype is (torch.float32,)"),

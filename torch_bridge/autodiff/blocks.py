@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def as_tensor(
-    x: Any, name: str = "x", usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)"
+    x: Any,
+    name: str = "x",
+    usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)",
 ) -> Tensor:
     """The tensor, or the result of one in flight. Raises XshardError with a hint, by default `usage`."""
     if isinstance(x, Tensor):
@@ -56,12 +58,15 @@ def check_not_swapped() -> None:
     """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`."""
     if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return  # only the forward pass of an autograd.Function disables it: a stack is slow to read
-    frame, is_checkpointed = sys._getframe(1), False
+    frame = sys._getframe(1)
+    is_checkpointed = False
     while frame is not None:
         name = frame.f_code.co_qualname
         is_checkpointed |= name == "CheckpointFunction.forward"  # also Megatron's and DeepSpeed's
         if is_checkpointed and name == "functional_call":
-            raise XshardError("a reentrant checkpoint inside torch.func.functional_call", hint=_HINT)
+            raise XshardError(
+                "a reentrant checkpoint inside torch.func.functional_call", hint=_HINT
+            )
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -62,7 +62,9 @@ class Redistribute(torch.autograd.Function):
             blocks = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
             return None, *((blocks,) if isinstance(blocks, Tensor) else blocks)
         cotangent = executable.winners[2]
-        return None, Redistribute.apply(cotangent, *gradients) * winner_shares(executable, *ctx.saved_tensors)
+        return None, Redistribute.apply(cotangent, *gradients) * winner_shares(
+            executable, *ctx.saved_tensors
+        )
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -73,8 +75,11 @@ class Redistribute(torch.autograd.Function):
         return Redistribute.apply(executable.winners[3], tangents[0] * shares)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor) -> tuple[Any, Any]:
-        n, pairs = info.batch_size, zip(blocks, in_dims[1:], strict=True)
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor
+    ) -> tuple[Any, Any]:
+        n = info.batch_size
+        pairs = zip(blocks, in_dims[1:], strict=True)
         leading = [x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
         results = Redistribute.apply(executable.batched(n), *leading)
         return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
@@ -85,7 +90,9 @@ def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
     result, count, *_ = executable.winners
     best = Redistribute.apply(result, output if result.is_linear else block.detach())
     won = (block == best).to(block.dtype)
-    return won / Redistribute.apply(count, won).clamp(min=1)  # rows that a boundary fills have no winner
+    return won / Redistribute.apply(count, won).clamp(
+        min=1
+    )  # rows that a boundary fills have no winner
 
 
 def apply(executable: Executable, block: Tensor) -> Tensor:

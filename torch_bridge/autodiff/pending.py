@@ -38,7 +38,8 @@ class Half:
         if self.begins:
             self.in_flight.finish = self.in_flight.executable.begin(block)
             return block.new_empty((*self.batch, 0))
-        finish, self.in_flight.finish = self.in_flight.finish, None
+        finish = self.in_flight.finish
+        self.in_flight.finish = None
         assert finish is not None, "a plan ends once"
         return finish()
 
@@ -59,7 +60,11 @@ class Half:
         return self._half(n, lambda plan: plan.batched(n), self.begins, (n, *self.batch))
 
     def _half(
-        self, kind: Any, derive: Callable[[Executable], Executable], begins: bool, batch: tuple[int, ...]
+        self,
+        kind: Any,
+        derive: Callable[[Executable], Executable],
+        begins: bool,
+        batch: tuple[int, ...],
     ) -> Half:
         """A half of a derivative: the one that begins it leaves its execution for the one that ends it."""
         derivatives = self.in_flight.derivatives
@@ -70,19 +75,28 @@ class Half:
 
 class PendingTensor:
     """The result of a redistribution in flight; any use as a tensor waits for it, and `wait()` returns the
-    tensor. Its shape, dtype and device are known at once."""
+    tensor. Its shape, dtype and device are known at once.
+    """
 
-    def __init__(self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor) -> None:
+    def __init__(
+        self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor
+    ) -> None:
         self._result: Tensor | CollectiveError | Callable[[], Tensor] = result
         self._records = torch.is_grad_enabled()
-        self.shape, self.dtype, self.device = torch.Size(shape), like.dtype, like.device
+        self.shape = torch.Size(shape)
+        self.dtype = like.dtype
+        self.device = like.device
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Begin to move a block; all processes begin and end theirs in the same order."""
         in_flight = InFlight(executable)
         token = Redistribute.apply(Half(in_flight, begins=True), block)
-        return cls(lambda: Redistribute.apply(Half(in_flight, begins=False), token), executable.shape, block)
+        return cls(
+            lambda: Redistribute.apply(Half(in_flight, begins=False), token),
+            executable.shape,
+            block,
+        )
 
     def wait(self) -> Tensor:
         """The result, a plain tensor. Raises CollectiveError."""
@@ -105,7 +119,9 @@ class PendingTensor:
         return f"PendingTensor({state}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map(_waited, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
@@ -134,7 +150,21 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks operators up on the class, not on the instance.
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
-_OTHERS = ["neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len"]
+_OTHERS = [
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "getitem",
+    "setitem",
+    "len",
+]
 _OTHERS += ["iter", "contains", "bool", "int", "float", "complex", "index", "array"]
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(PendingTensor, f"__{_name}__", _operator(f"__{_name}__"))

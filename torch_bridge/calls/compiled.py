@@ -1,5 +1,6 @@
 """Calls in torch.compile and torch.export, which record the plan's collectives and `torch.einsum` as
-functions of tensors. A redistribution is planned once for all lengths of a dim that no step shards."""
+functions of tensors. A redistribution is planned once for all lengths of a dim that no step shards.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from xshard import Mesh, Plan
 from xshard.errors import PlanError, XshardError
 
 if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before torch 2.13
-    register_constant(DeviceMesh)  # which Dynamo otherwise refuses as an argument of a recorded function
+    register_constant(
+        DeviceMesh
+    )  # which Dynamo otherwise refuses as an argument of a recorded function
 
 
 @torch.compiler.disable(
@@ -50,7 +53,12 @@ def is_recorded(blocks: Sequence[Any], expression: Any, mesh: Any, profile: Any)
 
 
 def recorded(
-    verb: str, blocks: Sequence[Tensor], expression: Any, mesh: Any, options: dict[str, Any], async_op: bool
+    verb: str,
+    blocks: Sequence[Tensor],
+    expression: Any,
+    mesh: Any,
+    options: dict[str, Any],
+    async_op: bool,
 ) -> Any:
     """A call that torch.compile or torch.export traces. options: keywords of `TRACED[verb]`."""
     if torch.compiler.is_dynamo_compiling():
@@ -75,9 +83,14 @@ refusals: list[XshardError] = []
 
 
 @torch._dynamo.nonstrict_trace
-def _recorded(blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]) -> Tensor:
+def _recorded(
+    blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
+) -> Tensor:
     if names := options.get("comm_dtype"):
-        options = {**options, "comm_dtype": [getattr(torch, name.removeprefix("torch.")) for name in names]}
+        options = {
+            **options,
+            "comm_dtype": [getattr(torch, name.removeprefix("torch.")) for name in names],
+        }
     if isinstance(mesh, tuple):
         mesh = Mesh(dict(zip(*mesh, strict=True)))
     mesh = getattr(mesh, "real_obj", mesh)  # Dynamo wraps a DeviceMesh
@@ -96,10 +109,13 @@ def _raise_refusal() -> None:
 
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
     """A redistribution of one block; the length of a dim that no step shards, which affects only prices,
-    stays a symbol: the plan is made for a number near its first value that no step could divide evenly."""
+    stays a symbol: the plan is made for a number near its first value that no step could divide evenly.
+    """
     check_no_transform()
     (x,), shape = blocks, options.get("shape")
-    call = MoveCall.of(expression, mesh, None, options.get("profile", "auto"), options.get("comm_dtype"))
+    call = MoveCall.of(
+        expression, mesh, None, options.get("profile", "auto"), options.get("comm_dtype")
+    )
     backward = comm_dtype_of(call.comm_dtype, x.dtype).backward
     differentiated = x.requires_grad and torch.is_grad_enabled()
     n_devices = mesh_of(call.mesh).n_devices
@@ -107,7 +123,10 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     if shape is not None:  # a dim that is longer than its block is sharded
         first = {d: n for d, n in first.items() if len(shape) == x.ndim and shape[d] == x.shape[d]}
     # The first value of a symbol, or the next number that is coprime to the number of devices.
-    nearby = {d: next(k for k in itertools.count(n) if math.gcd(n_devices, k) == 1) for d, n in first.items()}
+    nearby = {
+        d: next(k for k in itertools.count(n) if math.gcd(n_devices, k) == 1)
+        for d, n in first.items()
+    }
     free = {*first}
     while True:
         lengths = tuple(nearby[d] if d in free else int(n) for d, n in enumerate(x.shape))
@@ -135,7 +154,11 @@ TRACED["redistribute"] = _redistribute
 
 def _is_unsharded(plan: Plan, name: str) -> bool:
     """Whether no step shards a dim, widens it or reads it backwards."""
-    layouts = [plan.source.layout, plan.target.layout, *(stage.after.layout for stage in plan.stages)]
+    layouts = [
+        plan.source.layout,
+        plan.target.layout,
+        *(stage.after.layout for stage in plan.stages),
+    ]
     if any("pole" in str(layout) for layout in layouts):  # rows beyond a pole depend on another dim
         return False
     dims = (layout.dim(name) for layout in layouts)

@@ -1,5 +1,6 @@
 """A redistribution on one mesh, or from one to another, as a value: its plan, and facts that ranks compare.
-What all processes have in common is checked first, so that all raise or none; then the local block."""
+What all processes have in common is checked first, so that all raise or none; then the local block.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,12 @@ class MoveCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, expression: Expression, mesh: MeshLike | None, shape: Any, profile: Any, comm_dtype: Any
+        cls,
+        expression: Expression,
+        mesh: MeshLike | None,
+        shape: Any,
+        profile: Any,
+        comm_dtype: Any,
     ) -> MoveCall:
         """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
         expression = expression if type(expression) is str else as_expression(expression)
@@ -99,11 +105,14 @@ class MoveCall(NamedTuple):
         else:
             axes = tuple(dict.fromkeys((*src.axes, *dst.axes)))
             profile = links_along(machine(self.profile, tensor_device), axes, processes)
-            processes, shape = processes.along(axes), self.shape
+            processes = processes.along(axes)
+            shape = self.shape
             if shape is None:
                 shape = global_shape(src, processes.mesh, local_shape, text)
             plan = find_plan(both, processes.mesh, shape, dtype, profile=profile)
-        check_local("the block of", local_shape, plan.source, processes, text, inferred=self.shape is None)
+        check_local(
+            "the block of", local_shape, plan.source, processes, text, inferred=self.shape is None
+        )
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
@@ -114,16 +123,25 @@ class MoveCall(NamedTuple):
         sent |= {"dtype": name_of(dtype), "device": device.type, "comm_dtype": travels}
         own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
         within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
-        return CallFacts({"expression": self.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own)
+        return CallFacts(
+            {"expression": self.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own
+        )
 
 
 def check_local(
-    what: str, block: Sequence[int], array: Sharding, processes: ProcessMesh, text: str, **options: Any
+    what: str,
+    block: Sequence[int],
+    array: Sharding,
+    processes: ProcessMesh,
+    text: str,
+    **options: Any,
 ) -> None:
     """Raise ShapeError unless a block is this process's part of an array. options: as for `check_block`."""
-    device, layout = processes.device, array.layout
+    device = processes.device
+    layout = array.layout
     part = f"under '{layout}' that is the part of device {device} of {array.mesh!r} of a {array.shape} array"
-    what, expected = f"{what} rank {processes.ranks[device]}", array.local_shape(device)
+    what = f"{what} rank {processes.ranks[device]}"
+    expected = array.local_shape(device)
     check_block(what, tuple(block), expected, layout.names, text, part, **options)
 
 
@@ -132,7 +150,9 @@ def _executable(call: MoveCall, block: Block, world: object) -> Executable:
     """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(block)
     _, dtype, device = block
-    return lower(plan, processes, device).casting(dtype, comm_dtype_of(call.comm_dtype, dtype).backward)
+    return lower(plan, processes, device).casting(
+        dtype, comm_dtype_of(call.comm_dtype, dtype).backward
+    )
 
 
 def unless_fake(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any) -> Any:
@@ -165,12 +185,16 @@ def check_no_transform() -> None:
     """Raise PlanError under torch.func: torch would drop its tangents in a recorded call."""
     if torch._C._are_functorch_transforms_active():
         hint = "torch would drop tangents without a word: use torch.func on what is not compiled"
-        raise PlanError("torch.func inside torch.compile does not reach through a redistribution", hint=hint)
+        raise PlanError(
+            "torch.func inside torch.compile does not reach through a redistribution", hint=hint
+        )
 
 
 def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMesh) -> Profile:
     """The profile for some axes of a mesh. Nodes are runs of ranks, wherever these are in the mesh."""
-    return located(load_profile(profile), processes.mesh, processes.ranks).along(axes, processes.mesh)
+    return located(load_profile(profile), processes.mesh, processes.ranks).along(
+        axes, processes.mesh
+    )
 
 
 def ranked(mesh: MeshLike) -> str:
@@ -195,21 +219,27 @@ class TransferCall(NamedTuple):
         if isinstance(self.expression, Plan):
             plan = self.expression
             ranks = plan.src_devices if self.src_mesh is None else ranks_of(self.src_mesh)
-            plan = plan if plan.transfer or ranks == plan.src_devices else replace(plan, devices=ranks)
+            plan = (
+                plan if plan.transfer or ranks == plan.src_devices else replace(plan, devices=ranks)
+            )
         else:
             if self.src_mesh is None or self.dst_mesh is None:
                 hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
                 raise MeshError("two meshes are needed", hint=hint)
             if self.shape is None or self.dtype is None:
                 missing = "shape" if self.shape is None else "dtype"
-                hint = "shape= and dtype= of the global array: processes without a block know neither"
+                hint = (
+                    "shape= and dtype= of the global array: processes without a block know neither"
+                )
                 raise ShapeError(f"the global {missing} is missing", hint=hint)
-            src, dst = self.src_mesh, self.dst_mesh
+            src = self.src_mesh
+            dst = self.dst_mesh
             options: dict[str, Any] = {"relabel": self.relabel, "profile": machine(self.profile)}
             options |= {"src_mesh": mesh_of(src), "src_devices": ranks_of(src)}
             options |= {"dst_mesh": mesh_of(dst), "dst_devices": ranks_of(dst)}
             plan = find_plan(self.expression, shape=self.shape, dtype=self.dtype, **options)
-        last, n = max(*plan.src_devices, *plan.dst_devices), dist.get_world_size()
+        last = max(*plan.src_devices, *plan.dst_devices)
+        n = dist.get_world_size()
         if last >= n:
             what = f"the meshes have a rank {last}, the world has {n} processes"
             raise MeshError(what, hint="device numbers of a plan are global ranks")
@@ -233,16 +263,21 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
 
 def check_part(x: Tensor | None, plan: Plan) -> None:
     """Raise ShapeError, DtypeError unless this process brings the block that the source gives it."""
-    rank, source = dist.get_rank(), plan.source
+    rank = dist.get_rank()
+    source = plan.source
     if rank not in plan.src_devices:
         if x is not None:
-            raise ShapeError(f"rank {rank} is not in the source and has a block", hint="pass None there")
+            raise ShapeError(
+                f"rank {rank} is not in the source and has a block", hint="pass None there"
+            )
         return
     expected = source.local_shape(plan.src_devices.index(rank))
     hint = f"under '{source.layout}' on {source.mesh!r} that is its part of a {source.shape} array"
     if x is None:
         raise ShapeError(f"rank {rank} is in the source and brings no block", hint=hint)
     if tuple(x.shape) != expected:
-        raise ShapeError(f"the block of rank {rank} has shape {tuple(x.shape)}, not {expected}", hint=hint)
+        raise ShapeError(
+            f"the block of rank {rank} has shape {tuple(x.shape)}, not {expected}", hint=hint
+        )
     if name_of(x.dtype) != plan.dtype:
         raise DtypeError(f"the block of rank {rank} is {x.dtype}, the plan is for {plan.dtype}")

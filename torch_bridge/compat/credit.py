@@ -53,21 +53,29 @@ class DomainParallelManager:
         if world_size % domain_parallel_size:
             what = f"{world_size} processes in domains of {domain_parallel_size}"
             raise MeshError(what, hint="domain_parallel_size divides world_size")
-        self.world_size, self.domain_parallel_size = world_size, domain_parallel_size
-        self.data_parallel_size, self.shard_dim = world_size // domain_parallel_size, shard_dim
-        self.processes = process_mesh(Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size}))
+        self.world_size = world_size
+        self.domain_parallel_size = domain_parallel_size
+        self.data_parallel_size = world_size // domain_parallel_size
+        self.shard_dim = shard_dim
+        self.processes = process_mesh(
+            Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size})
+        )
         # All processes make the groups together, here.
         self.domain_group: dist.ProcessGroup = self.processes.group((AXIS,)).process_group
         self.data_parallel_group: dist.ProcessGroup = self.processes.group(("data",)).process_group
         self.dp_rank, self.domain_rank = divmod(self.processes.device, domain_parallel_size)
-        self.domain_world_size, self.dp_world_size = self.domain_parallel_size, self.data_parallel_size
+        self.domain_world_size = self.domain_parallel_size
+        self.dp_world_size = self.data_parallel_size
         self.is_first_domain_rank = self.domain_rank == 0
         self.is_last_domain_rank = self.domain_rank == domain_parallel_size - 1
 
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
         """The global ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
-        return None if self.is_first_domain_rank else rank - 1, None if self.is_last_domain_rank else rank + 1
+        return (
+            None if self.is_first_domain_rank else rank - 1,
+            None if self.is_last_domain_rank else rank + 1,
+        )
 
 
 Manager = DomainParallelManager | None
@@ -107,7 +115,10 @@ class HaloExchange(nn.Module):
         self, halo_width: HaloWidth, dim: int = -2, *, boundary: str = "zero", shape: Shape = None
     ) -> None:
         super().__init__()
-        self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
+        self.halo_width = halo_width
+        self.dim = dim
+        self.boundary = boundary
+        self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
         if not (manager := _sharding_manager(None)) or self.halo_width == 0:
@@ -121,7 +132,9 @@ class HaloExchange(nn.Module):
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
-def shard_tensor(x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False) -> Tensor:
+def shard_tensor(
+    x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False
+) -> Tensor:
     """This process's part of a tensor replicated in its domain: [H, ...] -> [H/D, ...] along `dim`.
 
     uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
@@ -129,9 +142,12 @@ def shard_tensor(x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: b
     """
     if (manager := _sharding_manager(manager)) is None:
         return x
-    n, length = manager.domain_parallel_size, x.shape[dim]
+    n = manager.domain_parallel_size
+    length = x.shape[dim]
     compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
-    start, stop = (min(i * -(-length // n), length) for i in (manager.domain_rank, manager.domain_rank + 1))
+    start, stop = (
+        min(i * -(-length // n), length) for i in (manager.domain_rank, manager.domain_rank + 1)
+    )
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
@@ -144,11 +160,18 @@ def gather_tensor(
     `torch_bridge.ops.all_gather`: addends ("sum": each process has its own loss), or equal ("replicated").
     """
     manager = _sharding_manager(manager)
-    return x if manager is None else all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
+    return (
+        x
+        if manager is None
+        else all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
+    )
 
 
 def shard_batch(
-    batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, manager: Manager = None
+    batch: Mapping[str, Any],
+    spatial_dims_5d: int = -2,
+    spatial_dims_4d: int = -2,
+    manager: Manager = None,
 ) -> Mapping[str, Any]:
     """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
@@ -183,7 +206,9 @@ def convert_to_domain_parallel(
     [[4.0, 6.0], [6.0, 6.0]]
     """
     if (manager := manager or _manager) is None:
-        raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
+        raise MeshError(
+            "no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)"
+        )
     options: Any = {"shape": shape, "sum_gradients": False, "converters": custom_converters}
     parallel = domain_parallel(model, _layout_text(shard_dim), _domain_of(manager), **options)
     # A dict of its own: Python 3.13 empties a shared one when the other module is collected.
@@ -233,20 +258,24 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     """The placement of a block in the domain of the program's manager, if there is one."""
     if (manager := _sharding_manager(None)) is None:
         return None
-    placement = placed_as(x, Layout.parse(_layout_text(shard_dim)).resolved(x.ndim), _domain_of(manager))
+    placement = placed_as(
+        x, Layout.parse(_layout_text(shard_dim)).resolved(x.ndim), _domain_of(manager)
+    )
     return replace(placement, shares=placement.axes)
 
 
 class DomainParallelConv2d(nn.Module):
     """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`. Blocks have equal sizes, unless another
-    layer returned them. Gradients of parameters are a process's share, until `sync_domain_gradients`."""
+    layer returned them. Gradients of parameters are a process's share, until `sync_domain_gradients`.
+    """
 
     default_dim: ClassVar[int] = -2
     conv: Any
 
     def __init__(self, conv: nn.Module, shard_dim: int | None = None) -> None:
         super().__init__()
-        self.conv, self.shard_dim = conv, self.default_dim if shard_dim is None else shard_dim
+        self.conv = conv
+        self.shard_dim = self.default_dim if shard_dim is None else shard_dim
 
     weight = property(lambda self: self.conv.weight)
     bias = property(lambda self: self.conv.bias)
@@ -255,13 +284,17 @@ class DomainParallelConv2d(nn.Module):
     def halo_width(self) -> int:
         """The rows that CREDIT exchanges at either side; here outputs get all the rows that they need."""
         d = self.shard_dim - 2 if self.shard_dim >= 0 else self.shard_dim
-        k, s, p = (numbers[d] for numbers in (self.conv.kernel_size, self.conv.stride, self.conv.padding))
+        k, s, p = (
+            numbers[d] for numbers in (self.conv.kernel_size, self.conv.stride, self.conv.padding)
+        )
         return (p if k > s else 0) if self.conv.transposed else max(0, (k - s) // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         if (placement := _placement(x, self.shard_dim)) is None:
             return self.conv(x)
-        return layer_of(self.conv, placement.layout, placement.processes)(record(x.view_as(x), placement))
+        return layer_of(self.conv, placement.layout, placement.processes)(
+            record(x.view_as(x), placement)
+        )
 
 
 class DomainParallelConvTranspose2d(DomainParallelConv2d):
@@ -280,11 +313,14 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
 
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
     """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`. It has
-    a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns."""
+    a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns.
+    """
 
     def __init__(self, periodic_conv: Any, shard_dim: int = -2) -> None:
         if shard_dim not in (2, -2):
-            raise XshardError(f"shard_dim={shard_dim}", hint="2 or -2: rows are sharded, columns wrap")
+            raise XshardError(
+                f"shard_dim={shard_dim}", hint="2 or -2: rows are sharded, columns wrap"
+            )
         super().__init__(periodic_conv.conv, shard_dim)
         self.padding = periodic_conv.padding
         self.halo_exchange = HaloExchange(self.padding, shard_dim, boundary="reflect")
@@ -305,7 +341,8 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
         self.padding = ((top, bottom), (left, right))
 
     def forward(self, x: Tensor) -> Tensor:
-        c, placement = self.conv, _placement(x, self.shard_dim)
+        c = self.conv
+        placement = _placement(x, self.shard_dim)
         if placement is None:
             return c(F.pad(x, (*self.padding[1], *self.padding[0])))
         convolution = Convolution(c.kernel_size, c.stride, self.padding, c.dilation, c.groups)
@@ -322,15 +359,21 @@ class DomainParallelGroupNorm(nn.GroupNorm):
         if (placement := _placement(x, getattr(_sharding_manager(None), "shard_dim", -2))) is None:
             return super().forward(x)
         layer = layer_of(self, placement.layout, placement.processes)
-        return layer.forward(record(x.view_as(x), placement))  # a call would run this module's hooks twice
+        return layer.forward(
+            record(x.view_as(x), placement)
+        )  # a call would run this module's hooks twice
 
 
 class DomainParallelInterpolate(nn.Module):
     """Resizes blocks `(b, c, h, w)` to a size: the size of the block along `shard_dim`, as there."""
 
-    def __init__(self, size: int | Sequence[int], mode: str = "bilinear", shard_dim: int = -2) -> None:
+    def __init__(
+        self, size: int | Sequence[int], mode: str = "bilinear", shard_dim: int = -2
+    ) -> None:
         super().__init__()
-        self.size, self.mode, self.shard_dim = size, mode, shard_dim
+        self.size = size
+        self.mode = mode
+        self.shard_dim = shard_dim
 
     def forward(self, x: Tensor) -> Tensor:
         size = [self.size] * (x.ndim - 2) if isinstance(self.size, int) else list(self.size)

@@ -52,7 +52,8 @@ class AllGatherGradAutograd:
 
 class AllGatherGradOverwrite:
     """The blocks of all ranks; the gradient of a block is the cotangent of its own rank: nothing is sent.
-    Right if all ranks compute the same loss."""
+    Right if all ranks compute the same loss.
+    """
 
     @staticmethod
     def apply(x: Tensor) -> list[Tensor]:
@@ -60,7 +61,9 @@ class AllGatherGradOverwrite:
         return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
 
 
-def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sizes = None) -> Tensor:
+def all_gather_grad(
+    x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sizes = None
+) -> Tensor:
     """The blocks of all ranks along `batch_dim`: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
 
     sizes: the rows of each rank. shape: the global shape, if the first ranks have a row more. Without either,
@@ -113,12 +116,15 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     if not dist.is_initialized():
         return block
     sent = block.to(_served(block.device))
-    return redistribute(sent, compat.sampler_gather(sent.shape, AXIS), _world())[:max_length].to(block.device)
+    return redistribute(sent, compat.sampler_gather(sent.shape, AXIS), _world())[:max_length].to(
+        block.device
+    )
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:
     """The sum over ranks, on every rank: [...] -> [...]; the gradient passes, as for a loss equal on all. A
-    bool becomes whether any is true."""
+    bool becomes whether any is true.
+    """
     return _reduced(x, mean=False)
 
 
@@ -147,7 +153,8 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
-    sent, mesh = block.to(_served(block.device)), _world()
+    sent = block.to(_served(block.device))
+    mesh = _world()
     on_gloo = sent.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
     if shape is None and sizes is None and on_gloo and not torch.compiler.is_compiling():
         rows = sent.shape[dim] if -sent.ndim <= dim < sent.ndim else 0  # which all_gather refuses

@@ -52,18 +52,24 @@ def all_to_all_single_fn(
     >>> xt.testing.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
     [[0, 1, 6, 7], [100, 101, 106, 107]]
     """
-    mesh, dims = group_mesh(group, AXIS), {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
-    zigzag, even = with_zigzag_splitting, shape is None
+    mesh = group_mesh(group, AXIS)
+    dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
+    zigzag = with_zigzag_splitting
+    even = shape is None
 
     def expression() -> str:
-        n, local = mesh_of(mesh).n_devices, tuple(input.shape)
+        n = mesh_of(mesh).n_devices
+        local = tuple(input.shape)
         return compat.all_to_all_single(type, local, n, AXIS, zigzag=zigzag, even=even, **dims)
 
     if debug or desync.ALWAYS:
         flags = {"type": type, "with_zigzag_splitting": str(zigzag), "shape": str(shape)}
-        block, ranks = {"input": str(tuple(input.shape))}, process_mesh(mesh).ranks
+        block = {"input": str(tuple(input.shape))}
+        ranks = process_mesh(mesh).ranks
         call = f"all_to_all_single_fn(.., {type!r}, ..)"
-        desync.compare_ranks(ranks, call, lambda: CallFacts(flags, {"means": expression()}, ranks, block))
+        desync.compare_ranks(
+            ranks, call, lambda: CallFacts(flags, {"means": expression()}, ranks, block)
+        )
     return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
@@ -72,7 +78,11 @@ class AllToAllSingleFunction:
 
     @staticmethod
     def apply(
-        input_tensor: Tensor, group: Group, type: Direction, with_zigzag_splitting: bool, **options: Any
+        input_tensor: Tensor,
+        group: Group,
+        type: Direction,
+        with_zigzag_splitting: bool,
+        **options: Any,
     ) -> Tensor:
         """[B, C, L/P, ...] -> [B, C/P, L, ...] or back; shape, debug, and errors are as there."""
         return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, **options)
@@ -80,8 +90,11 @@ class AllToAllSingleFunction:
 
 def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0) -> Tensor:
     """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...]. Nothing
-    is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`."""
-    return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
+    is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`.
+    """
+    return redistribute(
+        data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS)
+    )
 
 
 def zigzag_gather_from_group_ranks(

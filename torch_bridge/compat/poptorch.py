@@ -28,7 +28,9 @@ def all_gather_cross_replica_identical_grads_in(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
     """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of equal cotangents."""
-    return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated")
+    return all_gather(
+        x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated"
+    )
 
 
 def all_reduce_cross_replica_sum(
@@ -47,12 +49,19 @@ def all_reduce_cross_replica_sum(
     [([2.0, 2.0], [2.0, 2.0]), ([1.0, 1.0], [3.0, 3.0])]
     """
     mesh = _replicas(replication_factor, group)
-    return copy_to(x, AXIS, mesh) if insert_in_grad_graph else all_reduce(x, AXIS, mesh, grad="replicated")
+    return (
+        copy_to(x, AXIS, mesh)
+        if insert_in_grad_graph
+        else all_reduce(x, AXIS, mesh, grad="replicated")
+    )
 
 
-def all_to_all_single_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
+def all_to_all_single_cross_replica(
+    x: Tensor, replication_factor: int, *, group: Group = None
+) -> Tensor:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
-    adjoint. Raises ShapeError if N does not divide the leading dim."""
+    adjoint. Raises ShapeError if N does not divide the leading dim.
+    """
     mesh = _replicas(replication_factor, group)
     parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
@@ -61,5 +70,7 @@ def all_to_all_single_cross_replica(x: Tensor, replication_factor: int, *, group
 def _replicas(n: int, group: Group) -> MeshLike:
     mesh = group_mesh(group, AXIS)
     if n != (processes := mesh_of(mesh).n_devices):
-        raise MeshError(f"replication_factor {n}, the group has {processes} processes", hint="as many")
+        raise MeshError(
+            f"replication_factor {n}, the group has {processes} processes", hint="as many"
+        )
     return mesh

@@ -66,12 +66,16 @@ def redistribute(
         from spmd_types._mesh import _pg_for_axis
 
         axis = _pg_for_axis(axis)
-    mesh, before, after = group_mesh(axis, AXIS), _name(src), _name(dst)
+    mesh = group_mesh(axis, AXIS)
+    before = _name(src)
+    after = _name(dst)
     text = compat.spmd_transition(before, after, tuple(x.shape), mesh_of(mesh).n_devices, AXIS)
     if text is not None:
         back = (backward_options or {}).get("op_dtype")
         travels = (op_dtype, back) if op_dtype or back else None
-        x = moved(x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels)
+        x = moved(
+            x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels
+        )
         x = (x.squeeze(0) if after == "V" else x).to(out_dtype or op_dtype or x.dtype)
     return x
 
@@ -91,7 +95,9 @@ def planned() -> Iterator[None]:
     ...     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     ...     x = torch.full((1, 2), mesh.get_rank())
     ...     with planned():
-    ...         y = spmd_types.redistribute(x, mesh, src={"dp": "S(0)", "tp": "P"}, dst={"dp": "S(1)"})
+    ...         y = spmd_types.redistribute(
+    ...             x, mesh, src={"dp": "S(0)", "tp": "P"}, dst={"dp": "S(1)"}
+    ...         )
     ...     return y.tolist()
     >>> xt.testing.run_ranks(2, turn)[0]
     [[0], [1]]
@@ -99,7 +105,8 @@ def planned() -> Iterator[None]:
     from spmd_types import _dtensor
 
     spmd_types: Any = sys.modules["spmd_types"]
-    theirs, dtensors = spmd_types.redistribute, _dtensor.spmd_redistribute
+    theirs = spmd_types.redistribute
+    dtensors = _dtensor.spmd_redistribute
 
     def of_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:
         if not isinstance(getattr(src, "local_type", src), Mapping):
@@ -110,14 +117,18 @@ def planned() -> Iterator[None]:
         layouts = (from_types({}, x.ndim, spec) for spec in (src, dst))
         before, after = (dtensor.to_placements(layout, x.device_mesh) for layout in layouts)
         changed = zip(x.placements, before, after, strict=True)
-        return dtensor.redistribute(x, [now if one == other else other for now, one, other in changed])
+        return dtensor.redistribute(
+            x, [now if one == other else other for now, one, other in changed]
+        )
 
-    spmd_types.redistribute, spmd_types.spmd_redistribute = of_blocks, of_dtensors
+    spmd_types.redistribute = of_blocks
+    spmd_types.spmd_redistribute = of_dtensors
     _dtensor.spmd_redistribute = of_dtensors
     try:
         yield
     finally:
-        spmd_types.redistribute, spmd_types.spmd_redistribute = theirs, dtensors
+        spmd_types.redistribute = theirs
+        spmd_types.spmd_redistribute = dtensors
         _dtensor.spmd_redistribute = dtensors
 
 
@@ -132,17 +143,22 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     """
     from spmd_types import types
 
-    layout, axes = Layout.parse(layout), mesh_of(mesh)
+    layout = Layout.parse(layout)
+    axes = mesh_of(mesh)
     check_axes(layout, axes)
     names: dict[str, str] = {}
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
-            raise PlanError(f"no type for '{dim}'", text=str(layout), hint="it has contiguous shards")
+            raise PlanError(
+                f"no type for '{dim}'", text=str(layout), hint="it has contiguous shards"
+            )
         names |= dict.fromkeys(dim.axes, "V")
     for kind, tagged in layout.tags:
         if kind not in _TAGS:
             hint = f"P is a sum: end it first, as in {kind}(dp) ->"
-            raise PlanError(f"no type for '{kind}({','.join(tagged)})'", text=str(layout), hint=hint)
+            raise PlanError(
+                f"no type for '{kind}({','.join(tagged)})'", text=str(layout), hint=hint
+            )
         names |= dict.fromkeys(tagged, _TAGS[kind])
     entries = (dim.axes if len(dim.axes) > 1 else (*dim.axes, None)[0] for dim in layout.dims)
     kinds: Any = {name: getattr(types, names.get(name, "I")) for name in axes.axes}
@@ -161,25 +177,35 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
     >>> str(from_types({}, 2, [("dp", "tp")]))
     'd0/dp/tp d1'
     """
-    kinds = {_axis_name(axis): _name(kind) for axis, kind in getattr(types, "local_type", types).items()}
+    kinds = {
+        _axis_name(axis): _name(kind) for axis, kind in getattr(types, "local_type", types).items()
+    }
     spec = getattr(types, "partition_spec", partition_spec) or ()
     if len(spec) > ndim:
         raise PlanError(f"{spec!r} shards {len(spec)} dims, the array has {ndim}")
-    cuts = [[_axis_name(axis) for axis in (e if isinstance(e, tuple) else (e,)) if axis] for e in spec]
+    cuts = [
+        [_axis_name(axis) for axis in (e if isinstance(e, tuple) else (e,)) if axis] for e in spec
+    ]
     cuts += [[] for _ in range(ndim - len(spec))]
     cutting = {name for names in cuts for name in names}
     for name, kind in kinds.items():
         if (d := None if name in cutting else compat.spmd_cut(kind)) is None:
             continue
         if kind == "V" or not -ndim <= d < ndim:
-            raise PlanError(f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec")
+            raise PlanError(
+                f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec"
+            )
         if cuts[d]:
             other = cuts[d][-1]
             hint = f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))'
             raise PlanError(f"'{other}' and '{name}' shard dim {d} in an unknown order", hint=hint)
         cuts[d].append(name)
-    dims = tuple(Dim(f"d{d}", tuple(Cut((name,)) for name in names)) for d, names in enumerate(cuts))
-    tagged = {tag: tuple(name for name in kinds if kinds[name] == kind) for tag, kind in _TAGS.items()}
+    dims = tuple(
+        Dim(f"d{d}", tuple(Cut((name,)) for name in names)) for d, names in enumerate(cuts)
+    )
+    tagged = {
+        tag: tuple(name for name in kinds if kinds[name] == kind) for tag, kind in _TAGS.items()
+    }
     return Layout(dims, tuple((tag, names) for tag, names in tagged.items() if names))
 
 
@@ -194,8 +220,11 @@ def _axis_name(axis: Any) -> str:
     from spmd_types._state import current_mesh_all_names
     from spmd_types.types import normalize_axis
 
-    axis, names = normalize_axis(axis), current_mesh_all_names() or {}
+    axis = normalize_axis(axis)
+    names = current_mesh_all_names() or {}
     name = next((name for name, named in names.items() if named == axis), None)
     if name is None:
-        raise PlanError(f"{axis!r} is not in the current mesh", hint="use it inside set_current_mesh(mesh)")
+        raise PlanError(
+            f"{axis!r} is not in the current mesh", hint="use it inside set_current_mesh(mesh)"
+        )
     return name

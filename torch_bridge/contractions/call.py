@@ -1,5 +1,6 @@
 """A contraction as a value: its plan, its executable, and the facts that ranks compare.
-It checks first the values that all processes have in common, so that all raise or none; then local blocks."""
+It checks first the values that all processes have in common, so that all raise or none; then local blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.desync import CallFacts, derivatives_of, sent_facts
 from torch_bridge.mesh.machine import machine
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, as_mesh, check_device, process_mesh, world
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    ProcessMesh,
+    as_mesh,
+    check_device,
+    process_mesh,
+    world,
+)
 from xshard import ProfileLike
 from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction
@@ -52,14 +60,22 @@ class EinsumCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, expression: str | ContractionPlan, mesh: Any, shape: Any = None, sizes: Any = None, **rest: Any
+        cls,
+        expression: str | ContractionPlan,
+        mesh: Any,
+        shape: Any = None,
+        sizes: Any = None,
+        **rest: Any,
     ) -> EinsumCall:
         """The call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
         if mesh is not None:
             as_mesh(mesh)
-        travels, limit = rest.get("comm_dtype"), limit_of(rest.get("memory_limit"))
+        travels = rest.get("comm_dtype")
+        limit = limit_of(rest.get("memory_limit"))
         travels = None if travels is None else comm_dtypes(travels)
-        call = cls(expression, mesh, None, asked_for(rest["profile"]), limit, travels, rest["overlap"])
+        call = cls(
+            expression, mesh, None, asked_for(rest["profile"]), limit, travels, rest["overlap"]
+        )
         if shape is None and sizes is None:
             return call
         return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape))[1])
@@ -76,7 +92,8 @@ class EinsumCall(NamedTuple):
 
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
-        call, processes = self.contraction, process_mesh(as_mesh(self.mesh, HINT))
+        call = self.contraction
+        processes = process_mesh(as_mesh(self.mesh, HINT))
         for layout in call.arrays:
             check_axes(layout, processes.mesh, call.text)
         call = _for_operands(call, blocks)
@@ -90,13 +107,20 @@ class EinsumCall(NamedTuple):
             axes = tuple(dict.fromkeys(axis for layout in call.arrays for axis in layout.axes))
             links = calls.links_along(machine(self.profile, tensor_device), axes, processes)
             processes = processes.along(axes)
-            shapes = self.shapes or whole_shapes(call, processes.mesh, tuple(shape for shape, *_ in blocks))
-            limit, overlap = self.memory_limit, self.overlap
-            plan = plan_contraction(call, processes.mesh, shapes, name, links, limit, None, None, overlap)
+            shapes = self.shapes or whole_shapes(
+                call, processes.mesh, tuple(shape for shape, *_ in blocks)
+            )
+            limit = self.memory_limit
+            overlap = self.overlap
+            plan = plan_contraction(
+                call, processes.mesh, shapes, name, links, limit, None, None, overlap
+            )
         _check_product(plan, dtype, tensor_device)
-        inferred, starts = self.shapes is None and self.expression is not plan, text_spans(call.text).layouts
+        inferred = self.shapes is None and self.expression is not plan
+        starts = text_spans(call.text).layouts
         for i, (array, (block, *_)) in enumerate(zip(plan.arrays, blocks, strict=False)):
-            what, options = f"the block of operand {i + 1} on", {"inferred": inferred, "start": starts[i][0]}
+            what = f"the block of operand {i + 1} on"
+            options = {"inferred": inferred, "start": starts[i][0]}
             calls.check_local(what, block, array, processes, call.text, **options)
         return plan, processes
 
@@ -107,7 +131,11 @@ class EinsumCall(NamedTuple):
         rounds = (f"rounds {part.ring.key}" for part in plan.parts if part.ring)
         steps = (plan.local, *(step for move in moves for step in move.steps), *rounds)
         sent = {"shape": plan.shapes, "dtype": blocks[0].dtype, "device": blocks[0].device.type}
-        sent |= {"comm_dtype": self.comm_dtype, "save": "used" if keeps else "given", "async_op": async_op}
+        sent |= {
+            "comm_dtype": self.comm_dtype,
+            "save": "used" if keeps else "given",
+            "async_op": async_op,
+        }
         within = sent_facts(plan, steps, **sent, **derivatives_of(*blocks))
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
         everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
@@ -134,7 +162,10 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     calls.check_no_transform()
     lengths = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-    with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
+    with (
+        unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+    ):  # groups and cached tensors must be real
         call = EinsumCall.of(expression, mesh, **options)
         executable = _executable(call, lengths, differentiated, world())
     lowering = replace(executable.lowering, lower=partial(lower, lengths={}))
@@ -169,7 +200,14 @@ def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.devi
     for part in plan.parts:
         local = LocalContraction.of(part, 0)
         try:
-            local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
+            local(
+                *(
+                    torch.zeros((2,) * len(dims), dtype=dtype, device=device)
+                    for dims in local.operands
+                )
+            )
         except RuntimeError as error:
             what = f"torch cannot multiply {dtype}: {str(error).partition(chr(10))[0]}"
-            raise DtypeError(what, text=plan.text, hint="cast the operands first: x.to(...)") from None
+            raise DtypeError(
+                what, text=plan.text, hint="cast the operands first: x.to(...)"
+            ) from None

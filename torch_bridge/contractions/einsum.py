@@ -74,27 +74,39 @@ def einsum(
     """
     expression = expression if maps is None else named(expression, maps)
     if save not in ("used", "given"):
-        raise PlanError(f"save is {save!r}", hint='"used": operands where they are contracted, or "given"')
+        raise PlanError(
+            f"save is {save!r}", hint='"used": operands where they are contracted, or "given"'
+        )
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
-    options: dict[str, Any] = {"shape": shape, "sizes": sizes, "profile": profile, "overlap": overlap}
+    options: dict[str, Any] = {
+        "shape": shape,
+        "sizes": sizes,
+        "profile": profile,
+        "overlap": overlap,
+    }
     options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype}
     if torch.compiler.is_compiling():
         from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
         blocks = list(map(_autocast, operands))
         if compiled.is_recorded(blocks, expression, mesh, profile):
-            return compiled.recorded("einsum", blocks, expression, mesh, options | {"save": save}, async_op)
+            return compiled.recorded(
+                "einsum", blocks, expression, mesh, options | {"save": save}, async_op
+            )
         options |= {"mesh": mesh, "save": save, "async_op": async_op}
         return compiled.eagerly(einsum, expression, *operands, **options)
     check_not_swapped()
-    call, blocks = EinsumCall.of(expression, mesh, **options), list(operands)
+    call = EinsumCall.of(expression, mesh, **options)
+    blocks = list(operands)
     if not all(isinstance(x, Tensor) for x in blocks):
         check_number(call.contraction, blocks)
         blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
     if any(map(is_dtensor, blocks)):
         if async_op:
-            raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
+            raise PlanError(
+                "async_op is for tensors", hint="a DTensor waits for its local block at once"
+            )
         return _of_dtensors(call, blocks, save == "used")
     return _of_blocks(call, blocks, save == "used", async_op)
 
@@ -107,13 +119,20 @@ def _of_blocks(
     if torch._C._is_any_autocast_enabled():
         blocks = list(map(_autocast, blocks))
     prepare = partial(call.facts, blocks, keeps, async_op)
-    compared = desync.compare_call(call.mesh, call.contraction.text, prepare) if desync.ALWAYS else None
+    compared = (
+        desync.compare_call(call.mesh, call.contraction.text, prepare) if desync.ALWAYS else None
+    )
     return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
 def _autocast(x: Any) -> Any:
     """The block in the dtype in which autocast multiplies, cast before it travels."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
+    if (
+        not isinstance(x, Tensor)
+        or not x.is_floating_point()
+        or x.dtype == torch.float64
+        or x.is_meta
+    ):
         return x
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -131,7 +150,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
         what = "not all operands are DTensors of one mesh"
         raise MeshError(what, text=contraction.text, hint="all or none are")
     own = tuple(whole_of(x, call.mesh, None) for x in dtensors)
-    contraction, shapes = for_operands(contraction, own), call.shapes
+    contraction = for_operands(contraction, own)
+    shapes = call.shapes
     if shapes is None:
         shapes = shapes_of(contraction, None, own)[1]
     *arrays, result = written(contraction, mesh_of(mesh), shapes)

@@ -81,7 +81,9 @@ class MoveAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(part: PartExecutable, *operands: Tensor) -> Tensor:
-        return part.stages(operands).detach()  # callers may write to it, which autograd refuses for views
+        return part.stages(
+            operands
+        ).detach()  # callers may write to it, which autograd refuses for views
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -91,7 +93,9 @@ class MoveAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         plain, (_, *needed), operands = ctx.plain, ctx.needs_input_grad, ctx.saved_tensors
-        backward = [None if move is None else move.backward for move in (*plain.moves, plain.result)]
+        backward = [
+            None if move is None else move.backward for move in (*plain.moves, plain.result)
+        ]
         local = _moved(backward[-1], cotangent)
         others = [[j for j in range(len(operands)) if j != i] for i in range(len(operands))]
         contracted = [
@@ -113,7 +117,9 @@ class ContractionExecutable:
     plan: ContractionPlan
     lowering: Lowering  # which made it of the plan
     parts: tuple[PartExecutable, ...]
-    views: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]  # to one dim per name, of operands without
+    views: tuple[
+        tuple[int, Callable[[Tensor], Tensor]], ...
+    ]  # to one dim per name, of operands without
     shape: torch.Size
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
@@ -145,7 +151,9 @@ class Lowering:
         """The executable of a plan."""
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
         arrays = enumerate(zip(plan.arrays, (move.source for move in plan.moves), strict=False))
-        views = tuple((i, self._view(array, named)) for i, (array, named) in arrays if array != named)
+        views = tuple(
+            (i, self._view(array, named)) for i, (array, named) in arrays if array != named
+        )
         shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
         return ContractionExecutable(plan, self, parts, views, shape)
 
@@ -163,7 +171,9 @@ class Lowering:
         """text: the contraction, for errors."""
         moves = tuple(self._move(move, text, lends=True) for move in part.moves)
         receives = any(move.plan.bytes_received for move in moves if move is not None)
-        local, result, ring = LocalContraction.of(part, self.processes.device), part.result, part.ring
+        local = LocalContraction.of(part, self.processes.device)
+        result = part.result
+        ring = part.ring
         plain = stages = Stages(moves, local, self._move(result, text), is_last)
         # Sums that travel in another dtype would be added in it.
         if ring is not None and self.travels == (self.block, self.block):
@@ -176,7 +186,9 @@ class Lowering:
     def _move(self, plan: Plan, text: str, *, lends: bool = False) -> Move:
         if not plan.steps:
             return None
-        forward = self.travels.forward if plan.bytes_received else self.block  # no cast without a message
+        forward = (
+            self.travels.forward if plan.bytes_received else self.block
+        )  # no cast without a message
         move = self.lower(in_dtype(plan, forward), self.processes, self.tensor_device)
         move = replace(move.casting(self.block, self.travels.backward), lends=lends, whole=text)
         if self.differentiated:

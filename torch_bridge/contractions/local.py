@@ -1,5 +1,6 @@
 """The contraction of one device's blocks by `torch.einsum`, and in rounds: one part while the next, a
-redistribution in flight, travels; so autograd runs the rounds backwards."""
+redistribution in flight, travels; so autograd runs the rounds backwards.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class LocalContraction:
     def of(cls, part: Part, device: int) -> LocalContraction:
         """The local contraction of a part on a device."""
         names = tuple(x.layout.names for x in part.used)
-        lengths = dim_lengths((x.layout for x in part.used), (x.local_shape(device) for x in part.used))
+        lengths = dim_lengths(
+            (x.layout for x in part.used), (x.local_shape(device) for x in part.used)
+        )
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
     @lru_cache(maxsize=256)  # noqa: B019 (a value, as its results)
@@ -68,7 +71,9 @@ class LocalContraction:
     @cached_property
     def _repeated(self) -> tuple[tuple[int, int], ...]:
         known = {name for dims in self.operands for name in dims}
-        return tuple((d, dict(self.lengths)[n]) for d, n in enumerate(self.result) if n not in known)
+        return tuple(
+            (d, dict(self.lengths)[n]) for d, n in enumerate(self.result) if n not in known
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +86,14 @@ class Rounds:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None) -> Rounds:
+    def of(
+        cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None
+    ) -> Rounds:
         """`whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
-        lengths = tuple((name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths)
+        lengths = tuple(
+            (name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths
+        )
         order = ring.order(ring.rotation.mesh.index(rotation.processes.device, (ring.axis,)))
         return cls(replace(whole, lengths=lengths), ring, rotation, tuple(order))
 
@@ -104,7 +113,8 @@ class Rounds:
         return [parts[j] for j in self.order]
 
     def _scattered(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        under_way, sums = deque[PendingTensor](), list[Tensor]()
+        under_way = deque[PendingTensor]()
+        sums = list[Tensor]()
         for k, blocks in enumerate(zip(*parts, strict=True)):
             y = self.local(*blocks)
             y = under_way.popleft().wait() + y if k >= self.ring.pieces else y
@@ -115,13 +125,16 @@ class Rounds:
         return self._concatenated(sums)
 
     def _gathered(self, parts: Sequence[Sequence[Tensor]], operand: int) -> Tensor:
-        under_way, results = deque[Tensor | PendingTensor](parts[operand]), list[Tensor]()
+        under_way = deque[Tensor | PendingTensor](parts[operand])
+        results = list[Tensor]()
         for k in range(len(self.order)):
             block = under_way.popleft()
             block = block.wait() if isinstance(block, PendingTensor) else block
             if k + self.ring.pieces < len(self.order):
                 under_way.append(PendingTensor.begin(block, self.rotation))
-            results.append(self.local(*(block if i == operand else each[k] for i, each in enumerate(parts))))
+            results.append(
+                self.local(*(block if i == operand else each[k] for i, each in enumerate(parts)))
+            )
         if self.ring.dim not in self.local.result:
             return sum(results[1:], start=results[0])
         return self._concatenated([results[self.order.index(j)] for j in range(len(self.order))])

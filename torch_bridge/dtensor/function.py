@@ -18,11 +18,23 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.autodiff.function import winner_shares
 from torch_bridge.calls.move import MoveCall, TransferCall
-from torch_bridge.dtensor.placements import dtensor_of, from_placements, gradient_layout, to_placements
+from torch_bridge.dtensor.placements import (
+    dtensor_of,
+    from_placements,
+    gradient_layout,
+    to_placements,
+)
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
-from torch_bridge.mesh.process_mesh import callers, check_world, dtensor_axes, dtensor_mesh, takes_part, world
+from torch_bridge.mesh.process_mesh import (
+    callers,
+    check_world,
+    dtensor_axes,
+    dtensor_mesh,
+    takes_part,
+    world,
+)
 from xshard import Layout, Mesh, ProfileLike, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
@@ -31,7 +43,10 @@ from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
-_MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")  # what makes DTensors of blocks with a gradient
+_MAKERS = (
+    "_FromTorchTensorBackward",
+    "_OfCopiesBackward",
+)  # what makes DTensors of blocks with a gradient
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,8 @@ class RedistributeDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, move: DTensorMove) -> DTensor:
         block = local_block(x)
-        ctx.move, ctx.dtype = move, block.dtype
+        ctx.move = move
+        ctx.dtype = block.dtype
         if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
             ctx.save_for_backward(block)
         block = block.to(move.op_dtype)
@@ -103,7 +119,8 @@ class _OfCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
-        axes, shape = dtensor_axes(gradient.device_mesh), tuple(gradient.shape)
+        axes = dtensor_axes(gradient.device_mesh)
+        shape = tuple(gradient.shape)
         here, there = (
             End(mesh, placements, layout_of(placements, axes, shape))
             for mesh, placements in ((gradient.device_mesh, gradient.placements), ctx.gradient)
@@ -143,7 +160,9 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
-        raise MeshError(f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes", hint=hint)
+        raise MeshError(
+            f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes", hint=hint
+        )
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:
@@ -153,7 +172,9 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
         raise ShapeError(what, hint=hint)
 
 
-def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[Executable | TransferExecutable, ...]:
+def executables(
+    move: DTensorMove, x: DTensor, block: Tensor
+) -> tuple[Executable | TransferExecutable, ...]:
     """The executables of a move: one, two where a max ends before a sum begins, or none outside the mesh."""
     return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
 
@@ -166,7 +187,8 @@ def _executables(
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)
-    src, dst = dtensor_mesh(move.src.mesh), dtensor_mesh(move.dst.mesh)
+    src = dtensor_mesh(move.src.mesh)
+    dst = dtensor_mesh(move.dst.mesh)
     same = move.src.mesh == move.dst.mesh
     parts: list[Executable | TransferExecutable] = []
     legs = _legs(move.src.layout, move.dst.layout, same)
@@ -194,7 +216,8 @@ def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
 
 def _gradient_end(move: DTensorMove, here: End, shape: Shape) -> End:
     """The end to which the gradient of a move's input goes when it arrives as `here`."""
-    src, placements = move.src, move.gradient
+    src = move.src
+    placements = move.gradient
     if placements is None:
         # If the input has addends, addends of its gradient stay addends: the sum may not be needed.
         arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
@@ -211,7 +234,8 @@ def _gradient_end(move: DTensorMove, here: End, shape: Shape) -> End:
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
     """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
     axes = dtensor_axes(mesh)
-    pairs, uncut_kinds = zip(placements, value.placements, strict=False), Partial | Replicate
+    pairs = zip(placements, value.placements, strict=False)
+    uncut_kinds = Partial | Replicate
     same_cuts = all(p == q or all(isinstance(x, uncut_kinds) for x in (p, q)) for p, q in pairs)
     if mesh != value.mesh or not same_cuts:
         return End(mesh, placements, layout_of(placements, axes, shape))

@@ -1,5 +1,6 @@
 """Layouts <-> the placements of a DTensor. Replicas and copies are `Replicate`, and differ in gradients. A
-`_StridedShard` of factor f gives each device a share of f pieces, or means that later mesh axes cut first."""
+`_StridedShard` of factor f gives each device a share of f pieces, or means that later mesh axes cut first.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def to_placements(
     >>> to_placements("n/cyclic(tp,2) d", Mesh(tp=4), (16, 3))
     (_StridedShard(dim=0, sf=2),)
     """
-    layout, axes = Layout.parse(layout), mesh_of(mesh)
+    layout = Layout.parse(layout)
+    axes = mesh_of(mesh)
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
@@ -75,7 +77,9 @@ def from_placements(
     """
     axes = mesh_of(mesh)
     if len(placements) != len(axes.axes):
-        raise PlanError(f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis")
+        raise PlanError(
+            f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
+        )
     factors: list[dict[str, int]] = [{} for _ in range(ndim)]
     tags: dict[str, list[str]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
@@ -85,14 +89,22 @@ def from_placements(
         elif (tag := tag_of(placement)) is not None:
             tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
-            hint = f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
+            hint = (
+                f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
+            )
             raise PlanError(f"{placement!r} of axis '{axis}' has no layout", hint=hint)
     dims = []
     for d, by_axis in enumerate(factors):
         cuts = cuts_of(by_axis, axes, None if shape is None else shape[d])
         if cuts is None:
-            hint = "pass shape=" if shape is None else f"torch reads them in two ways for {shape[d]} rows"
-            raise PlanError(f"the split factors of {tuple(placements)} are not a nesting of cuts", hint=hint)
+            hint = (
+                "pass shape="
+                if shape is None
+                else f"torch reads them in two ways for {shape[d]} rows"
+            )
+            raise PlanError(
+                f"the split factors of {tuple(placements)} are not a nesting of cuts", hint=hint
+            )
         dims.append(Dim(f"d{d}", cuts))
     return Layout(tuple(dims), tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
 
@@ -104,20 +116,27 @@ def tag_of(placement: Placement) -> str | None:
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
     """Raise NotationError, at `span` or the left side, unless a DTensor is placed as `layout` says."""
-    mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
+    mesh = mesh_of(x.device_mesh)
+    shape = tuple(x.shape)
     want = Sharding(layout, mesh, shape)
-    have = Sharding(from_placements(x.placements, mesh, x.ndim, shape).named(want.layout.names), mesh, shape)
+    have = Sharding(
+        from_placements(x.placements, mesh, x.ndim, shape).named(want.layout.names), mesh, shape
+    )
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
         hint = f"its placements are {x.placements} on {mesh!r}"
         span = span or (0, len(text.partition("->")[0].rstrip()))
-        raise NotationError(f"the DTensor is placed as '{have.layout}'", text=text, span=span, hint=hint)
+        raise NotationError(
+            f"the DTensor is placed as '{have.layout}'", text=text, span=span, hint=hint
+        )
 
 
 def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
     """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
     check_placed(x, layout, text, span)
-    return x.to_local(grad_placements=to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape)))
+    return x.to_local(
+        grad_placements=to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape))
+    )
 
 
 def dtensor_of(
@@ -139,17 +158,23 @@ def gradient_layout(layout: Layout) -> Layout:
     return with_kind(layout, "sum").dual
 
 
-def whole_of(x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh") -> tuple[int, ...]:
+def whole_of(
+    x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
+) -> tuple[int, ...]:
     """The global shape of a DTensor. Raises MeshError, ShapeError for another mesh or shape than it has."""
     if mesh not in (None, x.device_mesh):
-        raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint=f"leave {name} out")
+        raise MeshError(
+            f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint=f"leave {name} out"
+        )
     own = tuple(x.shape)
     if shape is not None and (asked := lengths_of(shape)) != own:
         raise ShapeError(f"the DTensor has shape {own}, not {asked}", hint="leave shape out")
     return own
 
 
-def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> dict[str, int]:
+def _split_factors(
+    layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
+) -> dict[str, int]:
     """The axes that cut a dim, with their split factors. Raises PlanError for cuts that no DTensor has."""
     dim = normal = layout.dims[d]
     if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
@@ -168,17 +193,21 @@ def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | No
     raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
 
 
-Factors = Mapping[str, int]  # an axis that cuts the dim -> its split factor, in the order of the mesh
+Factors = Mapping[
+    str, int
+]  # an axis that cuts the dim -> its split factor, in the order of the mesh
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
     """Split factors -> the cuts of a dim. None if they are no nesting and the length is unknown, or if torch
-    itself reads them in two ways: as an order of axes, and as pieces of an uneven length."""
+    itself reads them in two ways: as an order of axes, and as pieces of an uneven length.
+    """
     order = _nesting(factors, mesh)
     nested = None if order is None else tuple(Cut((axis,)) for axis in order)
     if length is None or order == [*factors]:
         return nested
-    strided, left = [], length
+    strided = []
+    left = length
     for axis, factor in factors.items():
         n = mesh.size(axis)
         rows, rest = divmod(left, factor * n)
@@ -210,12 +239,18 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
         left = None if left is None else -(-left // mesh.size(*cut.axes))
     if length is None or (plain and not any(factor > 1 for factor in factors.values())):
         return factors
-    cuts = cuts_of({axis: factors[axis] for axis in sorted(factors, key=mesh.position)}, mesh, length)
+    cuts = cuts_of(
+        {axis: factors[axis] for axis in sorted(factors, key=mesh.position)}, mesh, length
+    )
 
     def sharding(cuts: tuple[Cut, ...]) -> Sharding:
         return Sharding(Layout((Dim(dim.name, cuts),)), mesh, (length,))
 
-    return factors if cuts is not None and sharding(cuts).means_the_same_as(sharding(dim.shards)) else None
+    return (
+        factors
+        if cuts is not None and sharding(cuts).means_the_same_as(sharding(dim.shards))
+        else None
+    )
 
 
 def _nesting(factors: Factors, mesh: Mesh) -> list[str] | None:
@@ -229,12 +264,16 @@ def _nesting(factors: Factors, mesh: Mesh) -> list[str] | None:
     return order
 
 
-def _uneven(factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None) -> tuple[Cut, ...] | None:
+def _uneven(
+    factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None
+) -> tuple[Cut, ...] | None:
     """As `cuts_of`, for pieces or shares of different sizes."""
     part = Mesh({axis: mesh.size(axis) for axis in factors})
     held = [_rows(length, factors, part, device) for device in range(part.n_devices)]
     if order is None:
-        intervals = [tuple(e for run in runs for e in (run.start, run.start + run.length)) for runs in held]
+        intervals = [
+            tuple(e for run in runs for e in (run.start, run.start + run.length)) for runs in held
+        ]
         return (Cut(part.axes, INTERVALS, tuple(numbers or (0, 0) for numbers in intervals)),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = Sharding(Layout((Dim("_", nested),)), part, (length,))

@@ -18,11 +18,23 @@ from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.dtensor import function as moves
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor
-from torch_bridge.dtensor.placements import check_placed, gradient_layout, positional, tag_of, to_placements
+from torch_bridge.dtensor.placements import (
+    check_placed,
+    gradient_layout,
+    positional,
+    tag_of,
+    to_placements,
+)
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivatives_of
-from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, dtensor_mesh, takes_part
+from torch_bridge.mesh.process_mesh import (
+    callers,
+    check_device,
+    dtensor_axes,
+    dtensor_mesh,
+    takes_part,
+)
 from torch_bridge.replicas import comparison_of
 from xshard import Layout, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
@@ -91,11 +103,16 @@ def redistribute(
         dtensor = dtensor.redistribute(placements=reduced) if ended else dtensor
 
     def prepared() -> DTensorMove:
-        shape, own = tuple(dtensor.shape), dtensor.device_mesh
+        shape = tuple(dtensor.shape)
+        own = dtensor.device_mesh
         src = _end(own, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
-        gradient = None if grad_placements is None else _end(own, tuple(grad_placements), shape).placements
-        options: Any = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
+        gradient = (
+            None if grad_placements is None else _end(own, tuple(grad_placements), shape).placements
+        )
+        options: Any = (
+            {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
+        )
         options |= {"backward_dtype": backward_dtype, "gradient": gradient}
         move = moves.move_of(dtensor, src, dst, profile, **options)
         won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
@@ -105,7 +122,8 @@ def redistribute(
             raise PlanError(what, hint="grad_placements has Replicate() there")
         return move
 
-    compares, compared = (debug or desync.ALWAYS) and not torch.compiler.is_compiling(), None
+    compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
+    compared = None
     if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
         compared = _compare_moves(dtensor, mesh, prepared)
     return watched(compared, RedistributeDTensor.apply(dtensor, prepared()), dtensor)
@@ -146,10 +164,14 @@ def _end(
     explicit = positional(Layout.parse(layout), len(shape))
     for axis, placement in zip(axes.axes, read, strict=True):
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
-        tag = next((kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None)
+        tag = next(
+            (kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None
+        )
         if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
-            raise PlanError(f"'{layout}' contradicts the placement {placement} of axis '{axis}'", hint=hint)
+            raise PlanError(
+                f"'{layout}' contradicts the placement {placement} of axis '{axis}'", hint=hint
+            )
     return End(mesh, placements, explicit)
 
 
@@ -158,18 +180,25 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if not -ndim <= placement.dim < ndim:
-        raise ShapeError(f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}")
-    factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+        raise ShapeError(
+            f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}"
+        )
+    factor = (
+        {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+    )
     return type(placement)(placement.dim % ndim, **factor)
 
 
-def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> Compared | None:
+def _compare_moves(
+    x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]
+) -> Compared | None:
     """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
     ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
-        move, block = prepared(), moves.local_block(x)
+        move = prepared()
+        block = moves.local_block(x)
         everywhere = {
             "placements": f"{move.src.placements} -> {move.dst.placements}",
             "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
@@ -177,8 +206,13 @@ def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorM
             "gradient": str(move.gradient),
             "of blocks": str(move.by_block),
         }
-        sent = {"comm_dtype": f"{move.op_dtype}, {move.backward_dtype}", "device": block.device.type}
-        everywhere |= Sent(tuple(x.shape), x.dtype, "", move.profile, **sent, **derivatives_of(x)).facts
+        sent = {
+            "comm_dtype": f"{move.op_dtype}, {move.backward_dtype}",
+            "device": block.device.type,
+        }
+        everywhere |= Sent(
+            tuple(x.shape), x.dtype, "", move.profile, **sent, **derivatives_of(x)
+        ).facts
         check_device(block.device)
         moves.check(move, tuple(x.shape), tuple(block.shape))
         return CallFacts(everywhere, {}, ranks, {"block": str(tuple(block.shape))})
@@ -192,7 +226,9 @@ def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: st
         _compare_replicas(x, call.text, name, cotangents=False)
     y = RedistributeDTensor.apply(x, move_by_layouts(x, call))
     if compares and y.requires_grad:
-        y.register_hook(lambda gradient: _compare_replicas(gradient, call.text, name, cotangents=True))
+        y.register_hook(
+            lambda gradient: _compare_replicas(gradient, call.text, name, cotangents=True)
+        )
     return _permuted(y, call)
 
 
@@ -202,15 +238,24 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     check_placed(x, src, text)
     src, dst = (positional(side, x.ndim) for side in (src, dst.in_order(src.names)))
     travels = comm_dtype_of(call.comm_dtype, x.dtype)
-    mesh, gradient = x.device_mesh, to_placements(gradient_layout(src), x.device_mesh, x.shape)
-    here, there = End(mesh, x.placements, src), End(mesh, to_placements(dst, mesh, x.shape), dst)
-    options: Any = {"op_dtype": travels.forward, "backward_dtype": travels.backward, "gradient": gradient}
+    mesh = x.device_mesh
+    gradient = to_placements(gradient_layout(src), x.device_mesh, x.shape)
+    here = End(mesh, x.placements, src)
+    there = End(mesh, to_placements(dst, mesh, x.shape), dst)
+    options: Any = {
+        "op_dtype": travels.forward,
+        "backward_dtype": travels.backward,
+        "gradient": gradient,
+    }
     return moves.move_of(x, here, there, call.profile, **options)
 
 
-def local_part(x: DTensor, call: MoveCall) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
+def local_part(
+    x: DTensor, call: MoveCall
+) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
     """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
-    move, block = move_by_layouts(x, call), moves.local_block(x)
+    move = move_by_layouts(x, call)
+    block = moves.local_block(x)
     parts = moves.executables(move, x, block)
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(parts) != 1 or not isinstance(executable := parts[0], Executable):
@@ -232,7 +277,8 @@ def _permuted(y: DTensor, call: MoveCall) -> Tensor:
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
     if not takes_part(x.device_mesh):
         return
-    processes, shape = dtensor_mesh(x.device_mesh), tuple(x.shape)
+    processes = dtensor_mesh(x.device_mesh)
+    shape = tuple(x.shape)
     sharding = Sharding(moves.layout_of(x.placements, processes.mesh, shape), processes.mesh, shape)
     check = ReplicaCheck(sharding, processes.mesh, name_of(x.dtype), text, cotangents, name)
     comparison = comparison_of(check, processes)

@@ -40,18 +40,24 @@ class Heartbeat:
     """A count in the store that grows while this rank works, and a watch on the counts of the other program.
     The first rank watches all ranks of the other program, and leaves a notice for the ranks of its own. It
     counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a process
-    group would not do: NCCL ends the process that waits, and a server has to go on."""
+    group would not do: NCCL ends the process that waits, and a server has to go on.
+    """
 
     def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
-        self._store_call, self._key, self._max_looks = store_call, key, 0.0
-        self._error, self._notice = "", ""
+        self._store_call = store_call
+        self._key = key
+        self._max_looks = 0.0
+        self._error = ""
+        self._notice = ""
         self._watched: dict[str, str] = {}
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
         """Count in a thread. silent_s: a rank without a new count for so long has stopped."""
         over = threading.Event()
-        self._error, self._watched, self._max_looks = "", {}, silent_s / BEAT_S
+        self._error = ""
+        self._watched = {}
+        self._max_looks = silent_s / BEAT_S
         own = self._key("beats", session, dist.get_rank())
         thread = threading.Thread(target=self._beat, args=(own, over), daemon=True)
         thread.start()
@@ -64,7 +70,9 @@ class Heartbeat:
     def watch(self, program: str, session: int, n: int, version: int) -> None:
         """From now on watch the `n` ranks of the other program, while this version is on its way."""
         self._notice = self._key("stopped", session, version)
-        self._watched = {self._key("beats", session, r): f"rank {r} of the {program}" for r in range(n)}
+        self._watched = {
+            self._key("beats", session, r): f"rank {r} of the {program}" for r in range(n)
+        }
 
     def check(self) -> None:
         """Raise LostVersionError if a rank of the other program has stopped, or the store does not answer."""
@@ -79,7 +87,9 @@ class Heartbeat:
         return future.result()
 
     def _beat(self, own: str, over: threading.Event) -> None:
-        looks: dict[str, tuple[int, int]] = {}  # the last count of a rank, and how many looks have shown it
+        looks: dict[
+            str, tuple[int, int]
+        ] = {}  # the last count of a rank, and how many looks have shown it
         try:
             while not over.wait(BEAT_S):
                 self._store_call("add", own, 1)
@@ -129,7 +139,9 @@ class Endpoint:
         mesh = self.src_mesh if self.is_trainer else self.dst_mesh
         if mesh.n_devices != (n := dist.get_world_size()):
             hint = "src_mesh has all processes of the trainer, dst_mesh all of the server"
-            raise MeshError(f"{mesh!r} has {mesh.n_devices} devices, this program {n} processes", hint=hint)
+            raise MeshError(
+                f"{mesh!r} has {mesh.n_devices} devices, this program {n} processes", hint=hint
+            )
         self.heart = Heartbeat(self.store_call, self.key)
 
     def start_session(self) -> None:
@@ -143,9 +155,13 @@ class Endpoint:
     def store_call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises LostVersionError if it does not answer in time."""
         try:
-            return failures.within(timedelta(seconds=self.silent_s), getattr(self.store, method), *args)
+            return failures.within(
+                timedelta(seconds=self.silent_s), getattr(self.store, method), *args
+            )
         except RuntimeError as error:  # DistStoreError, DistNetworkError
-            raise LostVersionError(f"the store of both programs does not answer: {error}") from error
+            raise LostVersionError(
+                f"the store of both programs does not answer: {error}"
+            ) from error
 
     def broadcast(self, work: Callable[[], Any], wait_s: float = 0.0) -> Any:
         """The result of `work` on the first rank, on all ranks of this program; if it fails, all raise."""
@@ -171,7 +187,12 @@ class Endpoint:
         """The plan for a tree of the trainer; its ranks come first in the group of both programs."""
         n = self.src_mesh.n_devices
         devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
-        there = self.dst_mesh, devices, profile_of("of the trainer", facts[PROFILE]), self.bucket_bytes
+        there = (
+            self.dst_mesh,
+            devices,
+            profile_of("of the trainer", facts[PROFILE]),
+            self.bucket_bytes,
+        )
         return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, *there)
 
     def plan_text(self, plan: TreePlan) -> str:
@@ -180,7 +201,8 @@ class Endpoint:
 
     def recv(self, *parts: object) -> str | None:
         """The text that the other program writes to a key; None if it does not come in time."""
-        key, end_s = self.key(*parts), time.monotonic() + self.timeout_s
+        key = self.key(*parts)
+        end_s = time.monotonic() + self.timeout_s
         while not self.store_call("check", [key]):
             self.heart.check()
             if time.monotonic() > end_s:
@@ -190,7 +212,9 @@ class Endpoint:
 
     def recv_or_raise(self, *parts: object) -> str:
         if (text := self.recv(*parts)) is None:
-            raise LostVersionError(f"the other program has written nothing for {self.timeout_s:g} s")
+            raise LostVersionError(
+                f"the other program has written nothing for {self.timeout_s:g} s"
+            )
         return text
 
     def connect(self, sessions: str) -> dist.ProcessGroup | None:
@@ -198,17 +222,26 @@ class Endpoint:
         if sessions != self._sessions:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
-            self._group, self._sessions = None, sessions
+            self._group = None
+            self._sessions = sessions
             if sessions:
-                n_src, n_dst = self.src_mesh.n_devices, self.dst_mesh.n_devices
+                n_src = self.src_mesh.n_devices
+                n_dst = self.dst_mesh.n_devices
                 rank = dist.get_rank() + (0 if self.is_trainer else n_src)
-                store: Any = self.store  # a clone, as nothing else can use a store while ranks wait in it
+                store: Any = (
+                    self.store
+                )  # a clone, as nothing else can use a store while ranks wait in it
                 options = self.key(sessions), rank, n_src + n_dst, timedelta(seconds=self.timeout_s)
                 self._group = self.heart.guarded(lambda: group_of_programs(store.clone(), *options))
         return self._group
 
     def execute(
-        self, plan: TreePlan, blocks: dict[str, Tensor], sessions: str, device: torch.device, report: Progress
+        self,
+        plan: TreePlan,
+        blocks: dict[str, Tensor],
+        sessions: str,
+        device: torch.device,
+        report: Progress,
     ) -> dict[str, Tensor]:
         """Execute the plan in the group of both sessions -> the blocks that arrive here."""
         group = self.connect(sessions)

@@ -40,7 +40,10 @@ class Publisher(Endpoint):
     profile: ProfileLike = "auto"
 
     def publish(
-        self, tree: Any, shapes: Mapping[str, Sequence[int]] | None = None, progress: Progress = None
+        self,
+        tree: Any,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        progress: Progress = None,
     ) -> int:
         """Send the local blocks of a tree -> the number of the version. All ranks call it.
 
@@ -71,7 +74,11 @@ class Publisher(Endpoint):
         return self.version
 
     def _deliver(
-        self, facts: Mapping[str, str], plan: TreePlan, blocks: dict[str, Tensor], progress: Progress
+        self,
+        facts: Mapping[str, str],
+        plan: TreePlan,
+        blocks: dict[str, Tensor],
+        progress: Progress,
     ) -> int:
         """Offer a version, and send it to the server that answers -> its number."""
         text = self.plan_text(plan)
@@ -86,7 +93,9 @@ class Publisher(Endpoint):
         version, server = self.broadcast(offered)
         if server is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
-            raise LostVersionError(f"no server took version {version} within {self.timeout_s:g} s", hint=hint)
+            raise LostVersionError(
+                f"no server took version {version} within {self.timeout_s:g} s", hint=hint
+            )
         self.heart.watch("server", int(server), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"
@@ -135,12 +144,15 @@ class Subscriber(Endpoint):
             return False
         self._latest = offer["version"]
         with self.heart.beating(self.session, self.silent_s):
-            self.tree, self.version = self._take(offer, progress), offer["version"]
+            self.tree = self._take(offer, progress)
+            self.version = offer["version"]
         return True
 
     def _take(self, offer: Mapping[str, Any], progress: Progress) -> Any:
         """Answer an offer, and receive the version -> its tree."""
-        rank, version, facts = dist.get_rank(), offer["version"], offer["facts"]
+        rank = dist.get_rank()
+        version = offer["version"]
+        facts = offer["facts"]
         error: Exception | None = None
         if rank == 0:
             self.store_call("set", self.key("taken", version), str(self.session))
@@ -148,7 +160,8 @@ class Subscriber(Endpoint):
             plan = self.plan(facts)
             answer = self.plan_text(plan)
         except XshardError as raised:
-            answer, error = str(raised), raised
+            answer = str(raised)
+            error = raised
         if rank == 0:
             self.store_call("set", self.key("answer", version), answer)
         if error is not None:
@@ -156,27 +169,40 @@ class Subscriber(Endpoint):
         if answer != offer["plan"]:
             raise _differing(answer, offer["plan"])
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
-        device, sessions = tensor_device_of(None, self.device, None), f"{offer['session']}-{self.session}"
+        device = tensor_device_of(None, self.device, None)
+        sessions = f"{offer['session']}-{self.session}"
         blocks: dict[str, Tensor] = {}
         try:
-            blocks = self.all_or_disconnect(lambda: self.execute(plan, {}, sessions, device, progress))
+            blocks = self.all_or_disconnect(
+                lambda: self.execute(plan, {}, sessions, device, progress)
+            )
         except Exception as raised:
             error = raised
         if rank == 0:
             with suppress(LostVersionError):
-                self.store_call("set", self.key("done", version), "" if error is None else str(error))
+                self.store_call(
+                    "set", self.key("done", version), "" if error is None else str(error)
+                )
         if error is not None:
             stays = f"version {self.version} stays" if self.version else "there was none before it"
-            raise self.lost_version(f"version {version} did not arrive whole; {stays}", error) from error
+            raise self.lost_version(
+                f"version {version} did not arrive whole; {stays}", error
+            ) from error
         return tree_of(blocks, plan, facts, self.names)
 
     def _offered(self, wait_s: float) -> dict[str, Any]:
         """The latest offer if it is new; nothing if none comes in time."""
-        end_s, latest = time.monotonic() + wait_s, self.key("latest")
+        end_s = time.monotonic() + wait_s
+        latest = self.key("latest")
         while True:
-            version = int(self.store_call("get", latest)) if self.store_call("check", [latest]) else 0
+            version = (
+                int(self.store_call("get", latest)) if self.store_call("check", [latest]) else 0
+            )
             if version > self._latest:
-                return {"version": version, **json.loads(self.store_call("get", self.key("offer", version)))}
+                return {
+                    "version": version,
+                    **json.loads(self.store_call("get", self.key("offer", version))),
+                }
             if time.monotonic() >= end_s:
                 return {}
             time.sleep(PAUSE_S)
@@ -186,4 +212,6 @@ def _differing(here: str, there: str) -> DesyncError:
     """The first lines in which two plans differ, with their breaks: they may differ in no more."""
     lines = itertools.zip_longest(here.splitlines(True), there.splitlines(True), fillvalue="")
     one, two = next((a, b) for a, b in lines if a != b)
-    return DesyncError("the two programs plan different transfers", hint=f"here:  {one!r}\n  there: {two!r}")
+    return DesyncError(
+        "the two programs plan different transfers", hint=f"here:  {one!r}\n  there: {two!r}"
+    )

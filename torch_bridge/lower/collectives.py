@@ -1,5 +1,6 @@
 """Collectives of one group of processes on flat dense tensors, on any backend and torch version. No argument
-is written to, and every result is a new tensor: autograd forbids writing to views that a Function returns."""
+is written to, and every result is a new tensor: autograd forbids writing to views that a Function returns.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 _FLOATS = "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"
 CARRIERS = {
-    **dict.fromkeys((*(getattr(torch, f"float8_{name}") for name in _FLOATS), *FOUR_BITS), torch.uint8),
+    **dict.fromkeys(
+        (*(getattr(torch, f"float8_{name}") for name in _FLOATS), *FOUR_BITS), torch.uint8
+    ),
     **dict.fromkeys((torch.int16, torch.uint16), torch.float16),
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
@@ -50,7 +53,9 @@ _OPTIONS: dict[str, Any] = {
 
 # For messages from rank to rank: a tag that keeps them apart from others between the same ranks, the name of
 # all of one collective in profiles and byte counters, and from how many bytes on they are faster than gloo's.
-TAG, MESSAGES, _LARGE = 7011, "xshard.messages", 1 << 17
+TAG = 7011
+MESSAGES = "xshard.messages"
+_LARGE = 1 << 17
 
 
 _UNWATCHED = nullcontext()  # recording a name takes 6 us
@@ -76,9 +81,13 @@ def _in_turn(sizes: Sequence[int]) -> list[slice]:
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another."""
 
-    kind: str  # as in `_OPTIONS`, or permute: at most one message from every rank, not for compilers
+    kind: (
+        str  # as in `_OPTIONS`, or permute: at most one message from every rank, not for compilers
+    )
     group: Group
-    sent: Sequence[int] = field(compare=False)  # elements per rank, or one number if all are the same
+    sent: Sequence[int] = field(
+        compare=False
+    )  # elements per rank, or one number if all are the same
     received: Sequence[int] = field(compare=False)
     op: str | None = None
     is_even: bool = field(default=False, compare=False)  # messages have one size everywhere
@@ -99,7 +108,9 @@ class Collective:
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages, async_op=True)
 
-        def end(_messages: Tensor = messages) -> Tensor:  # keeps the messages alive until they have been sent
+        def end(
+            _messages: Tensor = messages,
+        ) -> Tensor:  # keeps the messages alive until they have been sent
             if work is not None:
                 call_backend(self.kind, self.group.ranks, work.wait)
             if out.is_cuda:  # the stream that waits may not be the one on which they were allocated
@@ -122,7 +133,8 @@ class Collective:
         if self.kind == "all_reduce":
             out.copy_(messages)
         if messages.dtype.is_complex:
-            out, messages = torch.view_as_real(out), torch.view_as_real(messages)
+            out = torch.view_as_real(out)
+            messages = torch.view_as_real(messages)
         try:
             work = self._started(out, messages, async_op)
             if work is not None and not async_op:
@@ -135,7 +147,8 @@ class Collective:
     def _started(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._sent_directly(out, messages)
-        group, options = self.group.process_group, self._options[async_op]
+        group = self.group.process_group
+        options = self._options[async_op]
         if self.kind == "all_reduce":
             return group.allreduce([out], options)
         splits = self._splits if self.kind == "all_to_all" else ()
@@ -155,10 +168,16 @@ class Collective:
     def _sent_directly(self, out: Tensor, messages: Tensor) -> Works:
         """Begin to receive, then to send: else gloo's word that one is ready comes too late."""
         group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
-        is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+        is_watched = (
+            torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+        )
         with torch.profiler.record_function(MESSAGES) if is_watched else _UNWATCHED:
-            works = [group.recv([part], to, TAG) for to, _, rows in others if len(part := out[rows])]
-            works += [group.send([part], to, TAG) for to, rows, _ in others if len(part := messages[rows])]
+            works = [
+                group.recv([part], to, TAG) for to, _, rows in others if len(part := out[rows])
+            ]
+            works += [
+                group.send([part], to, TAG) for to, rows, _ in others if len(part := messages[rows])
+            ]
         if arrives.stop > arrives.start:
             out[arrives] = messages[sent]
         return Works(works)
@@ -166,8 +185,11 @@ class Collective:
     @cached_property
     def _peers(self) -> list[tuple[int, slice, slice]]:
         """Every rank, what is sent there, and where what it sends arrives; from this rank on."""
-        n, me = len(self.received), self.group.process_group.rank()
-        sent = _in_turn([*self.sent]) if self.kind != "all_gather" else [slice(0, sum(self.sent))] * n
+        n = len(self.received)
+        me = self.group.process_group.rank()
+        sent = (
+            _in_turn([*self.sent]) if self.kind != "all_gather" else [slice(0, sum(self.sent))] * n
+        )
         peers = list(zip(range(n), sent, _in_turn(self.received), strict=True))
         return peers[me:] + peers[:me]
 
@@ -183,7 +205,8 @@ class Collective:
 
     def _functional(self, messages: Tensor) -> Tensor:
         """The collective as a functional operator; wait for its result with `wait_tensor`."""
-        functional, name = torch.ops._c10d_functional, self.group.graph_name
+        functional = torch.ops._c10d_functional
+        name = self.group.graph_name
         n = len(self.group.devices)
         if self.kind == "all_to_all":
             return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)

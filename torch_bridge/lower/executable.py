@@ -29,10 +29,12 @@ T = TypeVar("T")
 
 class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is)
     """A property computed once without the lock of Python 3.11's `cached_property`, which all objects share:
-    a thread that makes a group would wait, holding it, for other ranks that wait for the lock."""
+    a thread that makes a group would wait, holding it, for other ranks that wait for the lock.
+    """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
-        self.compute, self.__doc__ = compute, compute.__doc__
+        self.compute = compute
+        self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -77,7 +79,9 @@ def in_dtype(plan: Plan, dtype: torch.dtype) -> Plan:
 
 def place_of(plan: Plan, step: int) -> str:
     """A step of a plan, as errors have it."""
-    return f"step {step + 1} of {len(plan.steps)}, '{plan.steps[step]}', of '{plan.src} -> {plan.dst}'"
+    return (
+        f"step {step + 1} of {len(plan.steps)}, '{plan.steps[step]}', of '{plan.src} -> {plan.dst}'"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +140,10 @@ class Executable:
 
     def begin(self, block: Tensor) -> Pending:
         """Begin the plan up to its last collective -> a function that ends it and returns the result."""
-        last = max((i for i, move in enumerate(self.moves) if isinstance(move, PackedCollective)), default=-1)
+        last = max(
+            (i for i, move in enumerate(self.moves) if isinstance(move, PackedCollective)),
+            default=-1,
+        )
         packed = self.moves[last] if last >= 0 else None
         if not isinstance(packed, PackedCollective):
             return lambda: self(block)
@@ -167,9 +174,15 @@ class Executable:
         """The same for blocks of another dtype, cast before and after. backward: the gradients'."""
         forward = self.dtypes[0]
         if not self.is_linear and forward != backward:
-            what = f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
+            what = (
+                f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
+            )
             raise DtypeError(what, hint=f"it travels in the same dtype: comm_dtype={forward}")
-        return self if block == forward == backward else replace(self, casts=Casts(block, forward, backward))
+        return (
+            self
+            if block == forward == backward
+            else replace(self, casts=Casts(block, forward, backward))
+        )
 
     @cached_property
     def is_linear(self) -> bool:
@@ -205,7 +218,8 @@ class Executable:
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
         """Executables for the derivatives of a max or min: result, count, cotangent, tangent."""
         plans = max_min_plans(self.plan)
-        result, count = self.lower(plans.result), self.lower(plans.count)
+        result = self.lower(plans.result)
+        count = self.lower(plans.count)
         return result, count, self.lower(plans.cotangent), self.lower(plans.tangent)
 
     def batched(self, n: int) -> Executable:
@@ -224,7 +238,9 @@ class BucketedExecutable:
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
         results: list[Any] = [None] * len(blocks)
         for numbers in self._buckets:
-            outs = _in_lock_step([self.executables[i] for i in numbers], [blocks[i] for i in numbers])
+            outs = _in_lock_step(
+                [self.executables[i] for i in numbers], [blocks[i] for i in numbers]
+            )
             for i, out in zip(numbers, outs, strict=True):
                 results[i] = out
         return tuple(results)
@@ -250,9 +266,12 @@ class BucketedExecutable:
     @cached_property
     def _buckets(self) -> list[list[int]]:
         """Numbers of the executables in each bucket, by collectives, dtype and largest block."""
-        sizes, keys = [], []
+        sizes = []
+        keys = []
         for i, executable in enumerate(self.executables):
-            packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
+            packed = [
+                move.collective for move in executable.moves if isinstance(move, PackedCollective)
+            ]
             # Not the groups: meshes with more axes have others of the same processes.
             collectives = tuple((each.kind, each.op, each.group.process_group) for each in packed)
             # An executable that sends nothing has a bucket of its own.
@@ -271,9 +290,12 @@ def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:
         stops = [_until_collective(*each) for each in zip(executables, moves, outs, strict=True)]
-        outs, packed = [out for out, _ in stops], [move for _, move in stops if move is not None]
+        outs = [out for out, _ in stops]
+        packed = [move for _, move in stops if move is not None]
         if not packed:
-            return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
+            return [
+                executable.leave(out) for executable, out in zip(executables, outs, strict=True)
+            ]
         outs = executables[0].guarded(packed[0], run_together, packed, outs)
 
 

@@ -14,7 +14,11 @@ from torch import Tensor
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
 from xshard.layout.runs import Runs, common_segments, interval
 
-_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +39,8 @@ class Packing:
     @cached_property
     def sizes_by_rank(self) -> list[int]:
         """Elements for, or from, every rank."""
-        sizes, counts = iter(self.sizes), self.counts or (1,) * len(self.messages)
+        sizes = iter(self.sizes)
+        counts = self.counts or (1,) * len(self.messages)
         return [sum(itertools.islice(sizes, n)) for n in counts]
 
     @cached_property
@@ -105,10 +110,16 @@ class Packing:
         if is_contiguous and self._row is not None:
             return torch.cat([*parts], self._row)
         if self._negates:
-            parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
+            parts = [
+                -part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)
+            ]
         if is_contiguous and self._joined is not None:
             dim, order = self._joined
-            pieces = [piece for part, m in zip(parts, self.messages, strict=True) for piece in m.parts(part)]
+            pieces = [
+                piece
+                for part, m in zip(parts, self.messages, strict=True)
+                for piece in m.parts(part)
+            ]
             pieces += [self._filling(fill) for fill in self.fills]
             return torch.cat([pieces[i] for i in order], dim)
         out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
@@ -156,7 +167,11 @@ class Packing:
         rows = self.messages[0].shape[d]
         intervals = [_intervals(index, self.shape)[d] for index in places]
         in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
-        return (len(places), d) if rows and intervals == in_turn and in_turn[-1][1] == self.shape[d] else None
+        return (
+            (len(places), d)
+            if rows and intervals == in_turn and in_turn[-1][1] == self.shape[d]
+            else None
+        )
 
     @cached_property
     def _line(self) -> int | None:
@@ -169,7 +184,9 @@ class Packing:
     @cached_property
     def _joined(self) -> tuple[int, list[int]] | None:
         """The dim, and the order of boxes and then fills that, concatenated, are the block; None if none."""
-        boxes = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
+        boxes = [box.block for m in self.messages for box in m.boxes] + [
+            fill.box for fill in self.fills
+        ]
         spans = [_intervals(index, self.shape) for index in boxes]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
         if not spans or not self.shape or len(cut) > 1:
@@ -192,7 +209,9 @@ class Packing:
     def _covers(self) -> bool:
         """Whether every element is written before any is added to it, by the rows of one dim."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
-        along = [(m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills]
+        along = [
+            (m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills
+        ]
         brought = any(rows is None or common_segments(rows, filled) for rows, filled in along)
         if len({fill.dim for fill in self.fills}) == 1 and not brought:
             rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
@@ -229,8 +248,11 @@ def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:
     """The start of a message in a contiguous block if it lies there in one piece, else None."""
     if len(m.boxes) != 1:
         return None
-    start, begun = 0, False
-    for (first, _), length, whole in zip(_intervals(m.boxes[0].block, shape), m.shape, shape, strict=True):
+    start = 0
+    begun = False
+    for (first, _), length, whole in zip(
+        _intervals(m.boxes[0].block, shape), m.shape, shape, strict=True
+    ):
         if first < 0 or (begun and length != whole):
             return None
         begun = begun or length > 1

@@ -30,17 +30,23 @@ from xshard.steps.permute import senders
 Lengths = Mapping[str, int] | None  # as in `Site`
 
 
-def lower(plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None) -> Executable:
+def lower(
+    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None
+) -> Executable:
     """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
     if lengths is None and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return _kept(plan, processes, device)
     return _lowered(plan, processes, device, lengths or {})  # tensors made here are part of a trace
 
 
-def _lowered(plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None) -> Executable:
+def _lowered(
+    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None
+) -> Executable:
     again = functools.partial(lower, processes=processes, device=device, lengths=lengths)
     moves = list(_moves(plan, processes, device, lengths))
-    return Executable(plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again)
+    return Executable(
+        plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again
+    )
 
 
 _kept = functools.lru_cache(maxsize=4096)(_lowered)
@@ -57,10 +63,13 @@ def _moves(
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
             raise no_arithmetic(f"'{step}'", plan.dtype)
         if (rule := RULES.get(type(step))) is None:
-            raise PlanError(f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES")
+            raise PlanError(
+                f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES"
+            )
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
-        links, place = plan.profile.fabric(before.mesh), functools.partial(place_of, plan, i)
+        links = plan.profile.fabric(before.mesh)
+        place = functools.partial(place_of, plan, i)
         site = Site(before, after, *context, i >= last, is_given, links, place)
         moves = during(place, rule, step, site)  # groups may be made
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
@@ -68,7 +77,9 @@ def _moves(
 
 def no_arithmetic(what: str, dtype: str) -> DtypeError:
     """The error of a reduction of a dtype in which torch cannot compute."""
-    return DtypeError(f"torch has no {what} of {dtype}", hint="it only moves: cast before the reduction")
+    return DtypeError(
+        f"torch has no {what} of {dtype}", hint="it only moves: cast before the reduction"
+    )
 
 
 def _computes(step: steps.Step, before: Sharding) -> bool:
@@ -79,12 +90,14 @@ def _computes(step: steps.Step, before: Sharding) -> bool:
 
 
 def _all_gather(step: steps.AllGather, site: Site) -> Moves:
-    axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
+    axes = axes_of(step.shards)
+    dim = site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
     if (phases := site.phases(axes)).are_several:
         return phased.all_gather(phases, site, dim, parts)
     group = site.group(axes)
-    sent, received = site.whole(0), site.cut(site.shapes[1], dim, parts, axes, group)
+    sent = site.whole(0)
+    received = site.cut(site.shapes[1], dim, parts, axes, group)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
@@ -97,18 +110,23 @@ def _slice(step: steps.Slice, site: Site) -> Move:
 def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
     if (phases := site.phases(step.axes)).are_several and not site.lengths:
         return phased.all_reduce(phases, site, step.op)
-    sent, received = site.whole(0), site.whole(1)
+    sent = site.whole(0)
+    received = site.whole(1)
     group = site.group(step.axes)
-    return packed(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
+    return packed(
+        Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received
+    )
 
 
 def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
-    axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
+    axes = axes_of(step.shards)
+    dim = site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
     if (phases := site.phases(axes)).are_several:
         return phased.reduce_scatter(phases, site, dim, parts, step.op)
     group = site.group(axes)
-    sent, part = site.cut(site.shapes[0], dim, parts, axes, group), site.whole(1)
+    sent = site.cut(site.shapes[0], dim, parts, axes, group)
+    part = site.whole(1)
     return reduce_scattered(group, sent, part, step.op, site.tensor_device)
 
 
@@ -117,14 +135,19 @@ def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
     group = site.group(axes_of(step.src_shards))
     sides = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
     sent, received = (
-        site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
+        site.cut(
+            shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group
+        )
         for shape, dim, shards in sides
     )
-    return packed(Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True), sent, received)
+    return packed(
+        Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True), sent, received
+    )
 
 
 def _permute(step: steps.Permute, site: Site) -> Move:
-    me, sender = site.device, senders(site.before, site.after)
+    me = site.device
+    sender = senders(site.before, site.after)
     group = site.group(moving_axes(site.before, site.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.
@@ -132,11 +155,13 @@ def _permute(step: steps.Permute, site: Site) -> Move:
     directly = on_host and group.serves(site.tensor_device, "gloo") and not group.graph_name
 
     def packing(end: int, peer: int) -> Packing:
-        whole, moves = site.whole(end), peer != me
+        whole = site.whole(end)
+        moves = peer != me
         counts = tuple(int(moves and device == peer) for device in group.devices)
         return replace(whole, messages=whole.messages * moves, counts=counts)
 
-    sent, received = packing(0, sender.index(me)), packing(1, sender[me])
+    sent = packing(0, sender.index(me))
+    received = packing(1, sender[me])
     kind = "permute" if directly else "all_to_all"
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
@@ -145,18 +170,26 @@ def _permute(step: steps.Permute, site: Site) -> Move:
     if sender == tuple(range(len(sender))):
         return kept
     return PackedCollective(
-        collective, sent, received.arriving, lambda block, _: kept(block), lambda block, _: kept(block)
+        collective,
+        sent,
+        received.arriving,
+        lambda block, _: kept(block),
+        lambda block, _: kept(block),
     )
 
 
 def _exchange(step: steps.Exchange, site: Site) -> Move:
     """Messages in one collective: some backends and torch.compile have no point-to-point calls."""
-    shardings, op = (site.before, site.after, site.device, step.node_devices), step.op(site.before)
+    shardings = (site.before, site.after, site.device, step.node_devices)
+    op = step.op(site.before)
     fills = tuple(site.fill(*fill) for fill in fill_boxes(site.after, site.device))
     # Near senders may differ from their receiver along any axis.
-    axes = moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
+    axes = (
+        moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
+    )
     group = site.group(axes)
-    rank, shapes = group.devices.index(site.device), site.shapes
+    rank = group.devices.index(site.device)
+    shapes = site.shapes
 
     def by_rank(messages: Iterable[Message], end: int) -> list[tuple[int, Subarray]]:
         """The rank at the other end of every message, and its part of the block at this end."""
@@ -172,19 +205,23 @@ def _exchange(step: steps.Exchange, site: Site) -> Move:
         counts = [sum(peer == r for peer, _ in theirs) for r in range(len(group.devices))]
         return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
 
-    outgoing, incoming = by_rank(messages_from(*shardings), 0), by_rank(messages_to(*shardings), 1)
+    outgoing = by_rank(messages_from(*shardings), 0)
+    incoming = by_rank(messages_to(*shardings), 1)
     own = [m for peer, m in outgoing if peer == rank]
     # In the order of the ranks, so that replicas and copies add in one order; own rows first where none are.
-    order, layout = [*incoming], site.after.layout
+    order = [*incoming]
+    layout = site.after.layout
     if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
         order.sort(key=lambda message: message[0] != rank)
     whole = Packing(shapes[1], tuple(m for _, m in order), None, op, fills)
     if not steps.Exchange(layout).traffic(site.before).received:  # of any device of the mesh
         return lambda block: whole.place(block, [m.read(block) for m in own])
-    sent, received = packing(shapes[0], outgoing), packing(shapes[1], incoming)
+    sent = packing(shapes[0], outgoing)
+    received = packing(shapes[1], incoming)
 
     def put_together(block: Tensor, messages: Sequence[Tensor]) -> Tensor:
-        theirs, mine = iter(messages), (m.read(block) for m in own)
+        theirs = iter(messages)
+        mine = (m.read(block) for m in own)
         return whole.place(block, [next(mine if peer == rank else theirs) for peer, _ in order])
 
     def unpack(block: Tensor, arrived: Tensor) -> Tensor:
@@ -200,7 +237,9 @@ def _exchange(step: steps.Exchange, site: Site) -> Move:
 
 
 def _embed(step: steps.Embed, site: Site) -> Move:
-    whole = Packing(site.shapes[1], (site.subarray(site.shapes[1], site.own_part((step.dim, step.shards))),))
+    whole = Packing(
+        site.shapes[1], (site.subarray(site.shapes[1], site.own_part((step.dim, step.shards))),)
+    )
     return lambda block: whole.place(block, [block])
 
 
@@ -219,16 +258,21 @@ def _transpose(step: steps.Transpose, site: Site) -> Move:
         out = own.permute(order)
         if site.lengths is not None:
             return out
-        return own.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+        return own.new_empty(0).set_(
+            out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+        )
 
     return turned
 
 
 def _scale(step: steps.Scale, site: Site) -> Move:
-    numerator, denominator = step.factor.numerator, step.factor.denominator
+    numerator = step.factor.numerator
+    denominator = step.factor.denominator
 
     def scaled(block: Tensor) -> Tensor:
-        out = torch.mul(block, numerator, out=torch.empty_like(block, memory_format=torch.contiguous_format))
+        out = torch.mul(
+            block, numerator, out=torch.empty_like(block, memory_format=torch.contiguous_format)
+        )
         # Division, not multiplication by a rounded reciprocal: exact where the result is representable.
         return out if denominator == 1 else out.div_(denominator)
 

@@ -26,7 +26,9 @@ class Site(NamedTuple):
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Mapping[str, int] | None = None  # symbols of dims that no step cuts; None if nothing is traced
+    lengths: Mapping[str, int] | None = (
+        None  # symbols of dims that no step cuts; None if nothing is traced
+    )
     is_last: bool = True  # the output of the step is the result
     is_given: bool = True  # the input may be the plan's
     fabric: Fabric | None = None
@@ -39,20 +41,28 @@ class Site(NamedTuple):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
-        sides = (zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2])
-        before, after = (tuple((self.lengths or {}).get(name, n) for name, n in side) for side in sides)
+        sides = (
+            zip(side.layout.names, side.local_shape(self.device), strict=True) for side in self[:2]
+        )
+        before, after = (
+            tuple((self.lengths or {}).get(name, n) for name, n in side) for side in sides
+        )
         return before, after
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
-        return self._group(lambda: self.processes.group(axes), self.processes.mesh.group(self.device, axes))
+        return self._group(
+            lambda: self.processes.group(axes), self.processes.mesh.group(self.device, axes)
+        )
 
     def among(self, devices: Sequence[int]) -> Group:
         """The processes of some devices along axes of the mesh, this one among them."""
         return self._group(lambda: self.processes.among(tuple(devices)), tuple(devices))
 
     def _group(self, make: Callable[[], Group], devices: tuple[int, ...]) -> Group:
-        if self.tensor_device.type == "meta" and self.lengths is None:  # shapes alone: no group is made
+        if (
+            self.tensor_device.type == "meta" and self.lengths is None
+        ):  # shapes alone: no group is made
             return Group(None, devices)
         return make() if self.lengths is None else make().traced(self.place(), self.tensor_device)
 
@@ -77,7 +87,9 @@ class Site(NamedTuple):
         constant = torch.zeros((), dtype=CARRIERS.get(dtype, dtype), device=self.tensor_device)
         if value:  # torch writes nothing else in 4 bits, and only integers as integers
             exact = value if dtype.is_floating_point or dtype.is_complex else int(value)
-            constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device).view(constant.dtype)
+            constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device).view(
+                constant.dtype
+            )
         return Fill(dim, start, stop, constant)
 
     def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
@@ -86,7 +98,12 @@ class Site(NamedTuple):
         return {before.dim_index(d): own_part(before, d, shards, self.device) for d, shards in cuts}
 
     def cut(
-        self, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], axes: tuple[str, ...], group: Group
+        self,
+        shape: tuple[int, ...],
+        dim: int,
+        parts: Sequence[Runs],
+        axes: tuple[str, ...],
+        group: Group,
     ) -> Packing:
         """A block as one message per rank of a group: the part of `dim` at the rank's index along `axes`."""
         mine = [parts[self.before.mesh.index(device, axes)] for device in group.devices]

@@ -40,7 +40,9 @@ class Subarray:
     @cached_property
     def is_view(self) -> bool:
         """Whether it is one strided view of the block."""
-        return len(self.boxes) == 1 and all(isinstance(rows, slice) for _, rows in self.boxes[0].block)
+        return len(self.boxes) == 1 and all(
+            isinstance(rows, slice) for _, rows in self.boxes[0].block
+        )
 
     @cached_property
     def line(self) -> tuple[int, list[int]] | None:
@@ -95,9 +97,13 @@ class Fill(NamedTuple):
         return ((self.dim, slice(self.start, self.stop)),)
 
 
-def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
+def subarray(
+    block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device
+) -> Subarray:
     """The rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
-    runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
+    runs = tuple(
+        None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape)
+    )
     boxes = itertools.product(*(_spans(r, device) for r in runs))
     shape = tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True))
     pairs = ((_index(own for own, _ in box), _index(rows for _, rows in box)) for box in boxes)
@@ -113,7 +119,9 @@ def _index(rows: Iterable[slice | Tensor | None]) -> Index:
     return tuple((d, selected) for d, selected in enumerate(rows) if selected is not None)
 
 
-def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, slice | Tensor | None]]:
+def _spans(
+    runs: Runs | None, device: torch.device
+) -> list[tuple[slice | None, slice | Tensor | None]]:
     """Rows of a block, in order -> pairs (rows of the subarray, rows of the block); None: all rows."""
     if runs is None:
         return [(None, None)]
@@ -121,8 +129,10 @@ def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, 
     if len(intervals) == 0:
         return []
     heads = np.flatnonzero(np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]]))
-    starts, stops = intervals[heads, 0], intervals[np.append(heads[1:], len(intervals)) - 1, 1]
-    lengths, steps = stops - starts, np.diff(starts)
+    starts = intervals[heads, 0]
+    stops = intervals[np.append(heads[1:], len(intervals)) - 1, 1]
+    lengths = stops - starts
+    steps = np.diff(starts)
     if len(starts) > 1 and (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
         return [(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -166,7 +176,9 @@ def is_symbolic(shape: Sequence[int]) -> bool:
     return not all(isinstance(n, int) for n in shape)
 
 
-def scattered(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
+def scattered(
+    out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None
+) -> Tensor:
     """As `put`, but into a new tensor: the block is left as it is."""
     if not index:
         return value if combine is None else combine(out, value)

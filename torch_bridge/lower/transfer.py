@@ -1,5 +1,6 @@
 """A plan between two meshes as one process executes it: steps on its own mesh, and messages. An empty tensor
-stands for the block of a process that has none, so that autograd reaches every process."""
+stands for the block of a process that has none, so that autograd reaches every process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class TransferExecutable:
     group: dist.ProcessGroup
     before: Executable | None  # on the source's mesh
     sent: tuple[tuple[int, Subarray], ...]  # ranks, its own too, and the part of its block for each
-    received: tuple[tuple[int, Subarray], ...]  # and the part of its new block from each, as in `whole`
+    received: tuple[
+        tuple[int, Subarray], ...
+    ]  # and the part of its new block from each, as in `whole`
     whole: Packing | None
     after: Executable | None  # on the destination's mesh
 
@@ -60,14 +63,18 @@ class TransferExecutable:
         return self
 
     def batched(self, n: int) -> NoReturn:
-        raise PlanError("torch.func.vmap does not reach over two meshes", hint="name the batch as a dim")
+        raise PlanError(
+            "torch.func.vmap does not reach over two meshes", hint="name the batch as a dim"
+        )
 
 
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
     """A block for each of several crossings of a group -> results, in one message per pair of processes."""
     dtypes = [block.dtype for block in blocks]
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
-    outs = [_stepped(*each) for each in zip((c.before for c in crossings), starts, dtypes, strict=True)]
+    outs = [
+        _stepped(*each) for each in zip((c.before for c in crossings), starts, dtypes, strict=True)
+    ]
     sending = [i for i, each in enumerate(crossings) if _sends(each.plan)]
 
     def stay() -> None:  # what moves nowhere is copied while the others travel
@@ -78,7 +85,9 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     if sending:
         first = crossings[sending[0]].plan
         several = [crossings[i] for i in sending], [outs[i] for i in sending], stay
-        for i, out in zip(sending, during(lambda: _place(first), _transferred, *several), strict=True):
+        for i, out in zip(
+            sending, during(lambda: _place(first), _transferred, *several), strict=True
+        ):
             outs[i] = out
     results = []
     for each, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True):
@@ -97,9 +106,12 @@ def _transferred(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], meanwhile: Callable[[], None]
 ) -> list[Tensor]:
     group = crossings[0].group
-    me, kept = rank_in(group), {}
+    me = rank_in(group)
+    kept = {}
     leaving: dict[int, list[Tensor]] = {}
-    coming: dict[int, list[tuple[int, Tensor]]] = {}  # of every giver the crossings, and what they get
+    coming: dict[
+        int, list[tuple[int, Tensor]]
+    ] = {}  # of every giver the crossings, and what they get
     for i, (each, block) in enumerate(zip(crossings, blocks, strict=True)):
         for rank, part in each.sent:
             if rank == me:
@@ -109,7 +121,8 @@ def _transferred(
         for rank, part in each.received:
             if rank != me:
                 coming.setdefault(rank, []).append((i, block.new_empty(part.shape, device="meta")))
-    work, arrived = [], {(i, me): part for i, part in kept.items()}
+    work = []
+    arrived = {(i, me): part for i, part in kept.items()}
     # Receives first: gloo's word that one is ready would come behind all that one sends.
     for rank, parts in coming.items():
         buffer = blocks[0].new_empty(_ends([part for _, part in parts])[-1], dtype=torch.uint8)
@@ -117,14 +130,21 @@ def _transferred(
         arrived |= {(i, rank): view for (i, _), view in zip(parts, views, strict=True)}
         work.append(dist.P2POp(dist.irecv, buffer, rank, group))
     if (leaving or coming) and not blocks[0].is_meta:  # else shapes alone are asked for
-        work += [dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()]
-        ranks = sorted({rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)})
+        work += [
+            dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()
+        ]
+        ranks = sorted(
+            {rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)}
+        )
         begun = call_backend("an exchange", ranks, dist.batch_isend_irecv, work)
         meanwhile()
         call_backend("an exchange", ranks, Works(begun).wait)
     received = [[arrived[i, rank] for rank, _ in each.received] for i, each in enumerate(crossings)]
     new = zip((each.whole for each in crossings), blocks, received, strict=True)
-    return [block.new_empty(0) if whole is None else whole.place(block, own) for whole, block, own in new]
+    return [
+        block.new_empty(0) if whole is None else whole.place(block, own)
+        for whole, block, own in new
+    ]
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
@@ -153,7 +173,8 @@ def _ends(parts: Sequence[Tensor]) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> its executable; all of `group` call. Raises DtypeError, MeshError."""
-    rank, transfer = rank_in(group), plan.transfer
+    rank = rank_in(group)
+    transfer = plan.transfer
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)
     sending = plan.steps.index(transfer) if transfer else len(plan.steps)
@@ -174,11 +195,14 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
         raise MeshError(what, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
         ranks = sorted({*plan.src_devices, *plan.dst_devices})
-        during(lambda: _place(plan), call_backend, "an exchange", ranks, _connect, tensor_device, group)
+        during(
+            lambda: _place(plan), call_backend, "an exchange", ranks, _connect, tensor_device, group
+        )
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
     for m in transfer.messages:
-        giver, taker = plan.src_devices[m.src], plan.dst_devices[m.dst]
+        giver = plan.src_devices[m.src]
+        taker = plan.dst_devices[m.dst]
         shapes = transfer.source.local_shape(m.src), transfer.target.local_shape(m.dst)
         if giver == rank:
             sent.append((taker, subarray(shapes[0], box_rows(m.box, 0), tensor_device)))
@@ -188,7 +212,9 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     if rank in plan.dst_devices:
         shape = transfer.target.local_shape(plan.dst_devices.index(rank))
         whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
-    return TransferExecutable(plan, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
+    return TransferExecutable(
+        plan, tensor_device, group, before, tuple(sent), tuple(received), whole, after
+    )
 
 
 def _place(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """`debug=True`: ranks compare what they are about to do, before any of them does it. They meet in the store
-under their ranks and a number, and find each other even if they are about to call different collectives."""
+under their ranks and a number, and find each other even if they are about to call different collectives.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +59,15 @@ def derivatives_of(*blocks: Tensor) -> dict[str, str]:
     """`requires_grad` of every block while gradients are recorded, and the `transforms` that it is in."""
     inside: list[str] = []
     if stack := torch._C._functorch.get_interpreter_stack():
-        from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter  # slow to import
+        from torch._functorch.pyfunctorch import (
+            VmapInterpreter,
+            coerce_cinterpreter,
+        )  # slow to import
 
         for level in map(coerce_cinterpreter, stack):
-            inside += [f"vmap of {level.batch_size()}" if isinstance(level, VmapInterpreter) else "grad"]
+            inside += [
+                f"vmap of {level.batch_size()}" if isinstance(level, VmapInterpreter) else "grad"
+            ]
         inside += [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
     if forward_ad._current_level >= 0:
         inside += [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
@@ -86,17 +92,22 @@ class CallFacts(NamedTuple):
 
 
 def compare_ranks(
-    ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts], timeout: timedelta | None = None
+    ranks: Sequence[int],
+    asked: str,
+    prepare: Callable[[], CallFacts],
+    timeout: timedelta | None = None,
 ) -> dict[int, dict[str, Any]]:
     """The facts of each rank if all are about to make the same call. Else all raise DesyncError; if all fail,
-    the error of `prepare`, which sends nothing. asked: the call in the user's words."""
+    the error of `prepare`, which sends nothing. asked: the call in the user's words.
+    """
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None
     try:
         mine = {"asked": asked, **prepare()._asdict()}
     except Exception as raised:
-        error, mine = raised, {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
+        error = raised
+        mine = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
     reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout or timeout_of(world))
     if error is not None and all("failure" in one for one in reports.values()):
         raise error
@@ -118,10 +129,14 @@ class Compared(NamedTuple):
     def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
         """The result; each part of the backward pass from it to the blocks is compared before it sends."""
         # Tensors of a tree share a part: the first of them compares it.
-        nodes = (node for node in graph_nodes([result], blocks) if isinstance(node, BackwardCFunction))
+        nodes = (
+            node for node in graph_nodes([result], blocks) if isinstance(node, BackwardCFunction)
+        )
         for part, node in enumerate((node for node in nodes if "compared" not in node.metadata), 1):
             node.metadata["compared"] = part
-            compare = functools.partial(self._compare_gradient, getattr(node, "executable", None), part)
+            compare = functools.partial(
+                self._compare_gradient, getattr(node, "executable", None), part
+            )
             node.register_prehook(compare)
         return result
 
@@ -134,7 +149,8 @@ class Compared(NamedTuple):
 
 def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:
     """The nodes of autograd between tensors, each once."""
-    nodes, seen = list[Any](y.grad_fn for y in outputs), {None, *(x.grad_fn for x in inputs)}
+    nodes = list[Any](y.grad_fn for y in outputs)
+    seen = {None, *(x.grad_fn for x in inputs)}
     while nodes:
         if (node := nodes.pop()) not in seen:
             seen.add(node)
@@ -162,10 +178,12 @@ class _Channel:
 
     def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, dict]:
         """The report of this rank -> the reports of all, by rank, in the first meeting not yet given up."""
-        store, rank = c10d._get_default_store(), dist.get_rank()
+        store = c10d._get_default_store()
+        rank = dist.get_rank()
         reports: dict[int, dict] | None = None
         while reports is None:
-            number, self.meetings = self.meetings, self.meetings + 1
+            number = self.meetings
+            self.meetings = self.meetings + 1
             try:
                 reports = within(timeout, self._meet, store, rank, number, mine, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
@@ -191,7 +209,8 @@ class _Channel:
                 store.compare_set(key, "", ABSENT)
         reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
         if missing := [r for r, report in reports.items() if report == ABSENT]:
-            late, limit = _ranks_text(missing), f"{timeout.total_seconds():g} s"
+            late = _ranks_text(missing)
+            limit = f"{timeout.total_seconds():g} s"
             hint = f"{_ranks_text(self.ranks)} of the mesh all call it, in the same order, with equal debug="
             raise DesyncError(f"{late} did not come to '{mine['asked']}' within {limit}", hint=hint)
         return {r: json.loads(report) for r, report in reports.items()}
@@ -223,7 +242,9 @@ def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncErro
         return ", ".join([f"'{one['asked']}'", *shown])
 
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
-    return DesyncError(f"the ranks disagree about a redistribution: {', '.join(differing)}", hint=hint)
+    return DesyncError(
+        f"the ranks disagree about a redistribution: {', '.join(differing)}", hint=hint
+    )
 
 
 def _failed(reports: Mapping[int, dict]) -> DesyncError:
@@ -231,7 +252,9 @@ def _failed(reports: Mapping[int, dict]) -> DesyncError:
         return "\n    ".join([f"'{one['asked']}'", *one.get("failure", "").splitlines()])
 
     bad = [rank for rank, one in reports.items() if "failure" in one]
-    return DesyncError(f"{_ranks_text(bad)} cannot do what the others can", hint=_lines(reports, describe))
+    return DesyncError(
+        f"{_ranks_text(bad)} cannot do what the others can", hint=_lines(reports, describe)
+    )
 
 
 def _lines(reports: Mapping[int, dict], describe: Callable[[dict], str]) -> str:
@@ -250,5 +273,7 @@ def _ranks_text(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs)
+    text = ", ".join(
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs
+    )
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"

@@ -34,7 +34,8 @@ def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> Non
     """Raise CollectiveError if a backend's error in the operation `what` means a lost peer."""
     # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
     if type(error) is RuntimeError or isinstance(error, dist.DistError):
-        world, said = dist.group.WORLD, str(error).strip().splitlines()
+        world = dist.group.WORLD
+        said = str(error).strip().splitlines()
         waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
         hint = (
             f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"

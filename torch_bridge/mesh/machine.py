@@ -42,6 +42,10 @@ def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
 
 def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
     """The kind of device, and the processes of a node: their common divisor, None for one node."""
-    kind = torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else "gloo"
+    kind = (
+        torch.cuda.get_device_name()
+        if device_type == "cuda" and torch.cuda.is_available()
+        else "gloo"
+    )
     local = node_processes(n_processes)
     return kind, None if local == n_processes else local

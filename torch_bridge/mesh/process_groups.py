@@ -17,7 +17,8 @@ from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group of these ranks, ascending; its members alone call this, and the first call waits for
-    them. Raises CollectiveError. world: the group that counts the ranks, which may have two programs."""
+    them. Raises CollectiveError. world: the group that counts the ranks, which may have two programs.
+    """
     world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
     if len(ranks) == world.size():
@@ -30,7 +31,9 @@ def rank_in(world: dist.ProcessGroup) -> int:
     return dist.get_global_rank(world, world.rank())
 
 
-def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def group_of_programs(
+    store: Store, name: str, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
     """The group of processes of several programs that meet in a store; all of them call this."""
     world = dist.group.WORLD
     assert world is not None
@@ -63,10 +66,18 @@ def _made(
     # torch must not take ranks of another program for global ones.
     known = list(ranks) if dist.get_rank() in ranks else []
     # With a device, torch splits the world's communicator, which takes all ranks.
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         group, _ = c10d._new_process_group_helper(
-            len(ranks), ranks.index(rank), known, backend, store, name, timeout=timeout, group_desc="xshard"
+            len(ranks),
+            ranks.index(rank),
+            known,
+            backend,
+            store,
+            name,
+            timeout=timeout,
+            group_desc="xshard",
         )
     finally:
         world.bound_device_id = bound
@@ -79,7 +90,8 @@ class _Work(dist.Work):
 
     def __init__(self, work: dist.Work, group: StepGroup) -> None:
         super().__init__()
-        self.work, self.group = work, group
+        self.work = work
+        self.group = group
 
     def wait(self, *timeout: Any) -> Any:
         return call_backend(self.group.place, self.group.ranks, self.work.wait, *timeout)

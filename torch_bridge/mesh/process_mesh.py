@@ -44,7 +44,9 @@ class Group:
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
         """The same processes for a compiler; errors of gloo name the `place`."""
-        group = self.process_group  # NCCL does not raise in the caller; exports run without this package too
+        group = (
+            self.process_group
+        )  # NCCL does not raise in the caller; exports run without this package too
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
             return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
         return replace(self, graph_name=group.group_name)
@@ -103,7 +105,9 @@ class ProcessMesh:
                 devices = sub_axis_mesh.group(self.device, sub_axes)
                 return group_of(tuple(sorted(self.ranks[d] for d in devices)))
 
-            self._factored[split] = ProcessMesh(sub_axis_mesh, self.ranks, self.device, process_group)
+            self._factored[split] = ProcessMesh(
+                sub_axis_mesh, self.ranks, self.device, process_group
+            )
         return self._factored[split]
 
 
@@ -116,7 +120,8 @@ _ALONE = False  # for all threads, since threads of a backward pass have no cont
 def alone() -> Iterator[None]:
     """Inside, each mesh is this process by itself: all axes have size 1, and nothing is sent."""
     global _ALONE
-    before, _ALONE = _ALONE, True
+    before = _ALONE
+    _ALONE = True
     try:
         yield
     finally:
@@ -133,7 +138,8 @@ def world() -> World:
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes. Raises MeshError
-    without a world, names or this process, or if an `xshard.Mesh` does not cover the world."""
+    without a world, names or this process, or if an `xshard.Mesh` does not cover the world.
+    """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
     return _process_mesh(mesh, world())
@@ -202,12 +208,15 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     axes = mesh_of(mesh) if axes is None else axes
-    ranks, size = callers(mesh), dist.get_world_size()
+    ranks = callers(mesh)
+    size = dist.get_world_size()
     if world[1]:
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
     if isinstance(mesh, Mesh) and axes.n_devices != size:
         hint = "an xshard.Mesh covers the world; for a part of it pass a DeviceMesh"
-        raise MeshError(f"{axes!r} has {axes.n_devices} devices, the world has {size} processes", hint=hint)
+        raise MeshError(
+            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes", hint=hint
+        )
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
@@ -215,10 +224,13 @@ def mesh_of_ranks(
     mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None, world: Any = None
 ) -> ProcessMesh:
     """A mesh of processes: device i has rank `ranks[i]` in `world`. Raises MeshError on other processes."""
-    ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
+    ranks = tuple(ranks)
+    rank = rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
         hint = f"only the mesh's ranks call this: {', '.join(map(str, ranks))}"
-        raise MeshError(f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}", hint=hint)
+        raise MeshError(
+            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}", hint=hint
+        )
     device = ranks.index(rank)  # a group along one axis is the `DeviceMesh`'s own
 
     @functools.cache
@@ -233,10 +245,16 @@ def mesh_of_ranks(
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     """The processes of a `ProcessGroup` along one axis, in order; None: the world. Raises MeshError."""
     check_world()  # which torch.compile can record
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
-        raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
+    if (
+        group == dist.GroupMember.NON_GROUP_MEMBER
+    ):  # the result of `dist.new_group` on all other ranks
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the group", hint="call this on its members only"
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise MeshError(f"{group!r} is not a process group", hint='as in mesh.get_group("cp"), or None')
+        raise MeshError(
+            f"{group!r} is not a process group", hint='as in mesh.get_group("cp"), or None'
+        )
     if group is None:  # a mesh that torch.compile can record too
         return Mesh({axis: dist.get_world_size()})
     return _group_mesh(group, axis)
@@ -252,7 +270,9 @@ def check_world() -> None:
     """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
     local_tensor = sys.modules.get("torch.distributed._local_tensor")  # slow to import
     if local_tensor is not None and local_tensor.local_tensor_mode() is not None:
-        hint = "ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread"
+        hint = (
+            "ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread"
+        )
         raise MeshError("LocalTensorMode runs the program of rank 0 for all ranks", hint=hint)
     if not dist.is_initialized():
         hint = "call torch.distributed.init_process_group() in every process, started by torchrun"

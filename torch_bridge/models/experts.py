@@ -32,7 +32,9 @@ class RoutedExperts:
         """Send the rows, `values[key]`, with their choices and weights: all three become those that came."""
         rows = values[key]
         tensors = {k: x for k, x in values.items() if isinstance(x, Tensor) and k != key}
-        chosen = next((k for k, x in tensors.items() if not x.is_floating_point() and x.ndim == 2), None)
+        chosen = next(
+            (k for k, x in tensors.items() if not x.is_floating_point() and x.ndim == 2), None
+        )
         if chosen is None or len(tensors[chosen]) != len(rows):
             hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
             raise ShapeError("experts are called without a choice for each row", hint=hint)
@@ -51,7 +53,9 @@ class RoutedExperts:
             return None
         there, width = self._under_way.pop()
         if not isinstance(result, Tensor):
-            raise ShapeError(f"experts return a {type(result).__name__}", hint="a tensor: a result per row")
+            raise ShapeError(
+                f"experts return a {type(result).__name__}", hint="a tensor: a result per row"
+            )
         if not len(result):  # gradients of unused experts are zeros, as on one device
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
@@ -67,7 +71,10 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def route_experts(
-    hooks: Mapping[str, Any], context: ParallelContext, parameters: list[ShardedParameter], uses: Uses
+    hooks: Mapping[str, Any],
+    context: ParallelContext,
+    parameters: list[ShardedParameter],
+    uses: Uses,
 ) -> list[tuple[nn.Module, str, int, int]]:
     """Give modules with the rule their experts -> `num_experts` of each, the whole and this process's."""
     counts = []
@@ -85,20 +92,37 @@ def route_experts(
 
 
 def _experts_of_each(
-    name: str, axes: tuple[str, ...], context: ParallelContext, parameters: list[ShardedParameter], uses: Uses
+    name: str,
+    axes: tuple[str, ...],
+    context: ParallelContext,
+    parameters: list[ShardedParameter],
+    uses: Uses,
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """A module of experts by its name, and the experts of each process along the axes."""
-    ranks, mesh, shares, owner = context.processes.ranks, context.axes, set[Any](), None
+    ranks = context.processes.ranks
+    mesh = context.axes
+    shares = set[Any]()
+    owner = None
     devices = [ranks.index(rank) for rank in context.processes.along(axes).ranks]
     for x in parameters:
         for full, (module, _) in zip(x.names, x.owners, strict=True):
             if full.rpartition(".")[0] == name and full in uses:
-                owner, layout = module, uses[full].used.in_order(uses[full].stored.names)
-                held = (layout.positions(mesh, x.sharding.shape, 0, device).tolist() for device in devices)
+                owner = module
+                layout = uses[full].used.in_order(uses[full].stored.names)
+                held = (
+                    layout.positions(mesh, x.sharding.shape, 0, device).tolist()
+                    for device in devices
+                )
                 shares.add((x.sharding.shape[0], *map(tuple, held)))
     n, *rows = shares.pop() if len(shares) == 1 else (0,)
-    if owner is None or sorted(sum(rows, ())) != [*range(n)] or not all(list(r) == sorted(r) for r in rows):
+    if (
+        owner is None
+        or sorted(sum(rows, ())) != [*range(n)]
+        or not all(list(r) == sorted(r) for r in rows)
+    ):
         over = ",".join(axes)
         hint = f"parameters: '{name and name + '.'}*' as 'e/{over} ...', each expert on one process"
-        raise PlanError(f"the parameters of experts are not sharded over '{over}' by experts", hint=hint)
+        raise PlanError(
+            f"the parameters of experts are not sharded over '{over}' by experts", hint=hint
+        )
     return owner, tuple(rows)

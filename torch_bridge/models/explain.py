@@ -24,32 +24,49 @@ def explain(model: nn.Module) -> str:
     The bytes of the busiest process. Activations have theirs after the first forward pass.
     """
     parallel = parallel_of(model)
-    axes, profile = parallel.context.axes, machine(parallel.context.profile)
-    parameters, moves, sums = list[Any](), list[Any](), []
+    axes = parallel.context.axes
+    profile = machine(parallel.context.profile)
+    parameters = list[Any]()
+    moves = list[Any]()
+    sums = []
     for name, use in parallel.uses.items():
         each = parallel.by_name[name]
-        x, sharding = each.tensor, each.sharding
+        x = each.tensor
+        sharding = each.sharding
         used = "as stored" if use.used == use.stored else written(use.used)
-        over = " ".join(axis for axis in axes.axes if axis in use.copied) if x.requires_grad else "frozen"
+        over = (
+            " ".join(axis for axis in axes.axes if axis in use.copied)
+            if x.requires_grad
+            else "frozen"
+        )
         nbytes = sharding.max_local_size * x.element_size()
-        parameters.append((name, str(list(sharding.shape)), written(use.stored), used, over, nbytes))
+        parameters.append(
+            (name, str(list(sharding.shape)), written(use.stored), used, over, nbytes)
+        )
         if each.later and name == each.name and x.requires_grad:
             text = f"n | sum({','.join(axis for axis in axes.axes if axis in each.later)}) -> n"
             back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]
             sums.append(("gradients, in buckets", text, 0, back))
     for hooks in parallel.hooks.values():
         for part in hooks.gathered:
-            x, rule = part.tensor, rule_of(part.move, axes)
+            x = part.tensor
+            rule = rule_of(part.move, axes)
             forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            moves.append((part.name, written(part.move), forward, back + (0 if part.keep else forward)))
+            moves.append(
+                (part.name, written(part.move), forward, back + (0 if part.keep else forward))
+            )
     for name, hooks in parallel.hooks.items():
         for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
             for one in (one for one in rules if one.rule.moves):
-                received = _received(one.rule, axes, profile, *one.last) if one.last else (None, None)
+                received = (
+                    _received(one.rule, axes, profile, *one.last) if one.last else (None, None)
+                )
                 moves.append((f"{name or 'the model'}, {side}", one.rule.text, *received))
         if each := hooks.experts:
             text = next(one.rule.text for one in hooks.inputs if one.rule.routed)
-            moves.append((f"{name or 'the model'}, this process", text, *(each.last or (None, None))))
+            moves.append(
+                (f"{name or 'the model'}, this process", text, *(each.last or (None, None)))
+            )
     moves += sums
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
@@ -70,7 +87,12 @@ def _bytes(n: int | None) -> str:
 
 
 def _received(
-    rule: ActivationRule, axes: Mesh, profile: Any, shape: Sequence[int], dtype: torch.dtype, gradient: bool
+    rule: ActivationRule,
+    axes: Mesh,
+    profile: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    gradient: bool,
 ) -> tuple[int, int]:
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
@@ -89,5 +111,7 @@ def _grouped(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     for (name, *texts), members in groups.items():
         columns = zip(*([x for x in row if not isinstance(x, str)] for row in members), strict=True)
         first = (members[0][0], "") if len(members) == 1 else (name, f"x {len(members)}")
-        grouped.append((*first, *texts, *(None if None in column else sum(column) for column in columns)))
+        grouped.append(
+            (*first, *texts, *(None if None in column else sum(column) for column in columns))
+        )
     return grouped

@@ -46,14 +46,19 @@ Seen = dict[Place, tuple[Tensor, Layout, Collection[str]]]
 
 
 @contextmanager
-def watching(model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]) -> Iterator[None]:
+def watching(
+    model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]
+) -> Iterator[None]:
     """Add a run: the tensors that go in and out of modules with rules, in the order of the forward pass."""
-    seen, calls = Seen(), Counter[Any]()
+    seen = Seen()
+    calls = Counter[Any]()
     runs.append(seen)
 
     def see(own: ModuleHooks, side: str, tensors: Sequence[Any]) -> None:
         # An output without a rule lies as the first input with as many dims.
-        default = [(unsharded(each.rule.dst), ()) for each in own.inputs[:1]] or [(Layout("..."), ())]
+        default = [(unsharded(each.rule.dst), ()) for each in own.inputs[:1]] or [
+            (Layout("..."), ())
+        ]
         rules = [each.rule for each in (own.inputs if side == "input" else own.outputs)]
         ways = [(each.src if side == "input" else each.dst, each.axes) for each in rules] or default
         for number, (x, way) in enumerate(zip(tensors, ways, strict=False)):
@@ -72,30 +77,42 @@ def watching(model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen
     with ExitStack() as handles:
         for name, own in hooks.items():
             module = getattr(model, "_orig_mod", model).get_submodule(name)
-            before, after = partial(enter, own), partial(leave, own)
-            handles.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            before = partial(enter, own)
+            after = partial(leave, own)
+            handles.enter_context(
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            )
             handles.enter_context(module.register_forward_hook(after))
         yield
 
 
 def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> tuple[str, str]:
     """The first wrong tensor of a parallel run against one device's, and a text about it; "" if none is.
-    Tensors inside a module do not count if its output is right. All processes call it."""
-    context, called = parallel.context, _answers(set(many), parallel.context)
+    Tensors inside a module do not count if its output is right. All processes call it.
+    """
+    context = parallel.context
+    called = _answers(set(many), parallel.context)
     pairs: dict[Place, tuple[Wanted, Tensor]] = {}
     for place, (x, layout, named) in many.items():
         has_dims = len(layout.dims) == x.ndim or ELLIPSIS in layout.names
         if not has_dims or place not in one or not all(place in each for each in called):
             continue
-        own, whole = parallel.hooks[place.module], one[place][0]
-        layout = placed(layout.resolved(x.ndim), named, _inside(own.parent if place.side == "input" else own))
+        own = parallel.hooks[place.module]
+        whole = one[place][0]
+        layout = placed(
+            layout.resolved(x.ndim), named, _inside(own.parent if place.side == "input" else own)
+        )
         try:
             block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
         except XshardError:  # the layout does not fit
             continue
         largest = whole.abs().max().item() if whole.numel() else 0.0
-        name, sharding = f"{place} as '{written(layout)}'", Sharding(layout, context.axes, tuple(whole.shape))
-        pairs[place] = Wanted("output", name, sharding, block, largest), _reduced(x, layout, context)
+        name = f"{place} as '{written(layout)}'"
+        sharding = Sharding(layout, context.axes, tuple(whole.shape))
+        pairs[place] = (
+            Wanted("output", name, sharding, block, largest),
+            _reduced(x, layout, context),
+        )
     wanted, blocks = zip(*pairs.values(), strict=True) if pairs else ((), ())
     flags = differing(wanted, blocks, tol, context) if pairs else []
     right = {place: not n for place, n in zip(pairs, flags, strict=True) if n < 2}
@@ -105,12 +122,16 @@ def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> t
         return "", ""
     place, (w, block) = wrong[0], pairs[wrong[0]]
     before = [each for each in [*right][: [*right].index(place)] if right[each]]
-    w = w._replace(name=f"{w.name}, after " + (f"{before[-1]}, which is right" if before else "none"))
+    w = w._replace(
+        name=f"{w.name}, after " + (f"{before[-1]}, which is right" if before else "none")
+    )
     text = mismatch_text(mismatch_of(w, block, w.largest, tol, context)).replace("\n", "\n  ")
     return str(place), described(text, parallel, place.module)
 
 
-def mismatch_of(w: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext) -> Mismatch:
+def mismatch_of(
+    w: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext
+) -> Mismatch:
     """The report of an array that is wrong on some process. largest: the largest value of its kind."""
     pair = [array_of(x.cpu().contiguous()) for x in (block, w.block)]
     got, want = zip(*_answers(pair, context), strict=True)
@@ -136,5 +157,6 @@ def _inside(hooks: ModuleHooks | None) -> Layout:
 
 def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
     """A block after the reductions that its layout names."""
-    dims, tags = unsharded(layout).dims, tuple(tag for tag in layout.tags if tag[0] != "copy")
+    dims = unsharded(layout).dims
+    tags = tuple(tag for tag in layout.tags if tag[0] != "copy")
     return redistribute(x, (Layout(dims, tags), Layout(dims)), context.mesh) if tags else x

@@ -1,5 +1,6 @@
 """Parameters that modules use under another layout: gathered for one pass, again for its backward pass, or
-once for several passes."""
+once for several passes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from xshard import XshardError
 
 class GatheredParameter(NamedTuple):
     """A parameter that modules, its `owners`, use under another layout. back: the move of its gradient.
-    keep: until the backward pass. once: from a pass inside `no_sync` to the next one outside."""
+    keep: until the backward pass. once: from a pass inside `no_sync` to the next one outside.
+    """
 
     name: str
     owners: list[tuple[nn.Module, str]]
@@ -49,10 +51,12 @@ def gather_all(
     back: bool = False,
 ) -> list[Tensor]:
     """Parameters under the layouts in which modules use them, gathered together, differentiable; or their
-    gradients `back` under the layouts in storage."""
+    gradients `back` under the layouts in storage.
+    """
     comm_dtype = comm_dtypes(context.comm_dtype)[1] if back else context.comm_dtype
     options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": comm_dtype}
-    moves, shapes = [part.back if back else part.move for part in parts], [part.shape for part in parts]
+    moves = [part.back if back else part.move for part in parts]
+    shapes = [part.shape for part in parts]
     if torch.compiler.is_compiling():
         rows = zip(tensors, moves, shapes, strict=True)
         return [redistribute(x, move, shape=shape, **options) for x, move, shape in rows]
@@ -60,23 +64,30 @@ def gather_all(
 
 
 def regathered(
-    stored: Sequence[Tensor], used: Sequence[Tensor], gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    stored: Sequence[Tensor],
+    used: Sequence[Tensor],
+    gather: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> Any:
     """Gathered parameters that the backward pass gathers again: autograd saves only which one it was."""
-    versions, dtypes = [x._version for x in stored], [x.dtype for x in used]
+    versions = [x._version for x in stored]
+    dtypes = [x.dtype for x in used]
     storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
     again: list[Tensor] = []
 
     def pack(x: Tensor) -> Any:
         i = storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        return x if i is None or x.dtype != dtypes[i] else (i, x.shape, x.stride(), x.storage_offset())
+        return (
+            x if i is None or x.dtype != dtypes[i] else (i, x.shape, x.stride(), x.storage_offset())
+        )
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if not again:
             if versions != [x._version for x in stored]:
-                raise XshardError("a parameter was written to between its forward and its backward pass")
+                raise XshardError(
+                    "a parameter was written to between its forward and its backward pass"
+                )
             with torch.no_grad():
                 again.extend(gather(stored))
         i, *view = packed
@@ -113,7 +124,8 @@ class KeptParameters:
             return {}
         seen = [(id(x), x.data_ptr(), x._version, x.requires_grad) for x in stored]
         if not self.leaves or seen != self.seen:
-            self.stored, self.seen = stored, seen
+            self.stored = stored
+            self.seen = seen
             self._gather()
         is_last = self.gradients.syncs and torch.is_grad_enabled()
         whole = _Last.apply(self, *stored) if is_last else self.leaves
@@ -148,10 +160,14 @@ class KeptParameters:
 
     def summed(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the last pass, and those that wait, under the layouts in storage."""
-        trained, total = [i for i, leaf in enumerate(leaves) if leaf.requires_grad], list[Tensor]()
+        trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        total = list[Tensor]()
         for i in trained:
-            before, leaves[i].grad = leaves[i].grad, None
-            total.append(gradients[i] if before is None or not self._waits(i) else before + gradients[i])
+            before = leaves[i].grad
+            leaves[i].grad = None
+            total.append(
+                gradients[i] if before is None or not self._waits(i) else before + gradients[i]
+            )
         self.leaves = []
         sums = gather_all([self.parts[i] for i in trained], self.context, total, back=True)
         by_number = dict(zip(trained, sums, strict=True))
@@ -163,7 +179,8 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: KeptParameters, *stored: Tensor) -> tuple[Tensor, ...]:
-        ctx.kept, ctx.leaves = kept, kept.leaves
+        ctx.kept = kept
+        ctx.leaves = kept.leaves
         whole = tuple(leaf.detach() for leaf in kept.leaves)
         pairs = zip(whole, kept.leaves, strict=True)
         ctx.mark_non_differentiable(*(x for x, leaf in pairs if not leaf.requires_grad))

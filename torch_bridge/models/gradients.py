@@ -1,6 +1,7 @@
 """Gradients of a parallel model, summed over `ShardedParameter.later` in buckets during the backward pass.
 All processes send the same buckets in the same order: a parameter that a process did not use counts as zeros,
-and a parameter that no process used keeps the gradient that it had."""
+and a parameter that no process used keeps the gradient that it had.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Gradient:
         """Make `.grad` the sum of earlier passes and of this one."""
         earlier = self.parameter.grad if self.earlier is None else self.earlier
         total = total.view(self.parameter.shape)
-        self.parameter.grad, self.earlier = total if earlier is None else earlier + total, None
+        self.parameter.grad = total if earlier is None else earlier + total
+        self.earlier = None
 
 
 @torch.no_grad()
@@ -55,12 +57,17 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     shares = [gradient.take_share() for gradient in bucket]
     used = [float(share is not None) for share in shares]
     pairs = zip(bucket, shares, strict=True)
-    parts = [(torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs]
-    lengths, flat = [*map(len, parts), len(parts)], torch.cat([*parts, parts[0].new_tensor(used)])
+    parts = [
+        (torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs
+    ]
+    lengths = [*map(len, parts), len(parts)]
+    flat = torch.cat([*parts, parts[0].new_tensor(used)])
     del shares, pairs, parts  # while the bucket is on its way
     travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
     options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
-    pending: Any = redistribute(flat, f"n | sum({','.join(bucket[0].axes)}) -> n", context.mesh, **options)
+    pending: Any = redistribute(
+        flat, f"n | sum({','.join(bucket[0].axes)}) -> n", context.mesh, **options
+    )
 
     def end() -> None:
         *sums, n_used = pending.wait().split(lengths)
@@ -74,7 +81,8 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
 @dataclass(eq=False)
 class BackwardPass:
     """One backward pass. waiting: number of gradients that each bucket lacks. coming, ready: gradients that
-    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far."""
+    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far.
+    """
 
     waiting: list[int]
     coming: set[Gradient] = field(default_factory=set)
@@ -88,9 +96,14 @@ class Gradients:
     _pass: BackwardPass | None = None
 
     def __init__(
-        self, context: ParallelContext, sharded: Sequence[ShardedParameter], bucket_bytes: int | None
+        self,
+        context: ParallelContext,
+        sharded: Sequence[ShardedParameter],
+        bucket_bytes: int | None,
     ) -> None:
-        self.context, self.bucket_bytes, self.syncs = context, bucket_bytes, True
+        self.context = context
+        self.bucket_bytes = bucket_bytes
+        self.syncs = True
         self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
@@ -113,7 +126,9 @@ class Gradients:
             return  # computed again, inside a backward pass
         self._undo()
         parameters = [each.tensor for each in self.sharded]
-        if [id(x) for x in parameters if x.requires_grad] != [id(each.parameter) for each in self._all]:
+        if [id(x) for x in parameters if x.requires_grad] != [
+            id(each.parameter) for each in self._all
+        ]:
             self._attach(parameters)
 
     def _undo(self) -> None:
@@ -130,15 +145,21 @@ class Gradients:
         rows = zip(parameters, self.sharded, strict=True)
         trained = [(x, each.later) for x, each in rows if x.requires_grad]
         order = self.context.axes.axes
-        self._all = [Gradient(x, tuple(axis for axis in order if axis in later)) for x, later in trained]
+        self._all = [
+            Gradient(x, tuple(axis for axis in order if axis in later)) for x, later in trained
+        ]
         self._handles = [x.parameter.register_hook(partial(self._arrives, x)) for x in self._all]
         for each in self._all:
             arrived = partial(self._arrived, each)
             self._handles.append(each.parameter.register_post_accumulate_grad_hook(arrived))
         last_first = self._all[::-1]  # as a backward pass fills the buckets
         keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
-        members = trees.groups([each.parameter.nbytes for each in last_first], self.bucket_bytes, keys)
-        self._buckets = [[last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))]
+        members = trees.groups(
+            [each.parameter.nbytes for each in last_first], self.bucket_bytes, keys
+        )
+        self._buckets = [
+            [last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))
+        ]
         self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
         self._pass = None
 
@@ -148,16 +169,22 @@ class Gradients:
             self._pass = BackwardPass([*map(len, self._buckets)])
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._pass.coming.add(gradient)
-        if not gradient.has_share() and gradient.parameter.grad is not None:  # a sum, or an earlier share
-            gradient.earlier, gradient.parameter.grad = gradient.parameter.grad, None
+        if (
+            not gradient.has_share() and gradient.parameter.grad is not None
+        ):  # a sum, or an earlier share
+            gradient.earlier = gradient.parameter.grad
+            gradient.parameter.grad = None
 
     def _arrived(self, gradient: Gradient, x: Tensor) -> None:
         """After a share has been added to `.grad`: send the buckets that are full."""
         assert x.grad is not None and self._pass is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             hint = "embedding(sparse=False), backward(create_graph=False)"
-            raise XshardError("a gradient of a parallel model is sparse, or has a gradient itself", hint=hint)
-        gradient.share, now = x.grad, self._pass
+            raise XshardError(
+                "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
+            )
+        gradient.share = x.grad
+        now = self._pass
         now.coming.discard(gradient)
         if not self.syncs or gradient in now.ready:
             return
@@ -176,7 +203,9 @@ class Gradients:
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         while self.syncs:
-            now.sent += [_begin_sums(bucket, self.context) for bucket in self._buckets[len(now.sent) :]]
+            now.sent += [
+                _begin_sums(bucket, self.context) for bucket in self._buckets[len(now.sent) :]
+            ]
             for end in now.sent:
                 end()
             now = self._pass = BackwardPass([*map(len, self._buckets)])
@@ -184,5 +213,6 @@ class Gradients:
                 break
         self._pass = None
         if self.syncs and self.after_first is not None:
-            check, self.after_first = self.after_first, None
+            check = self.after_first
+            self.after_first = None
             check()

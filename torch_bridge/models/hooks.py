@@ -33,16 +33,21 @@ class TensorRule:
         self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
     ) -> tuple[Tensor, tuple[KnownDim, ...]]:
         """A block -> the block after its rule, and the dims known then. where: its name in errors."""
-        rule, key, is_compiled = self.rule, (x.shape, outside), torch.compiler.is_compiling()
+        rule = self.rule
+        key = (x.shape, outside)
+        is_compiled = torch.compiler.is_compiling()
         shape, known = (None, ()) if is_compiled else self.seen.get(key, (None, ()))
         is_new = not is_compiled and shape is None
         if is_new:
-            shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
+            shape = arriving_shape(
+                rule, context.axes, context.processes.device, tuple(x.shape), outside
+            )
         options: Any = {"shape": shape, "profile": context.profile}
         y = redistribute(x, rule.text, context.mesh, **options) if rule.moves else x
         if is_new and shape is not None:
             known = known_inside(rule, shape, y.shape, outside, where)
-            self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
+            self.seen[key] = (shape, known)
+            self.last = (shape, x.dtype, x.requires_grad)
         return y, known
 
 
@@ -50,7 +55,8 @@ class TensorRule:
 class ModuleHooks:
     """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
     varying: axes along which activations differ inside. gathers: the module gathers parameters inside it.
-    kept: parameters for several passes. own: sharded dims of its parameters. experts: its own."""
+    kept: parameters for several passes. own: sharded dims of its parameters. experts: its own.
+    """
 
     name: str
     arguments: list[str]
@@ -124,7 +130,9 @@ class ModuleHooks:
     def _moved(self, rule: TensorRule, x: Any, known: tuple[KnownDim, ...], what: str) -> Any:
         where = f"{what} of {self.name or 'the model'}"
         try:
-            if what == "output" and not torch.compiler.is_compiling():  # parameters know how long dims are
+            if (
+                what == "output" and not torch.compiler.is_compiling()
+            ):  # parameters know how long dims are
                 rows = dict(zip(rule.rule.src.resolved(x.ndim).names, x.shape, strict=True))
                 known = (*(dim for dim in self.own if rows.get(dim.name) == dim.rows), *known)
             return rule.move(x, self.context, known, where)
@@ -146,10 +154,13 @@ class ModuleHooks:
     def results(self, result: Any) -> list[Any]:
         """The parts of a result that rules are for; without rules the first tensor."""
         parts = _parts_of(result) if isinstance(result, Tensor | Mapping | tuple | list) else {}
-        return [parts.get(_part(key, parts)) for key in [each.key for each in self.outputs] or [None]]
+        return [
+            parts.get(_part(key, parts)) for key in [each.key for each in self.outputs] or [None]
+        ]
 
     def _with_output(self, rule: TensorRule, result: Any) -> Any:
-        parts, kind = _parts_of(result), type(result)
+        parts = _parts_of(result)
+        kind = type(result)
         key = _part(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result

@@ -24,7 +24,9 @@ from xshard import Sharding, XshardError
 from xshard.models import ParameterUse, written
 
 ATTRIBUTE = "_xshard_parallel"
-GUARDED: WeakSet[ParallelModel] = WeakSet()  # models with blocks, which torch would take for whole tensors
+GUARDED: WeakSet[ParallelModel] = (
+    WeakSet()
+)  # models with blocks, which torch would take for whole tensors
 NOTE = "in the parallel module "
 LISTED = 8  # most parameters, and most attributes, in a note
 
@@ -33,7 +35,8 @@ LISTED = 8  # most parameters, and most attributes, in a note
 class ParallelModel:
     """The state of a parallel model. uses, hooks: by names of parameters and modules. arrives: `arrivals` of
     a model without rules. original: the model on one device, if that is another module. names: the modules'.
-    counts: modules, attributes that count a process's part, and their values on one device."""
+    counts: modules, attributes that count a process's part, and their values on one device.
+    """
 
     context: ParallelContext
     parameters: Sequence[ShardedParameter]
@@ -54,7 +57,9 @@ class ParallelModel:
         if self.arrives is not None:
             return self.arrives(values)
         roots = [self.hooks[""]] if "" in self.hooks else []
-        return {root.argument(x.key, values): (x.rule.src, None) for root in roots for x in root.inputs}
+        return {
+            root.argument(x.key, values): (x.rule.src, None) for root in roots for x in root.inputs
+        }
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A hook of the model, before its forward pass."""
@@ -67,7 +72,11 @@ class ParallelModel:
         error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
         noted = any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
         # An error of another frame is handled outside of the model.
-        if error and not noted and getattr(error.__traceback__, "tb_frame", None) is sys._getframe(1):
+        if (
+            error
+            and not noted
+            and getattr(error.__traceback__, "tb_frame", None) is sys._getframe(1)
+        ):
             error.add_note(_note_on(error, self))
 
     def refuse(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -80,7 +89,9 @@ class ParallelModel:
     @property
     def unsummed(self) -> bool:
         """Whether gradients are each process's share, after passes inside `no_sync` alone."""
-        return self.gradients.unsummed or any(each.kept and each.kept.waits for each in self.hooks.values())
+        return self.gradients.unsummed or any(
+            each.kept and each.kept.waits for each in self.hooks.values()
+        )
 
     @property
     def sharded(self) -> list[ShardedParameter]:
@@ -95,7 +106,9 @@ class ParallelModel:
     def used_inside(self, path: str) -> dict[str, Sharding]:
         """The parameters inside a module by name, as modules use them."""
         return {
-            name: each.sharding.with_layout(self.uses[name].used.in_order(self.uses[name].stored.names))
+            name: each.sharding.with_layout(
+                self.uses[name].used.in_order(self.uses[name].stored.names)
+            )
             for name, each in self.by_name.items()
             if name in self.uses and name.startswith(path and f"{path}.")
         }
@@ -105,7 +118,9 @@ class ParallelModel:
         # Statistics, which are buffers, may differ.
         trained = [each for each in self.parameters if isinstance(each.tensor, nn.Parameter)]
         pairs = [(each, what) for each in trained for what in ("", "the gradient of ")]
-        blocks = ((what + x.name, x.tensor.grad if what else x.tensor, x.sharding) for x, what in pairs)
+        blocks = (
+            (what + x.name, x.tensor.grad if what else x.tensor, x.sharding) for x, what in pairs
+        )
         self.context.compare(each for each in blocks if each[1] is not None and not each[1].is_meta)
 
 
@@ -113,14 +128,17 @@ def parallel_of(model: nn.Module) -> ParallelModel:
     """Return the state of a parallel model. Raises XshardError for any other."""
     state = getattr(model, ATTRIBUTE, None)
     if not isinstance(state, ParallelModel):
-        hint = "parallelize(model, ...)" if isinstance(model, nn.Module) else "pass the model itself"
+        hint = (
+            "parallelize(model, ...)" if isinstance(model, nn.Module) else "pass the model itself"
+        )
         raise XshardError(f"a {type(model).__name__} that is not parallel", hint=hint)
     return state
 
 
 def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
     """A title, the rules of a module (`ruled`, or `path`), and the parameters inside a path, with blocks."""
-    hooks, lines = parallel.hooks.get(path if ruled is None else ruled), [title]
+    hooks = parallel.hooks.get(path if ruled is None else ruled)
+    lines = [title]
     for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)) if hooks else ():
         of = f"{side} of {(hooks and hooks.name) or 'the model'}"
         lines += [f"{of}: {text}" for text in [each.rule.text for each in rules] or ["no rule"]]
@@ -133,14 +151,18 @@ def described(title: str, parallel: ParallelModel, path: str, ruled: str | None 
 def _note_on(error: BaseException, parallel: ParallelModel) -> str:
     """A note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [*dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in parallel.names)][::-1]
+    modules = [
+        *dict.fromkeys(x for x in called if isinstance(x, nn.Module) and x in parallel.names)
+    ][::-1]
     paths = [parallel.names[module] for module in modules]
     title = f"{NOTE}{paths[0] or '(the model)'}, a {type(modules[0]).__name__}"
     ruled = next((path for path in paths if path in parallel.hooks), paths[0])
     path = next((path for path in paths if parallel.used_inside(path)), "")
     lines = [described(title, parallel, path, ruled)]
     every = parallel.used_inside(paths[-1]).values()
-    sharded = {n for each in every for n, dim in zip(each.shape, each.layout.dims, strict=True) if dim.axes}
+    sharded = {
+        n for each in every for n, dim in zip(each.shape, each.layout.dims, strict=True) if dim.axes
+    }
     for path, module in zip(paths, modules, strict=True):
         if counted := ", ".join(_counted(module, sharded)[:LISTED]):
             hint = "whole lengths of sharded dims: counts= makes them local"
@@ -173,7 +195,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     gradients summed once, too. Gradients of others that are gathered for use are always summed at once.
     """
     gradients = parallel_of(model).gradients
-    before, gradients.syncs = gradients.syncs, False
+    before = gradients.syncs
+    gradients.syncs = False
     try:
         yield
     finally:
@@ -189,21 +212,33 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """
     parallel = parallel_of(model)
     if parallel.unsummed:
-        raise XshardError("gradients are each process's share", hint="a pass outside of no_sync sums them")
-    context, is_largest = parallel.context, math.isinf(norm_type)
+        raise XshardError(
+            "gradients are each process's share", hint="a pass outside of no_sync sums them"
+        )
+    context = parallel.context
+    is_largest = math.isinf(norm_type)
     coords = zip(context.axes.axes, context.axes.coords(context.processes.device), strict=True)
     later_along = {axis for axis, i in coords if i}
     example = next((each.tensor for each in parallel.parameters), torch.zeros(()))
-    norms = [torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)]
+    norms = [
+        torch.zeros(
+            (), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device
+        )
+    ]
     for each in parallel.parameters:
         gradient = each.tensor.grad
         # The first of the processes with the same block counts it.
-        if gradient is not None and later_along <= set(each.sharding.layout.axes) and gradient.numel():
+        if (
+            gradient is not None
+            and later_along <= set(each.sharding.layout.axes)
+            and gradient.numel()
+        ):
             wide = torch.promote_types(gradient.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide).to(norms[0]))
     block = torch.stack(norms)
     block = block.max() if is_largest else (block**norm_type).sum()
-    reduction, axes = "max" if is_largest else "sum", ",".join(context.axes.axes)
+    reduction = "max" if is_largest else "sum"
+    axes = ",".join(context.axes.axes)
     total = redistribute(block, f"() | {reduction}({axes}) -> ()", context.mesh)
     return total if is_largest else total ** (1 / norm_type)
 
@@ -216,7 +251,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     total = grad_norm(model, norm_type)
     tensors = [each.tensor for each in parallel_of(model).parameters]
-    torch.nn.utils.clip_grads_with_norm_([x for x in tensors if x.grad is not None], max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(
+        [x for x in tensors if x.grad is not None], max_norm, total
+    )
     return total
 
 

@@ -32,7 +32,9 @@ from xshard.rules import Pattern, RulesLike
 Hooks = Mapping[str, ModuleHooks]
 
 
-@explained(params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh")
+@explained(
+    params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh"
+)
 def parallelize(
     model: nn.Module,
     parameters: RulesLike,
@@ -82,7 +84,9 @@ def parallelize(
     >>> from xshard import Mesh
     >>> def step():
     ...     torch.manual_seed(0)
-    ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    ...     model = torch.nn.Sequential(
+    ...         torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+    ...     )
     ...     with torch.no_grad():
     ...         whole = model(torch.ones(2, 4))
     ...     parallel = xt.parallelize(
@@ -98,8 +102,11 @@ def parallelize(
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
-    context, outputs, counts = ParallelContext(mesh, profile, comm_dtype), outputs or {}, counts or {}
-    ranks, limit = context.processes.ranks, limit_of(bucket_bytes, "bucket_bytes")
+    context = ParallelContext(mesh, profile, comm_dtype)
+    outputs = outputs or {}
+    counts = counts or {}
+    ranks = context.processes.ranks
+    limit = limit_of(bucket_bytes, "bucket_bytes")
     prepared: list[tuple[dict[str, ModuleHooks], Any, list[ShardedParameter], Any]] = []
 
     def facts() -> CallFacts:
@@ -121,10 +128,14 @@ def parallelize(
         shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
         gradients = Gradients(context, sharded, limit)
     for each in hooks.values():
-        each.kept = KeptParameters([part for part in each.gathered if part.once], context, gradients)
+        each.kept = KeptParameters(
+            [part for part in each.gathered if part.once], context, gradients
+        )
     for owner, attribute, _, n in counted:
         setattr(owner, attribute, n)
-    parallel = ParallelModel(context, sharded, uses, hooks, gradients, counts=[each[:3] for each in counted])
+    parallel = ParallelModel(
+        context, sharded, uses, hooks, gradients, counts=[each[:3] for each in counted]
+    )
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
         if name in hooks:
@@ -141,14 +152,23 @@ def parallelize(
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     """The state of a model with replicated parameters, which sums their gradients by itself."""
-    varies = [TensorRule(None, rule_of("...", context.axes))], (), frozenset(context.axes.axes), False
+    varies = (
+        [TensorRule(None, rule_of("...", context.axes))],
+        (),
+        frozenset(context.axes.axes),
+        False,
+    )
     root = ModuleHooks("", [], context, None, *varies)
     state = _parameters(model, context, Rules({"**": "..."}), {"": root})
     return ParallelModel(context, *state, {}, Gradients(context, (), None))
 
 
 def _hooks(
-    model: nn.Module, context: ParallelContext, inputs: RulesLike, outputs: RulesLike, gathers: Pattern | None
+    model: nn.Module,
+    context: ParallelContext,
+    inputs: RulesLike,
+    outputs: RulesLike,
+    gathers: Pattern | None,
 ) -> dict[str, ModuleHooks]:
     """The modules that have rules, or gather, by name, outer ones first."""
     modules = {
@@ -167,7 +187,9 @@ def _hooks(
             parent = _around(name, hooks)
             axes = models.varying(parent.varying if parent else (), [each.rule for each in enter])
             signature = list(inspect.signature(module.forward).parameters)
-            hooks[name] = ModuleHooks(name, signature, context, parent, enter, leave, axes, name in gathering)
+            hooks[name] = ModuleHooks(
+                name, signature, context, parent, enter, leave, axes, name in gathering
+            )
     return hooks
 
 
@@ -180,7 +202,9 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[tuple[nn.Module,
         if type(n) is int
     }
     counts = []
-    for where, text in rules.match(list(attributes), partial=True, what="integer attribute").items():
+    for where, text in rules.match(
+        list(attributes), partial=True, what="integer attribute"
+    ).items():
         owner, name, n = attributes[where]
         with located(where):
             parts = axes.size(*Sharding(rule_of(text, axes).src, axes, (n,)).layout.axes)
@@ -191,7 +215,9 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[tuple[nn.Module,
     return counts
 
 
-def _tensor_rules(value: Any, name: str, context: ParallelContext, routes: bool) -> list[TensorRule]:
+def _tensor_rules(
+    value: Any, name: str, context: ParallelContext, routes: bool
+) -> list[TensorRule]:
     """The value of a rule for one module -> a rule for each tensor."""
     texts: dict[Any, Any] = {None: value} if value is not None else {}
     if isinstance(value, Mapping):
@@ -216,7 +242,11 @@ def _around(path: str, hooks: Hooks, what: str = "inputs") -> ModuleHooks | None
 
 
 def _parameters(
-    model: nn.Module, context: ParallelContext, rules: Rules, hooks: Hooks, keep: bool | Pattern = True
+    model: nn.Module,
+    context: ParallelContext,
+    rules: Rules,
+    hooks: Hooks,
+    keep: bool | Pattern = True,
 ) -> tuple[list[ShardedParameter], dict[str, ParameterUse]]:
     """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -229,10 +259,13 @@ def _parameters(
     uses: dict[str, ParameterUse] = {}
     for name, x in {**parameters, **buffers}.items():
         path, _, attribute = name.rpartition(".")
-        around, module = _around(path, hooks), model.get_submodule(path)
+        around = _around(path, hooks)
+        module = model.get_submodule(path)
         if around is None and name in parameters:
             hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
-            raise PlanError(f"{name}: no rule says how activations lie in '{path or 'the model'}'", hint=hint)
+            raise PlanError(
+                f"{name}: no rule says how activations lie in '{path or 'the model'}'", hint=hint
+            )
         with located(name):
             inside = around.varying if around else frozenset()
             use = use_of(texts.get(name, "..."), x.ndim, context.axes, inside)
@@ -243,17 +276,23 @@ def _parameters(
             sums = _around(path, hooks, "outputs")
             shard_embedding(module, path, used, sums.sums if sums else (), context.processes.device)
         each = sharded.setdefault(id(x), ShardedParameter([], [], sharding))
-        if [d.shards for d in each.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
+        if [d.shards for d in each.sharding.layout.dims] != [
+            d.shards for d in sharding.layout.dims
+        ]:
             ways = written(sharding.layout), written(each.sharding.layout)
             hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
-            raise PlanError(f"{name} is {each.name}, stored as '{ways[0]}', not '{ways[1]}'", hint=hint)
+            raise PlanError(
+                f"{name} is {each.name}, stored as '{ways[0]}', not '{ways[1]}'", hint=hint
+            )
         each.names.append(name)
         each.owners.append((module, attribute))
         if name in parameters:
             uses[name] = use
         if path in hooks:
             hooks[path].own += models.dims_of_parameter(used, context.processes.device)
-    _check_added(uses, {name: each.sharding.shape for each in sharded.values() for name in each.names}, hooks)
+    _check_added(
+        uses, {name: each.sharding.shape for each in sharded.values() for name in each.names}, hooks
+    )
     for each in sharded.values():
         if each.name in uses:
             _prepare_uses(each, uses, hooks, kept)
@@ -286,12 +325,17 @@ def _check_added(uses: Uses, shapes: Mapping[str, Any], hooks: Hooks) -> None:
     """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded."""
     for path, names in groupby(sorted(uses, key=_path), _path):
         sums = hooks[path].sums if path in hooks else ()
-        inside = [use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")]
-        summed = {axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums}
+        inside = [
+            use for name, use in uses.items() if sums and name.startswith(path and f"{path}.")
+        ]
+        summed = {
+            axis for use in inside for dim in use.used.dims for axis in dim.axes if axis in sums
+        }
         for name in (own := [*names]):
             axes = summed | models.repeated(shapes[name], [(uses[n], shapes[n]) for n in own])
             if axes := axes - set(uses[name].used.axes) - uses[name].whole:
-                over, used = ",".join(sorted(axes)), written(uses[name].used)
+                over = ",".join(sorted(axes))
+                used = written(uses[name].used)
                 what = f"{name} is whole along '{over}', which shards its module: each process would add it"
                 hint = f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})'"
                 hint += f", which adds it once; or '{used} -> {used} | copy({over})' if it is meant"

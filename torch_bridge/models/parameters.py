@@ -48,11 +48,15 @@ class ParallelContext:
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError, on all processes, if blocks that should be equal are not; names for errors."""
-        pairs, here = list[tuple[Comparison, Tensor]](), self.processes
+        pairs = list[tuple[Comparison, Tensor]]()
+        here = self.processes
         for name, block, sharding in blocks:
-            text, dtype = written(sharding.layout), name_of(block.dtype)
+            text = written(sharding.layout)
+            dtype = name_of(block.dtype)
             check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
-            pairs += [(Comparison(check, here.ranks, here, here), block.detach())] if check.axes else []
+            pairs += (
+                [(Comparison(check, here.ranks, here, here), block.detach())] if check.axes else []
+            )
         if pairs:
             compare_all(pairs, COMPARED)
 
@@ -60,7 +64,8 @@ class ParallelContext:
 @dataclass(eq=False)
 class ShardedParameter:
     """A parameter or a buffer under one name or several. owners: modules that have it, and its name in each.
-    later: axes over which its gradient is summed after the backward pass of all its uses."""
+    later: axes over which its gradient is summed after the backward pass of all its uses.
+    """
 
     names: list[str]
     owners: list[tuple[nn.Module, str]]
@@ -78,18 +83,21 @@ class ShardedParameter:
         return _dict_with(owner, attribute)[attribute]
 
     def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
-        layout, shape = self.sharding.layout, self.sharding.shape
+        layout = self.sharding.layout
+        shape = self.sharding.shape
         if layout.axes:
             return context.moved(x, unsharded(layout), layout, shape)
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
-        layout, shape = self.sharding.layout, self.sharding.shape
+        layout = self.sharding.layout
+        shape = self.sharding.shape
         return context.moved(self.tensor, layout, unsharded(layout), shape)
 
     def put(self, block: Tensor) -> None:
         """Make a block the data of the parameter, which an optimiser, for one, still has."""
-        old, new = self.tensor, block
+        old = self.tensor
+        new = block
         if isinstance(old, nn.Parameter):
             stays = old.device == block.device and not old.is_inference()
             new = old if stays else nn.Parameter(block, old.requires_grad)
@@ -104,7 +112,10 @@ def unsharded(layout: Layout) -> Layout:
 
 
 def shard_all(
-    parameters: Sequence[ShardedParameter], context: ParallelContext, init: Init, device: torch.device | None
+    parameters: Sequence[ShardedParameter],
+    context: ParallelContext,
+    init: Init,
+    device: torch.device | None,
 ) -> None:
     """Replace every tensor by its block, on the meta device with values by `init`; all must begin equal."""
     sums: dict[str, Tensor] = {}
@@ -129,7 +140,9 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
             node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         if tuple(node._input_metadata[0].shape) != tuple(x.shape):  # type: ignore[union-attr]
             hint = "parallelize first, or drop what was computed before, or compute that under no_grad()"
-            raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
+            raise XshardError(
+                f"{name} is part of a graph that waits for its backward pass", hint=hint
+            )
 
 
 def _dict_with(owner: nn.Module, attribute: str) -> dict[str, Any]:
@@ -142,7 +155,9 @@ def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any)
     values = [(own, name, x) for own in tensors for name, x in own.items() if x is not None]
     for own, attribute, old in values:
         new = torch.empty_like(old, device=device if old.is_meta else old.device)
-        own[attribute] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        own[attribute] = (
+            nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        )
     init(owner)
     for own, attribute, old in values:
         if not old.is_meta:
@@ -162,7 +177,8 @@ def _initial(init: Mapping[str, Tensor], each: ShardedParameter, x: Tensor, devi
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them."""
-    axes, own = ",".join(context.axes.axes), torch.stack([*sums.values()])
+    axes = ",".join(context.axes.axes)
+    own = torch.stack([*sums.values()])
     most, least = redistribute(torch.stack([own, -own]), f"a b | max({axes}) -> a b", context.mesh)
     differ = (most + least).abs() > SAME_SEED * torch.maximum(most.abs(), least.abs())
     if bool(differ.any()):

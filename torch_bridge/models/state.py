@@ -43,12 +43,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
 
     strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
     """
-    parallel, own = parallel_of(model), model.state_dict(keep_vars=True)
+    parallel = parallel_of(model)
+    own = model.state_dict(keep_vars=True)
     by_name = parallel.by_name
     for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
         if name is not None:
             each = by_name.get(name)
-            block, shape = (each.tensor, each.sharding.shape) if each else (own[name], own[name].shape)
+            block, shape = (
+                (each.tensor, each.sharding.shape) if each else (own[name], own[name].shape)
+            )
             with located(name):
                 if (value := state[name]).shape != shape:
                     raise ShapeError(f"a value of shape {tuple(value.shape)}, not {tuple(shape)}")
@@ -56,7 +59,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
 
 
 def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
-    sharding, block, mesh = each.sharding, each.tensor.detach(), context.mesh
+    sharding = each.sharding
+    block = each.tensor.detach()
+    mesh = context.mesh
     mesh = mesh if isinstance(mesh, DeviceMesh) else _device_mesh(mesh, block.device.type)
     try:
         to_placements(sharding.layout, mesh, sharding.shape)
@@ -66,11 +71,14 @@ def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
 
 
 def _block(each: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
-    layout, shape = each.sharding.layout, each.sharding.shape
+    layout = each.sharding.layout
+    shape = each.sharding.shape
     value = value.to(each.tensor.device)
     if not isinstance(value, DTensor):
         return each.cut(value, context)
-    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(layout.names)
+    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(
+        layout.names
+    )
     return context.moved(value.to_local(), src, layout, shape)
 
 

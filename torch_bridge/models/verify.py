@@ -39,7 +39,12 @@ class Wanted(NamedTuple):
 
 
 def verify(
-    model: Module, batch: Any, *, loss: Loss = None, tol: float | None = None, original: Module | None = None
+    model: Module,
+    batch: Any,
+    *,
+    loss: Loss = None,
+    tol: float | None = None,
+    original: Module | None = None,
 ) -> None:
     """Raise EquivalenceError, on all processes, unless loss and gradients are as on one device.
 
@@ -65,9 +70,13 @@ def verify(
     ...     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
     ...     xt.parallelize(model, {"**": "..."}, {"": "b i -> b/dp i"}, mesh)
     ...     x = torch.arange(8.0).view(4, 2)
-    ...     xt.verify(model, x, loss=lambda y: xt.redistribute(y.mean(), "() | mean(dp) -> ()", mesh))
+    ...     xt.verify(
+    ...         model, x, loss=lambda y: xt.redistribute(y.mean(), "() | mean(dp) -> ()", mesh)
+    ...     )
     ...     try:
-    ...         xt.verify(model, x, loss=lambda y: xt.redistribute(y.mean(), "() | sum(dp) -> ()", mesh))
+    ...         xt.verify(
+    ...             model, x, loss=lambda y: xt.redistribute(y.mean(), "() | sum(dp) -> ()", mesh)
+    ...         )
     ...     except AssertionError as error:
     ...         return str(error).splitlines()[0]
     >>> xt.testing.run_ranks(2, trained)[0]
@@ -78,7 +87,8 @@ def verify(
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     arguments = batch if isinstance(batch, Mapping | tuple | list) else (batch,)
     call = dict(arguments if isinstance(arguments, Mapping) else enumerate(arguments))
-    whole, sources = _whole(call, parallel), (original, parallel.original, getattr(model, "_orig_mod", model))
+    whole = _whole(call, parallel)
+    sources = (original, parallel.original, getattr(model, "_orig_mod", model))
     source = next(module for module in sources if module is not None)
 
     def run(watch: Watch) -> tuple[list[Wanted], list[Tensor]]:
@@ -93,12 +103,15 @@ def verify(
 
 def _whole(call: Call, parallel: ParallelModel) -> Call:
     """The arguments of the call on one device."""
-    whole, context, arrivals = dict(call), parallel.context, parallel.arrivals(call)
+    whole = dict(call)
+    context = parallel.context
+    arrivals = parallel.arrivals(call)
     blocks = list[tuple[str, Tensor, Sharding]]()
     for key, x in call.items():
         if isinstance(x, Tensor):
             layout, shape = arrivals.get(key, (Layout("..."), None))
-            layout, name = layout.resolved(x.ndim), f"argument {key!r} of the batch"
+            layout = layout.resolved(x.ndim)
+            name = f"argument {key!r} of the batch"
             with located(name):
                 whole[key] = x = context.moved(x, layout, unsharded(layout), shape)
             blocks.append((name, x, Sharding(unsharded(layout), context.axes, tuple(x.shape))))
@@ -120,7 +133,11 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
                 error.add_note(described(title, parallel, [*parallel.hooks][-1]))
             raise
     if not isinstance(value, Tensor) or value.ndim:
-        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        what = (
+            f"shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
     value.backward()
     return value
@@ -142,18 +159,28 @@ def _on_one_device(
         if drawn():
             what = "the model draws random numbers, which are others for blocks than for the whole"
             raise XshardError(what, hint="model.eval(), or a dropout of 0")
-    wanted = [Wanted("output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item())]
+    wanted = [
+        Wanted(
+            "output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item()
+        )
+    ]
     for each in _with_gradients(parallel):
         whole = wholes.pop(each.name)
         gradient = _gradient(whole)
         largest = gradient.abs().max().item() if gradient.numel() else 0.0
-        wanted.append(Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest))
+        wanted.append(
+            Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest)
+        )
         whole.grad = None
     return wanted
 
 
 def _eager() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 def _with_gradients(parallel: ParallelModel) -> list[Any]:
@@ -174,7 +201,11 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
     for each in parallel.parameters:
         block = each.tensor
         whole = each.gathered(context) if each.sharding.layout.axes else block.detach()
-        whole = nn.Parameter(whole, block.requires_grad) if isinstance(block, nn.Parameter) else whole.clone()
+        whole = (
+            nn.Parameter(whole, block.requires_grad)
+            if isinstance(block, nn.Parameter)
+            else whole.clone()
+        )
         wholes[each.name] = whole
         if missing := [name for name in each.names if name not in own]:
             raise XshardError(f"{missing[0]} is in the parallel model, and missing in original=")
@@ -187,7 +218,8 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
-                bound, function = getattr(hook, "__self__", None), getattr(hook, "func", None)
+                bound = getattr(hook, "__self__", None)
+                function = getattr(hook, "func", None)
                 if function is check_apart or any(bound is x for x in ours):
                     del hooks[key]
     return copied, wholes
@@ -197,9 +229,12 @@ def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, 
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Gradients are None inside, and as before afterwards; so are buffers."""
     gradients = [(each.tensor, each.tensor.grad) for each in _with_gradients(parallel)]
-    every = ((own, name, x) for own in (m._buffers for m in model.modules()) for name, x in own.items())
+    every = (
+        (own, name, x) for own in (m._buffers for m in model.modules()) for name, x in own.items()
+    )
     buffers = [(own, name, x, x.clone()) for own, name, x in every if x is not None]
-    compare, parallel.gradients.after_first = parallel.gradients.after_first, None
+    compare = parallel.gradients.after_first
+    parallel.gradients.after_first = None
     for x, _ in gradients:
         x.grad = None
     try:
@@ -215,7 +250,9 @@ def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
     """Afterwards random numbers go on as before. Yields whether some have been drawn."""
-    devices = sorted({each.tensor.get_device() for each in parallel.parameters if each.tensor.is_cuda})
+    devices = sorted(
+        {each.tensor.get_device() for each in parallel.parameters if each.tensor.is_cuda}
+    )
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -227,14 +264,17 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
 
 def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
     """The largest value of each kind."""
-    return {kind: max(w.largest for w in wanted if w.kind == kind) for kind in {w.kind for w in wanted}}
+    return {
+        kind: max(w.largest for w in wanted if w.kind == kind) for kind in {w.kind for w in wanted}
+    }
 
 
 def differing(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
     """1 for blocks that differ on some process, 2 if their shapes do, else 0."""
-    flags, most = [2.0] * len(blocks), largest_of(wanted)
+    flags = [2.0] * len(blocks)
+    most = largest_of(wanted)
     for i, (w, x) in enumerate(zip(wanted, blocks, strict=True)):
         if x.shape == w.block.shape:
             slack = tol * max(w.largest, most[w.kind] / 100)
@@ -249,7 +289,8 @@ def _compare(
     wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
 ) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
-    context, most = parallel.context, largest_of(wanted)
+    context = parallel.context
+    most = largest_of(wanted)
     if tol is None:
         tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
     numbers = [i for i, differ in enumerate(differing(wanted, blocks, tol, context)) if differ]
@@ -266,12 +307,15 @@ def _compare(
             run(partial(watching, hooks=parallel.hooks, runs=runs))
         place, text = first_wrong(runs[0], runs[1], parallel, tol)
         if not place:
-            name = wanted[numbers[-1] if numbers[0] else 0].name  # the backward pass ends with the first
+            name = wanted[
+                numbers[-1] if numbers[0] else 0
+            ].name  # the backward pass ends with the first
             of = "gradient of " if numbers[0] else ""
             place = text = f"the {of}{name}, while outputs of modules with rules are right"
             if inner := [path for path in parallel.hooks if name.startswith(path and f"{path}.")]:
                 text = described(place, parallel, inner[-1])
-    cause, wrong = Cause("module", f"wrong already: {place}") if place else None, list[Any]()
+    cause = Cause("module", f"wrong already: {place}") if place else None
+    wrong = list[Any]()
     for i in numbers:
         each = mismatch_of(wanted[i], blocks[i], most[wanted[i].kind], tol, context)
         wrong.append(replace(each, cause=each.cause or cause, first="" if wrong else text))

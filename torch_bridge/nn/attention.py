@@ -3,7 +3,11 @@
 >>> import torch_bridge as xt
 >>> from xshard import Mesh
 >>> def means():
-...     v = xt.positions("b s/zigzag(cp)", Mesh(cp=2), shape=(1, 8), dim="s").reshape(1, 4, 1, 1).double()
+...     v = (
+...         xt.positions("b s/zigzag(cp)", Mesh(cp=2), shape=(1, 8), dim="s")
+...         .reshape(1, 4, 1, 1)
+...         .double()
+...     )
 ...     return xt.nn.attention(0 * v, 0 * v, v, "b s/zigzag(cp) h k", Mesh(cp=2), causal=True)
 >>> [y.flatten().tolist() for y in xt.testing.run_ranks(2, means)]
 [[0.0, 0.5, 3.0, 3.5], [1.0, 1.5, 2.0, 2.5]]
@@ -35,7 +39,17 @@ from xshard.contractions.prices import fastest_attention
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, XshardError
 from xshard.layout.runs import row_numbers
-from xshard.nn.attention import ALL, CAUSAL, FIRST_DERIVATIVES, METHODS, REDUCE, RING, Attention, Tile, tiles
+from xshard.nn.attention import (
+    ALL,
+    CAUSAL,
+    FIRST_DERIVATIVES,
+    METHODS,
+    REDUCE,
+    RING,
+    Attention,
+    Tile,
+    tiles,
+)
 
 aten = torch.ops.aten
 _FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
@@ -52,7 +66,8 @@ class TileMask(NamedTuple):
 
     def as_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The mask as a bias: -inf where scores do not count."""
-        bias, visible = self.bias, self.visible
+        bias = self.bias
+        visible = self.visible
         if visible is None:
             return None if bias is None else bias.to(dtype)
         bias = torch.zeros((), device=visible.device) if bias is None else bias
@@ -73,9 +88,12 @@ class ProcessAttention(AttentionCall):
     processes: ProcessMesh
     profile: ProfileLike
     like: Tensor
-    xp, empty = torch, float("-inf")
+    xp = torch
+    empty = float("-inf")
 
-    def enter(self, x: Tensor, layout: Layout, shape: Sequence[int | None] | None) -> tuple[Tensor, Sharding]:
+    def enter(
+        self, x: Tensor, layout: Layout, shape: Sequence[int | None] | None
+    ) -> tuple[Tensor, Sharding]:
         return x, placed_as(x, layout, self.processes, shape).sharding
 
     def move(self, x: Tensor, layouts: tuple[Layout, Layout], shape: Sequence[int]) -> Tensor:
@@ -87,7 +105,11 @@ class ProcessAttention(AttentionCall):
         if is_transformed():
             methods = tuple(m for m in METHODS if m not in FIRST_DERIVATIVES)
             if how in FIRST_DERIVATIVES or not is_plain:
-                what = f"a {how}" if how in FIRST_DERIVATIVES else "softcap, dropout, return_lse, blind rows"
+                what = (
+                    f"a {how}"
+                    if how in FIRST_DERIVATIVES
+                    else "softcap, dropout, return_lse, blind rows"
+                )
                 hint = 'how="gather" or "ulysses", without these options'
                 raise XshardError(f"{what} under torch.func", hint=hint)
         profile = load_profile(machine(self.profile, self.like.device))
@@ -105,14 +127,20 @@ class ProcessAttention(AttentionCall):
         k, v = self.read(kv)
         parts = []
         for tile in tiles(self.attn, self.processes.device):
-            rows, keys, values = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
+            rows = q[:, :, tile.q]
+            keys = k[:, :, tile.k]
+            values = v[:, :, tile.k]
             mask = self.mask(tile, any_length=True)
-            bias, is_causal = mask.visible if mask.bias is None else mask.as_bias(q.dtype), mask.is_causal
+            bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
+            is_causal = mask.is_causal
             if is_causal and rows.shape[2] != keys.shape[2]:
-                from torch.nn.attention.bias import causal_lower_right  # slow: it imports torch._dynamo
+                from torch.nn.attention.bias import (
+                    causal_lower_right,
+                )  # slow: it imports torch._dynamo
 
                 with _disable_current_modes():  # a mode makes a plain tensor of it
-                    bias, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
+                    bias = causal_lower_right(rows.shape[2], keys.shape[2])
+                    is_causal = False
             options: Any = {"is_causal": is_causal, "scale": self.scale}
             parts.append(F.scaled_dot_product_attention(rows, keys, values, bias, **options))
         if not parts:  # without queries, too, the keys have a gradient, that other devices wait for
@@ -122,11 +150,17 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def heads_read(self) -> Tensor | None:
         """The head of keys that each head of queries reads; None if there are as many of both."""
-        return None if self.attn.group == 1 else self.whole(self.attn.heads_read(self.processes.device))
+        return (
+            None
+            if self.attn.group == 1
+            else self.whole(self.attn.heads_read(self.processes.device))
+        )
 
     def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, for every head of queries."""
-        return self.attn.split(kv if self.heads_read is None else kv.index_select(1, self.heads_read))
+        return self.attn.split(
+            kv if self.heads_read is None else kv.index_select(1, self.heads_read)
+        )
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         """Add the gradient of `read`'s result to the gradient of the block."""
@@ -137,7 +171,9 @@ class ProcessAttention(AttentionCall):
 
     def held(self, dim: int) -> Tensor:
         queries = self.attn.queries
-        return self.whole(row_numbers(queries.held(dim % len(queries.shape), self.processes.device)))
+        return self.whole(
+            row_numbers(queries.held(dim % len(queries.shape), self.processes.device))
+        )
 
     def whole(self, x: Any) -> Tensor:
         return torch.as_tensor(x, device=self.like.device)
@@ -152,11 +188,14 @@ class ProcessAttention(AttentionCall):
         """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
         rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
         keys: Any = self.attn.key_rows(self.processes.device, turn)[tile.k]
-        causal = tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
+        causal = (
+            tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
+        )
         is_plain = self.documents[0] is None and (causal or tile.kind == ALL)
         if is_plain and self.alibi is None and self.kernel:  # nothing to send to a GPU
             return TileMask(rows, keys, None, causal, None)
-        rows, keys = self.whole(rows), self.whole(keys)
+        rows = self.whole(rows)
+        keys = self.whole(keys)
         visible = None if is_plain else self.visible(rows, keys)
         return TileMask(rows, keys, visible, is_plain and causal, self.bias(rows, keys))
 
@@ -172,7 +211,11 @@ class ProcessAttention(AttentionCall):
         width = v.shape[-1]
         if self.kernel == "cpu":
             q, k, v = _one_width(q, k, v)
-            options = {"is_causal": mask.is_causal, "attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
+            options = {
+                "is_causal": mask.is_causal,
+                "attn_mask": mask.as_bias(q.dtype),
+                "scale": self.scale,
+            }
             y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
         elif self.kernel == "cuda":
             q, k, v = _one_width(q, k, v, multiple=8)
@@ -190,7 +233,14 @@ class ProcessAttention(AttentionCall):
         return y[..., :width], log_sum
 
     def pull(
-        self, dy: Tensor, q: Tensor, result: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, mask: TileMask
+        self,
+        dy: Tensor,
+        q: Tensor,
+        result: Tensor,
+        log_sum: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: TileMask,
     ) -> tuple[Tensor, ...]:
         """The tile's addends to the gradients of q, k and v; dy, result, log_sum are over all tiles."""
         widths = q.shape[-1], k.shape[-1], v.shape[-1]
@@ -205,19 +255,27 @@ class ProcessAttention(AttentionCall):
             # The kernel takes the strides of its own result for granted.
             result = result.transpose(1, 2).contiguous().transpose(1, 2)
             # Dropout's state, which is not used, and log-sum-exps padded to whole tiles.
-            state, padding = torch.zeros((), dtype=torch.int64, device=q.device), -q.shape[2] % 32
-            log_sum, needed = F.pad(log_sum, (0, padding), value=float("inf")), [True, True, True, False]
+            state = torch.zeros((), dtype=torch.int64, device=q.device)
+            padding = -q.shape[2] % 32
+            log_sum = F.pad(log_sum, (0, padding), value=float("inf"))
+            needed = [True, True, True, False]
             *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
                 dy, q, k, v, mask.for_gpu(q), result, log_sum, state, state, 0.0, needed, mask.is_causal,
                 scale=self.scale,
             )  # fmt: skip
         else:
             scores, slope = self.scores(q, k, mask.rows, mask.keys)
-            weights, kept = (scores - log_sum[..., None]).exp(), self.kept(mask.rows, mask.keys)
+            weights = (scores - log_sum[..., None]).exp()
+            kept = self.kept(mask.rows, mask.keys)
             wide = dy.to(weights.dtype)
             change = wide @ v.mT.to(wide.dtype) * kept - (wide * result).sum(-1, keepdim=True)
-            change, weights = weights * change * slope, weights * kept
-            gradients = change.to(k.dtype) @ k, change.mT.to(q.dtype) @ q, weights.mT.to(v.dtype) @ dy
+            change = weights * change * slope
+            weights = weights * kept
+            gradients = (
+                change.to(k.dtype) @ k,
+                change.mT.to(q.dtype) @ q,
+                weights.mT.to(v.dtype) @ dy,
+            )
         return tuple(x[..., :width] for x, width in zip(gradients, widths, strict=True))
 
     def send(self, block: Tensor, by: int = 1) -> Callable[[], Tensor]:
@@ -247,7 +305,9 @@ class BlockAttention(torch.autograd.Function):
                 part, added = blocks.attend(q[:, :, tile.q], k, v, blocks.mask(tile, turn))
                 before = log_sum[:, :, tile.q]
                 after = torch.logaddexp(before, added)
-                finite = after.clamp(min=torch.finfo(wide).min)  # -inf for rows that have seen nothing so far
+                finite = after.clamp(
+                    min=torch.finfo(wide).min
+                )  # -inf for rows that have seen nothing so far
                 y[:, :, tile.q] *= (before - finite).exp()[..., None]
                 y[:, :, tile.q] += part * (added - finite).exp()[..., None]
                 log_sum[:, :, tile.q] = after
@@ -259,12 +319,16 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor | None, of_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, cotangent: Tensor | None, of_log_sum: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, kv, y, log_sum = ctx.saved_tensors
         blocks: ProcessAttention = ctx.blocks
         wait: Any = None
         cotangent = torch.zeros_like(y) if cotangent is None else cotangent
-        if of_log_sum is not None:  # one more column adds it to `(cotangent * y).sum(-1)` in any kernel
+        if (
+            of_log_sum is not None
+        ):  # one more column adds it to `(cotangent * y).sum(-1)` in any kernel
             cotangent = torch.cat((cotangent, -of_log_sum[..., None].to(y.dtype)), -1)
             y = F.pad(y, (0, 1), value=1.0)
         # Weights are exp(score - log_sum): none for rows that see nothing.
@@ -278,24 +342,37 @@ class BlockAttention(torch.autograd.Function):
                 wide_v = v if of_log_sum is None else F.pad(v, (0, 1))
                 of_q, of_k, of_v = blocks.pull(dy, queries, result, sums, k, wide_v, mask)
                 q_gradient[:, :, tile.q] += of_q
-                blocks.add(kv_gradient[:, :, tile.k], torch.cat((of_k, of_v[..., : v.shape[-1]]), -1))
+                blocks.add(
+                    kv_gradient[:, :, tile.k], torch.cat((of_k, of_v[..., : v.shape[-1]]), -1)
+                )
             kv_gradient = kv_gradient if wait is None else wait() + kv_gradient
             is_last = turn + 1 == blocks.attn.rounds
-            wait = blocks.send(kv_gradient, -turn if is_last else 1) if blocks.attn.how == RING else None
+            wait = (
+                blocks.send(kv_gradient, -turn if is_last else 1)
+                if blocks.attn.how == RING
+                else None
+            )
         kv_gradient = kv_gradient if wait is None else wait()
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
 
 
 @between_graphs
 def _attention(
-    qkv: Sequence[Tensor], layout: Layout | str, mesh: Any, profile: Any, kernel: str | None, *options: Any
+    qkv: Sequence[Tensor],
+    layout: Layout | str,
+    mesh: Any,
+    profile: Any,
+    kernel: str | None,
+    *options: Any,
 ) -> Any:
     if kernel is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
         raise XshardError(f"implementation={kernel!r}", hint=hint)
     q, k, v = (as_tensor(x, name) for x, name in zip(qkv, "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
+        raise DtypeError(
+            f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
+        )
     where: Any = {"processes": process_mesh(mesh), "profile": profile, "like": q.new_empty(0)}
     y, *lse = ProcessAttention(*options, **where).run(q, k, v, layout)
     return (y.to(q.dtype), lse[0].squeeze(-1)) if lse else y.to(q.dtype)

@@ -15,7 +15,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Outputs, Placement, check_whole
-from torch_bridge.nn.window import Geometry, Ints, Like, apply_windows, geometry_of, no_outputs, window_frames
+from torch_bridge.nn.window import (
+    Geometry,
+    Ints,
+    Like,
+    apply_windows,
+    geometry_of,
+    no_outputs,
+    window_frames,
+)
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
 from xshard.nn.windows import OutputRun, pool_counts, pool_window, transposed_frame
@@ -58,16 +66,23 @@ def each(value: Any, rank: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,) * rank
 
 
-def conv(x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution) -> Outputs:
+def conv(
+    x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution
+) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the outputs; raises before anything is sent."""
-    rank, flat = len(form.kernel), _own_padding(placement, form.padding)
+    rank = len(form.kernel)
+    flat = _own_padding(placement, form.padding)
     mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
-    def convolve(rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         padded = F.pad(rows, flat, mode=mode) if any(flat) else rows
         return _CONV[rank - 1](padded, weight, bias, form.stride, 0, form.dilation, form.groups)
 
-    return apply_windows(x, placement, _conv_geometry(placement, form, weight.shape), convolve, weight, bias)
+    return apply_windows(
+        x, placement, _conv_geometry(placement, form, weight.shape), convolve, weight, bias
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -117,23 +132,35 @@ def check_channels(placement: Placement, dim: int, channels: int) -> None:
         raise ShapeError(what, text=str(placement.layout))
 
 
-def conv_transpose(layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None) -> Outputs:
+def conv_transpose(
+    layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None
+) -> Outputs:
     """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
-    options, extra = (layer.kernel_size, layer.stride, layer.dilation, layer.padding), layer.output_padding
-    rank, groups = len(layer.kernel_size), layer.groups
+    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding)
+    extra = layer.output_padding
+    rank = len(layer.kernel_size)
+    groups = layer.groups
     if output_size is not None:  # a global length
         lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
-        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths)
+        extra = tuple(
+            n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths
+        )
     windows = tuple(zip(*options, extra, strict=True))
     transposed = _transposed(placement, windows, layer.weight.shape, groups)
 
-    def spread(rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
+    def spread(
+        rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         if 0 in rows.shape:  # outputs that no input reaches
             y = no_outputs([0], rows, weight).sum().expand(transposed.result.local_shape)
         else:
-            full = _CONV_TRANSPOSE[rank - 1](rows, weight, None, layer.stride, 0, 0, groups, layer.dilation)
+            full = _CONV_TRANSPOSE[rank - 1](
+                rows, weight, None, layer.stride, 0, 0, groups, layer.dilation
+            )
             crop: list[int] = []
-            for run, (_, s, _, p, _), n in reversed([*zip(runs, windows, full.shape[-rank:], strict=True)]):
+            for run, (_, s, _, p, _), n in reversed(
+                [*zip(runs, windows, full.shape[-rank:], strict=True)]
+            ):
                 offset = run.start + p - run.first * s
                 crop += [-offset, run.outputs + offset - n]
             y = F.pad(full, crop)
@@ -143,14 +170,18 @@ def conv_transpose(layer: Any, x: Tensor, placement: Placement, output_size: Int
 
 
 @lru_cache(maxsize=4096)
-def _transposed(placement: Placement, windows: Windows, weights: torch.Size, groups: int) -> Geometry:
-    first, frames = len(placement.shape) - len(windows), []
+def _transposed(
+    placement: Placement, windows: Windows, weights: torch.Size, groups: int
+) -> Geometry:
+    first = len(placement.shape) - len(windows)
+    frames = []
     check_channels(placement, first - 1, weights[0])
     for d, (k, s, dilation, p, extra) in enumerate(windows, first):
         if not 0 <= extra < max(s, dilation):
             what = f"output_padding {extra} with stride {s} and dilation {dilation}"
             raise ShapeError(what, hint="output_padding must be smaller than stride or dilation")
-        dim, length = placement.layout.dims[d], placement.shape[d]
+        dim = placement.layout.dims[d]
+        length = placement.shape[d]
         sizes = placement.sharding.mesh.sizes_of(dim.axes)
         frames.append(transposed_frame(dim, length, sizes, k=k, s=s, d=dilation, p=p, extra=extra))
         if frames[-1].length < 1:
@@ -159,7 +190,9 @@ def _transposed(placement: Placement, windows: Windows, weights: torch.Size, gro
     return geometry_of(placement, frames, weights[1] * groups)
 
 
-def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
+def padding_pairs(
+    padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> Pairs:
     """A convolution's padding as torch writes it -> rows before and after, per spatial dim."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
@@ -173,7 +206,9 @@ def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation:
 
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the block of the maxima."""
-    pooled, windows, padding = _pooling(placement, *_pool(layer, Boundary("constant", float("-inf"))))
+    pooled, windows, padding = _pooling(
+        placement, *_pool(layer, Boundary("constant", float("-inf")))
+    )
 
     def maxima(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
         options = layer.kernel_size, layer.stride, padding, layer.dilation
@@ -197,7 +232,9 @@ def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
             sums = F.avg_pool2d if len(windows) == 2 else F.avg_pool3d
             y = sums(rows, kernel, stride, padding, ceil, divisor_override=1)
         divisor = getattr(layer, "divisor_override", None)  # one dim has none
-        return y / (divisor or _counts(*options, tuple(runs), layer.count_include_pad, (y.dtype, y.device)))
+        return y / (
+            divisor or _counts(*options, tuple(runs), layer.count_include_pad, (y.dtype, y.device))
+        )
 
     return apply_windows(x, placement, pooled, averages)
 
@@ -211,12 +248,17 @@ def _pool(layer: Any, beyond: Boundary) -> tuple[PoolWindows, bool]:
 
 
 @lru_cache(maxsize=4096)
-def _pooling(placement: Placement, windows: PoolWindows, ceil: bool) -> tuple[Geometry, PoolWindows, Ints]:
+def _pooling(
+    placement: Placement, windows: PoolWindows, ceil: bool
+) -> tuple[Geometry, PoolWindows, Ints]:
     """The geometry of a pool, its windows, and the rows that torch pads, per spatial dim."""
-    wider, padding = [], []
+    wider = []
+    padding = []
     for i, window in enumerate(windows, len(placement.shape) - len(windows)):
         if not 0 <= (p := window.padding[0]) <= (window.d * (window.k - 1) + 1) // 2:
-            raise ShapeError(f"padding {p} of a pool with kernel {window.k}", hint="at most half the kernel")
+            raise ShapeError(
+                f"padding {p} of a pool with kernel {window.k}", hint="at most half the kernel"
+            )
         wider.append(pool_window(placement.shape[i], window, ceil=ceil))
         padding.append(0 if placement.cuts(i) else p)
     return geometry_of(placement, window_frames(placement, wider)), tuple(wider), tuple(padding)
@@ -231,7 +273,9 @@ def _counts(
     counts = np.ones((), np.int64)
     for length, window, run, p in zip(lengths, windows, runs, padding, strict=True):
         outputs = range(run.start, run.start + run.outputs)
-        counts = counts[..., None] * pool_counts(length, window, outputs, padding=p, include_pad=include_pad)
+        counts = counts[..., None] * pool_counts(
+            length, window, outputs, padding=p, include_pad=include_pad
+        )
     every = math.prod(window.k for window in windows)
     return every if (counts == every).all() else torch.from_numpy(counts).to(like[1], like[0])
 
@@ -240,12 +284,15 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """A block `(..., *spatial)` -> the means over the spatial dims, which the result does not shard."""
     first = len(placement.shape) - rank_of(layer)
     over = range(first, len(placement.shape))
-    dims, n = list(placement.layout.dims), math.prod(placement.shape[first:])
+    dims = list(placement.layout.dims)
+    n = math.prod(placement.shape[first:])
     axes = tuple(axis for d in over for axis in dims[d].axes)
     dims[first:] = [Dim(dim.name) for dim in dims[first:]]
     result = placement.remade(dims, (*placement.shape[:first], *(1 for _ in over)))
     total = x.sum(tuple(over), keepdim=True)
     if axes:
         partial = replace(result.layout, tags=(("sum", axes),))
-        total = redistribute(total, (partial, result.layout), placement.processes, shape=result.shape)
+        total = redistribute(
+            total, (partial, result.layout), placement.processes, shape=result.shape
+        )
     return total / n, result

@@ -4,7 +4,9 @@
 >>> from xshard import Mesh
 >>> def loss():
 ...     block = xt.redistribute(torch.arange(8.0).view(2, 4), "b v -> b v/tp", Mesh(tp=2))
-...     return round(xt.nn.cross_entropy(block, torch.tensor([3, 0]), "b v/tp", Mesh(tp=2)).item(), 4)
+...     return round(
+...         xt.nn.cross_entropy(block, torch.tensor([3, 0]), "b v/tp", Mesh(tp=2)).item(), 4
+...     )
 >>> xt.testing.run_ranks(2, loss), round(torch.logsumexp(torch.arange(4.0), 0).item() - 1.5, 4)
 ([1.9402, 1.9402], 1.9402)
 """
@@ -31,26 +33,44 @@ from xshard.ops import move, tag
 
 
 @between_graphs
-def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *options: Any) -> Tensor:
+def _cross_entropy(
+    logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *options: Any
+) -> Tensor:
     reduction, ignore_index, label_smoothing, shape, classes, profile = options
-    logits, labels = as_tensor(logits, "logits"), as_tensor(labels, "labels")
+    logits = as_tensor(logits, "logits")
+    labels = as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
         hint = "labels are numbers of classes"
-        raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=str(layout), hint=hint)
+        raise DtypeError(
+            f"logits {logits.dtype}, labels {labels.dtype}", text=str(layout), hint=hint
+        )
     placement = placed_as(logits, layout, mesh, shape)
-    sharding, processes = placement.sharding, placement.processes
+    sharding = placement.sharding
+    processes = placement.processes
     d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
 
     def reduced(x: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
-        return redistribute(x, move(x.shape, tag(kind, axes), ""), processes, profile=profile) if axes else x
+        return (
+            redistribute(x, move(x.shape, tag(kind, axes), ""), processes, profile=profile)
+            if axes
+            else x
+        )
 
     x = logits.movedim(d, -1)
-    x, n, ignored = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1], labels == ignore_index
+    x, n, ignored = (
+        x.to(torch.promote_types(x.dtype, torch.float32)),
+        x.shape[-1],
+        labels == ignore_index,
+    )
     rows = _rows_of_classes(sharding, d, processes.device, x.device)
     row = F.embedding(labels.masked_fill(ignored, 0).long(), rows[:, None])[..., 0]
     top = reduced(x.detach().logsumexp(-1), "max", axes)
     chosen = x.gather(-1, row[..., None] % n)[..., 0].masked_fill(row == n, 0) if n else x.sum(-1)
-    addends = [(x - top[..., None]).exp().sum(-1), chosen, *([x.sum(-1)] if label_smoothing else [])]
+    addends = [
+        (x - top[..., None]).exp().sum(-1),
+        chosen,
+        *([x.sum(-1)] if label_smoothing else []),
+    ]
     total, chosen, *sums = reduced(torch.stack(addends), "sum", axes)
     losses = top + total.log() - (1 - label_smoothing) * chosen
     if label_smoothing:
@@ -58,7 +78,9 @@ def _cross_entropy(logits: Any, labels: Any, layout: Layout | str, mesh: MeshLik
     losses = losses.masked_fill(ignored, 0)
     if reduction == "none":
         return losses
-    total, count = reduced(torch.stack([losses.sum(), (~ignored).sum().to(losses)]), "sum", token_axes)
+    total, count = reduced(
+        torch.stack([losses.sum(), (~ignored).sum().to(losses)]), "sum", token_axes
+    )
     return total / count if reduction == "mean" else total
 
 

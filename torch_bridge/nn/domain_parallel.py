@@ -81,14 +81,17 @@ def domain_parallel(
     >>> xt.testing.run_ranks(2, turn)
     [True, True]
     """
-    layout, lengths = Layout.parse(layout), None if shape is None else tuple(shape)
+    layout = Layout.parse(layout)
+    lengths = None if shape is None else tuple(shape)
     paths: dict[int, str] = {}
     swapped: dict[int, nn.Module] = {}
 
     def swap(module: nn.Module, path: str) -> nn.Module:
         if id(module) in swapped:
             return swapped[id(module)]
-        converter = next((c for kind, c in (converters or {}).items() if isinstance(module, kind)), None)
+        converter = next(
+            (c for kind, c in (converters or {}).items() if isinstance(module, kind)), None
+        )
         if converter is not None:
             new: nn.Module = _Converted(converter(module), path)
         elif type(module) in LAYERS:
@@ -98,7 +101,9 @@ def domain_parallel(
             new = same_state(module, type(module))
             inside = f"{path}." if path else ""
             children = module._modules.items()
-            new._modules = {name: None if x is None else swap(x, inside + name) for name, x in children}
+            new._modules = {
+                name: None if x is None else swap(x, inside + name) for name, x in children
+            }
             paths[id(new)] = path
         swapped[id(module)] = new
         return new
@@ -109,7 +114,8 @@ def domain_parallel(
     entrance.attach(root)
     if sum_gradients:
         parallel = replicated(root, ParallelContext(process_mesh(mesh).along(axes)))
-        parallel.original, parallel.arrives = model, entrance.arrivals
+        parallel.original = model
+        parallel.arrives = entrance.arrivals
         setattr(root, ATTRIBUTE, parallel)
     return root
 
@@ -132,7 +138,9 @@ class _Entrance:
             module.register_forward_hook(self._leave, always_call=True)
 
     def arrivals(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        sharded = ((key, x) for key, x in values.items() if isinstance(x, Tensor) and self._is_sharded(x))
+        sharded = (
+            (key, x) for key, x in values.items() if isinstance(x, Tensor) and self._is_sharded(x)
+        )
         placements = {key: self._placed(x, True) for key, x in sharded}
         return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
 
@@ -164,7 +172,8 @@ class _Entrance:
             # The record is set on an alias: the caller's tensor is left as it is.
             return record(x.view_as(x), placement)
 
-        args, kwargs = tuple(map(known, args)), {name: known(x) for name, x in kwargs.items()}
+        args = tuple(map(known, args))
+        kwargs = {name: known(x) for name, x in kwargs.items()}
         self._copy_parameters(module, first)
         if not follows:
             self.running[-1].enter_context(Propagation(self.paths))
@@ -175,7 +184,10 @@ class _Entrance:
         axes = placement.axes
         own = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         if own and axes != placement.shares:
-            ready = {(id(p), axes): copy for p, copy in zip(own, placement.copies_of(own, axes), strict=True)}
+            ready = {
+                (id(p), axes): copy
+                for p, copy in zip(own, placement.copies_of(own, axes), strict=True)
+            }
             self.running[-1].callback(COPIES.reset, COPIES.set(ready))
 
     def _is_sharded(self, x: Tensor) -> bool:
@@ -183,9 +195,12 @@ class _Entrance:
         return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
 
     def _placed(self, x: Tensor, is_model: bool) -> Placement:
-        layout, shape = self.layout.resolved(x.ndim), self.shape
+        layout = self.layout.resolved(x.ndim)
+        shape = self.shape
         if shape is not None and not is_model:  # a part of the model has other channels
-            shape = tuple(n if dim.axes else None for dim, n in zip(layout.dims, shape, strict=True))
+            shape = tuple(
+                n if dim.axes else None for dim, n in zip(layout.dims, shape, strict=True)
+            )
         return replace(placed_as(x, layout, self.mesh, shape), shares=self.shares)
 
     def _leave(self, *_: Any) -> None:
@@ -200,13 +215,17 @@ def _check_followed(module: nn.Module, path: str) -> None:
     if kind in FOLLOWED:
         return
     if isinstance(module, Layer):
-        what, hint = "is domain-parallel already", "pass the ordinary model"
+        what = "is domain-parallel already"
+        hint = "pass the ordinary model"
     elif known is not None and kind.forward is known.forward:
-        what, hint = f"is a subclass of {known.__name__}", "its effect on blocks is not known: converters="
+        what = f"is a subclass of {known.__name__}"
+        hint = "its effect on blocks is not known: converters="
     elif kind.__module__.startswith("torch.nn."):
-        what, hint = "lacks an exact form on blocks", "converters=, or redistribute what it needs whole"
+        what = "lacks an exact form on blocks"
+        hint = "converters=, or redistribute what it needs whole"
     elif any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-        what, hint = "is lazy", "run the ordinary model once first"
+        what = "is lazy"
+        hint = "run the ordinary model once first"
     if what:
         raise XshardError(f"{path or 'the model'} ({kind.__name__}) {what}", hint=hint)
 
@@ -226,14 +245,18 @@ class _Converted(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.module.training = self.training
-        placement = next((p for p in map(recorded, (*args, *kwargs.values())) if p is not None), None)
+        placement = next(
+            (p for p in map(recorded, (*args, *kwargs.values())) if p is not None), None
+        )
         with torch._C.DisableTorchFunction():  # `propagation` does not look inside
             if placement is None:
                 return self.module(*args, **kwargs)
             copies = self._copies(placement)
             y = torch.func.functional_call(self.module, copies, args, kwargs)
             if copies:
-                check_no_checkpoint(self.path, tensors_in((y,)), tensors_in((*args, *kwargs.values())))
+                check_no_checkpoint(
+                    self.path, tensors_in((y,)), tensors_in((*args, *kwargs.values()))
+                )
         if isinstance(y, tuple | list):
             return type(y)(self._recorded(part, placement) for part in y)
         return self._recorded(y, placement)
@@ -252,7 +275,9 @@ class _Converted(nn.Module):
         if not isinstance(y, Tensor) or recorded(y) is not None:
             return y
         local = placement.local_shape
-        if y.ndim != len(local) or any(n != local[d] for d, n in enumerate(y.shape) if placement.cuts(d)):
+        if y.ndim != len(local) or any(
+            n != local[d] for d, n in enumerate(y.shape) if placement.cuts(d)
+        ):
             what = f"{self.path}: a block of shape {local} became one of {tuple(y.shape)}"
             hint = "sharded dims keep their lengths, unless a layer returns them"
             raise ShapeError(what, text=str(placement.layout), hint=hint)

@@ -48,38 +48,50 @@ def fft(
     [True, True]
     """
     placement = placed_as(as_tensor(x, "x"), layout, mesh, shape)
-    names, numbers = placement.layout.names, dims.split()
+    names = placement.layout.names
+    numbers = dims.split()
     if kind not in KINDS:
         raise XshardError(f"kind={kind!r}", hint=f"there are: {', '.join(KINDS)}")
     if not numbers or not {*numbers} <= {*names}:
-        raise XshardError(f"dims={dims!r}", text=str(placement.layout), hint='names of dims, as in "h w"')
+        raise XshardError(
+            f"dims={dims!r}", text=str(placement.layout), hint='names of dims, as in "h w"'
+        )
     steps = [*zip(map(names.index, numbers), lengths or [-1] * len(numbers), strict=True)]
     # The last dim is the first if its input is real, and the last if its output is.
     (end, _), first, last = steps[-1], kind in ("rfft", "ihfft"), kind in ("irfft", "hfft")
     steps = steps[:: -1 if first else 1]
-    sharded, whole = ([step for step in steps if placement.cuts(step[0]) is cut] for cut in (True, False))
+    sharded, whole = (
+        [step for step in steps if placement.cuts(step[0]) is cut] for cut in (True, False)
+    )
     for group in (sharded, whole) if (first if placement.cuts(end) else last) else (whole, sharded):
-        home, moves = [*placement.layout.dims], group is sharded and group
+        home = [*placement.layout.dims]
+        moves = group is sharded and group
         if moves:
             away = _elsewhere(placement, [d for d, _ in group])
-            x, placement = placement.moved(x, away), placement.remade(away.dims, placement.shape)
+            x = placement.moved(x, away)
+            placement = placement.remade(away.dims, placement.shape)
         for d, n in group:
             name = kind if d == end else "ifft" if kind in ("ifft", "irfft", "ihfft") else "fft"
             y = getattr(torch.fft, name)(x, None if n == -1 else n, d, norm)
             if y.shape[d] != x.shape[d] and any(shard.numbers for shard in home[d].shards):
                 home[d] = Dim(home[d].name, (Shard(home[d].axes, "balanced"),))
-            x, placement = y, placement.with_length(d, y.shape[d])
+            x = y
+            placement = placement.with_length(d, y.shape[d])
         back = placement.remade(home, placement.shape)
-        x, placement = placement.moved(x, back.layout) if moves else x, back
+        x = placement.moved(x, back.layout) if moves else x
+        placement = back
     return record(x, placement)
 
 
 def _elsewhere(placement: Placement, dims: Sequence[int]) -> Layout:
     """The layout in which some dims are whole, and the longest of the others is sharded instead."""
-    every, axes = list(placement.layout.dims), [a for d in dims for a in placement.layout.dims[d].axes]
+    every = list(placement.layout.dims)
+    axes = [a for d in dims for a in placement.layout.dims[d].axes]
     for d in dims:
         every[d] = Dim(every[d].name)
     if others := [d for d in range(len(every)) if d not in dims]:
         host = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
-        every[host] = replace(every[host], shards=(*every[host].shards, Shard(tuple(axes), "balanced")))
+        every[host] = replace(
+            every[host], shards=(*every[host].shards, Shard(tuple(axes), "balanced"))
+        )
     return Layout(tuple(every))

@@ -51,7 +51,9 @@ class Layer:
             if self.in_model and recorded(input) is None:
                 what = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
-                raise ShapeError(what, hint=hint + "activations are checkpointed by xt.nn.checkpoint")
+                raise ShapeError(
+                    what, hint=hint + "activations are checkpointed by xt.nn.checkpoint"
+                )
             placement = placed_as(input, self.layout, self.mesh)
             with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
                 y, result = self.form.compute(self, input, placement, *arguments, **named)
@@ -65,12 +67,21 @@ class Layer:
 
 
 def layer_of(
-    module: nn.Module, layout: Layout | str, mesh: MeshLike, path: str | None = None, outputs: str = ""
+    module: nn.Module,
+    layout: Layout | str,
+    mesh: MeshLike,
+    path: str | None = None,
+    outputs: str = "",
 ) -> Any:
     """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in a model, if any."""
-    layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
-    layer.layout, layer.mesh = Layout.parse(layout), mesh
-    layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, path is not None
+    layer = same_state(
+        module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS)
+    )
+    layer.layout = Layout.parse(layout)
+    layer.mesh = mesh
+    layer.path = path or type(module).__name__
+    layer.outputs = outputs
+    layer.in_model = path is not None
     _, option, only, hint = layer.form
     if option and {*each(value := getattr(module, option), 1)} != {only}:
         raise with_path(XshardError(f"{option}={value}", hint=hint), layer.path)
@@ -99,27 +110,39 @@ def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 _BY_RANK = {
-    "AdaptiveAvgPool": Form(convs.global_avg_pool, "output_size", 1, "1 has an exact form for sharded dims"),
+    "AdaptiveAvgPool": Form(
+        convs.global_avg_pool, "output_size", 1, "1 has an exact form for sharded dims"
+    ),
     "AvgPool": Form(convs.avg_pool),
     "BatchNorm": Form(norms.batch_norm),
     "Conv": Form(_conv),
     "ConvTranspose": Form(convs.conv_transpose),
-    "InstanceNorm": Form(norms.instance_norm, "track_running_stats", False, "statistics of one sample"),
-    "MaxPool": Form(convs.max_pool, "return_indices", False, "positions in the whole array are not computed"),
+    "InstanceNorm": Form(
+        norms.instance_norm, "track_running_stats", False, "statistics of one sample"
+    ),
+    "MaxPool": Form(
+        convs.max_pool, "return_indices", False, "positions in the whole array are not computed"
+    ),
 }
 # Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
 FORMS: dict[type[nn.Module], Form] = {
     nn.GroupNorm: Form(norms.group_norm),
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), Form(norms.layer_norm)),
-    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)),
-    **{getattr(nn, f"{name}{rank}d"): form for name, form in _BY_RANK.items() for rank in (1, 2, 3)},
+    **dict.fromkeys(
+        (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)
+    ),
+    **{
+        getattr(nn, f"{name}{rank}d"): form for name, form in _BY_RANK.items() for rank in (1, 2, 3)
+    },
 }
 
 LAYERS: dict[type[nn.Module], type[Any]] = {
     kind: type(kind.__name__, (Layer, kind), {"form": form, "__module__": __name__})
     for kind, form in FORMS.items()
 }
-globals().update({layer.__name__: layer for layer in LAYERS.values()})  # pickle looks them up by name
+globals().update(
+    {layer.__name__: layer for layer in LAYERS.values()}
+)  # pickle looks them up by name
 
 
 class HaloExchange(nn.Module):
@@ -149,10 +172,15 @@ class HaloExchange(nn.Module):
         shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.halo_width, self.dim, self.axis, self.mesh = halo_width, dim, axis, mesh
+        self.halo_width = halo_width
+        self.dim = dim
+        self.axis = axis
+        self.mesh = mesh
         self.options: Any = {"boundary": boundary, "shape": shape}
         if mesh is None and not isinstance(axis, str):
-            raise MeshError(f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes")
+            raise MeshError(
+                f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """`n/axis -> n/axis:halo(...)`; the gradients of copied rows are added at their owner."""

@@ -35,7 +35,9 @@ class Placement:
     processes: ProcessMesh
     shares: tuple[str, ...] = ()  # axes along which processes keep their shares of gradients
 
-    def __reduce__(self) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
@@ -62,7 +64,9 @@ class Placement:
         return bool(self.layout.dims[dim].axes)
 
     def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-        return replace(self, sharding=Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
+        return replace(
+            self, sharding=Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape))
+        )
 
     def with_length(self, dim: int, length: int) -> Placement:
         return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))
@@ -76,10 +80,15 @@ class Placement:
 
     def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
         """Parameters as copies along the axes that shard the array, or the ones made at the entrance."""
-        axes, ready = self.axes, COPIES.get({})
+        axes = self.axes
+        ready = COPIES.get({})
         if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
-        missing = [p for p in parameters if p is not None and p.requires_grad and (id(p), axes) not in ready]
+        missing = [
+            p
+            for p in parameters
+            if p is not None and p.requires_grad and (id(p), axes) not in ready
+        ]
         if missing:
             copies = zip(missing, self.copies_of(missing, axes), strict=True)
             ready = {**ready, **{(id(p), axes): x for p, x in copies}}
@@ -99,7 +108,8 @@ def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
     """Raise NotationError if one of the dims is sharded."""
     for d in dims:
         if placement.cuts(d):
-            dim, text = placement.layout.dims[d], str(placement.layout)
+            dim = placement.layout.dims[d]
+            text = str(placement.layout)
             hint = f"redistribute first, as in '{dim} -> {dim.name}'"
             raise NotationError(f"{what} needs dim {dim.name!r} whole", text=text, hint=hint)
 
@@ -134,12 +144,17 @@ def placement_of(x: Tensor) -> Placement:
 def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = None) -> Placement:
     """The placement of a block: recorded, else under `layout`; lengths of None are equal blocks' lengths."""
     lengths = None if shape is None else tuple(shape)
-    return recorded(x) or _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
+    return recorded(x) or _placed_as(
+        Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths
+    )
 
 
 @lru_cache(maxsize=4096)
 def _placed_as(
-    layout: Layout, processes: ProcessMesh, local: tuple[int, ...], shape: tuple[int | None, ...] | None
+    layout: Layout,
+    processes: ProcessMesh,
+    local: tuple[int, ...],
+    shape: tuple[int | None, ...] | None,
 ) -> Placement:
     text = str(layout)
     check_axes(layout, processes.mesh)
@@ -148,7 +163,9 @@ def _placed_as(
         raise NotationError(what, text=text, hint="as in b c h/sp w")
     if shape is not None and len(shape) != len(local):
         raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
-    known = {} if shape is None else dict(zip(layout.resolved(len(local)).names, shape, strict=True))
+    known = (
+        {} if shape is None else dict(zip(layout.resolved(len(local)).names, shape, strict=True))
+    )
     whole = global_shape(layout, processes.mesh, local, text, known)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
     if placement.local_shape != local:

@@ -1,6 +1,7 @@
 """Records follow blocks through a model's own code, between its layers, and through checkpoints. A torch
 function has a rule if its result for a block is a block of its result for the array; its arguments are moved,
-and gradients of replicated ones summed. Others are refused: results could have the right shape."""
+and gradients of replicated ones summed. Others are refused: results could have the right shape.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +67,11 @@ _WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
 
 
 def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _broadcast([p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None])
-    written, args = args[0], tuple(_fitted(a, result) for a in args)
+    result = _broadcast(
+        [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
+    )
+    written = args[0]
+    args = tuple(_fitted(a, result) for a in args)
     if func.__name__.endswith("_") and not func.__name__.endswith("__") and args[0] is not written:
         what = f"{func.__name__}() on a tensor that is not sharded like its result"
         raise XshardError(what, hint="not in place")
@@ -81,12 +85,18 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of a block and of parameters, for which the last dims of the block are whole."""
-    placement, name, values = recorded(args[0]), func.__name__, (*args[1:], *kwargs.values())
+    placement = recorded(args[0])
+    name = func.__name__
+    values = (*args[1:], *kwargs.values())
     others = list(tensors_in(values))
-    if placement is None or any(p.ndim > 2 or (recorded(p) or placement.whole(p)).axes for p in others):
+    if placement is None or any(
+        p.ndim > 2 or (recorded(p) or placement.whole(p)).axes for p in others
+    ):
         raise _not_of_blocks(name)
     if name == "embedding" and any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse"))):
-        raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
+        raise XshardError(
+            "embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them"
+        )
     if (last := _WHOLE_LAST.get(name)) is None:  # a norm
         last = len(_named(args, kwargs, ("input", "normalized_shape"))[1])
     first = len(placement.shape) - last
@@ -103,9 +113,12 @@ def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for placement in placements:
         check_whole(placement, (_dim(dim, placement),), "cat()")
     if len(placements) < len(tensors):
-        raise XshardError("cat() of a block and a tensor without a placement", hint="slice it first")
+        raise XshardError(
+            "cat() of a block and a tensor without a placement", hint="slice it first"
+        )
     d = _dim(dim, placements[0])
-    one_row, lengths = _broadcast([p.with_length(d, 1) for p in placements]), [p.shape[d] for p in placements]
+    one_row = _broadcast([p.with_length(d, 1) for p in placements])
+    lengths = [p.shape[d] for p in placements]
     parts = [_fitted(x, one_row.with_length(d, n)) for x, n in zip(tensors, lengths, strict=True)]
     return record(func(parts, d), one_row.with_length(d, sum(lengths)))
 
@@ -118,7 +131,8 @@ def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function along some dims, which are whole: they stay, or they are reduced."""
-    x, name = args[0], func.__name__
+    x = args[0]
+    name = func.__name__
     position, dim = _ALONG[name]
     last = len(args) if name == "flip" else position + 1
     values: Sequence[Any] = (*args[position:last], *(kwargs[k] for k in _DIMS if k in kwargs))
@@ -142,16 +156,20 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _index_select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, index = _named(args, kwargs, ("input", "dim", "index"))
     if (placement := recorded(index)) is not None and placement.axes:
-        index = placement.moved(index, Layout(tuple(Dim(dim.name) for dim in placement.layout.dims)))
+        index = placement.moved(
+            index, Layout(tuple(Dim(dim.name) for dim in placement.layout.dims))
+        )
     return _along(func, (x, dim, index), {})
 
 
 def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__.removeprefix("fft_")
-    kind, length = name.rstrip("2n"), "n" if name.endswith("t") else "s"
+    kind = name.rstrip("2n")
+    length = "n" if name.endswith("t") else "s"
     default = {"t": -1, "2": (-2, -1), "n": None}[name[-1]]
     x, n, dim, norm = _named(args, kwargs, ("input", length, "dim", "norm"), None, default, None)
-    placement, lengths = placement_of(x), [n] if isinstance(n, int) else n
+    placement = placement_of(x)
+    lengths = [n] if isinstance(n, int) else n
     dims = [dim] if isinstance(dim, int) else dim or range(-len(lengths or placement.shape), 0)
     dims = [_dim(d, placement) for d in dims]
     for i, d in enumerate(dims if lengths else ()):  # in a model's code, lengths are the block's
@@ -161,12 +179,15 @@ def _fft(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 raise XshardError(what, hint="sharded dims keep the length that they have")
             lengths = [*lengths[:i], -1, *lengths[i + 1 :]]
     names = " ".join(placement.layout.names[d] for d in dims)
-    return fft(x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm)
+    return fft(
+        x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm
+    )
 
 
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, pads, mode, value = _named(args, kwargs, ("input", "pad", "mode", "value"), "constant", None)
-    placement, pairs = placement_of(x), tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    placement = placement_of(x)
+    pairs = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
     first = x.ndim - len(pairs)
     if any(any(pair) and placement.cuts(d) for d, pair in enumerate(pairs, first)):
         return record(*pad(x, placement, pairs, mode, value or 0.0))
@@ -204,14 +225,19 @@ def _broadcast(found: Sequence[Placement]) -> Placement:
     """The placement of the result of a broadcasting function: each dim is cut as in the first cut of it."""
     rank = max(len(placement.shape) for placement in found)
     base = next(placement for placement in found if len(placement.shape) == rank)
-    dims, shape = list(base.layout.dims), list(base.shape)
+    dims = list(base.layout.dims)
+    shape = list(base.shape)
     for placement in found:
         for d in range(-1, -len(placement.shape) - 1, -1):
-            dim, n = placement.layout.dims[d], placement.shape[d]
+            dim = placement.layout.dims[d]
+            n = placement.shape[d]
             if (shape[d] == 1 and n != 1) or (not dims[d].axes and dim.axes and n == shape[d]):
-                dims[d], shape[d] = replace(dim, name=dims[d].name), n
+                dims[d] = replace(dim, name=dims[d].name)
+                shape[d] = n
             elif n not in (1, shape[d]):
-                raise ShapeError(f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placement.layout))
+                raise ShapeError(
+                    f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placement.layout)
+                )
     return base.remade(dims, shape)
 
 
@@ -247,7 +273,9 @@ def _dim(dim: int, placement: Placement) -> int:
     return dim % len(placement.shape)
 
 
-def _named(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any) -> list[Any]:
+def _named(
+    args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any
+) -> list[Any]:
     """The arguments with these names, by position or by name; the last ones have defaults."""
     named = {"dim" if k == "axis" else k: v for k, v in kwargs.items()}
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
@@ -276,14 +304,20 @@ _RULES: dict[str, Rule] = {
 @lru_cache(maxsize=1024)
 def _rule_of(name: str) -> Rule | None:
     packets = [getattr(torch.ops.aten, n, None) for n in (name, name.strip("_"))]
-    tags = [getattr(p, overload).tags for p in packets if p is not None for overload in p.overloads()]
-    pointwise = name in _POINTWISE or (name != "equal" and any(torch.Tag.pointwise in tag for tag in tags))
+    tags = [
+        getattr(p, overload).tags for p in packets if p is not None for overload in p.overloads()
+    ]
+    pointwise = name in _POINTWISE or (
+        name != "equal" and any(torch.Tag.pointwise in tag for tag in tags)
+    )
     return _RULES.get(name) or (_pointwise if pointwise else None)
 
 
 def _not_of_blocks(name: str) -> XshardError:
     what = f"{name}() of a block is not a block of {name}() of the array"
-    return XshardError(what, hint="use a module, which becomes a layer, or redistribute what it needs whole")
+    return XshardError(
+        what, hint="use a module, which becomes a layer, or redistribute what it needs whole"
+    )
 
 
 class Propagation(TorchFunctionMode):
@@ -293,9 +327,13 @@ class Propagation(TorchFunctionMode):
         super().__init__()
         self.paths = paths
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        placements = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
+        placements = [
+            p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None
+        ]
         name = getattr(func, "__name__", str(func))
         if name == "__get__" and func.__self__.__name__ in VIEWS | {"imag", "real"}:  # type: ignore[attr-defined]
             name = func.__self__.__name__  # type: ignore[attr-defined]
@@ -307,7 +345,8 @@ class Propagation(TorchFunctionMode):
             if (rule := _rule_of(name)) is None:
                 raise _not_of_blocks(name)
             if not args:
-                args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+                args = (kwargs["input"],)
+                kwargs = {k: v for k, v in kwargs.items() if k != "input"}
             return rule(func, args, kwargs)
         except XshardError as error:
             raise with_path(error, self._path()) from None

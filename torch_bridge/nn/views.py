@@ -34,9 +34,15 @@ def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     placement = placement_of(x)
     if name == "__getitem__":
         index = rest[0] if isinstance(rest[0], tuple) else rest
-        if any(isinstance(i, bool) or not isinstance(i, slice | int | EllipsisType | None) for i in index):
-            raise XshardError("a block indexed by more than slices and numbers", hint="as in x[:, :4]")
-    local, merging = name in _OF_LENGTHS, name in _MERGING
+        if any(
+            isinstance(i, bool) or not isinstance(i, slice | int | EllipsisType | None)
+            for i in index
+        ):
+            raise XshardError(
+                "a block indexed by more than slices and numbers", hint="as in x[:, :4]"
+            )
+    local = name in _OF_LENGTHS
+    merging = name in _MERGING
     empty = _without_data(x.shape if local else placement.shape, x.dtype, merging)
     aims = func(empty, *rest, **kwargs)
     what = "a slice" if name == "__getitem__" else f"{name}()"
@@ -61,18 +67,27 @@ def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) ->
     return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
 
 
-def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool) -> Placement:
+def _seen(
+    placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool
+) -> Placement:
     """The placement of a view of an array without data; splits: lengths of the block may have split a dim."""
-    dims, lengths = list(itertools.islice(new_dims(placement.layout), aim.ndim)), list(aim.shape)
-    whole, sharded = dict[int, tuple[Dim, int]](), dict[int, tuple[Dim, int]]()
+    dims = list(itertools.islice(new_dims(placement.layout), aim.ndim))
+    lengths = list(aim.shape)
+    whole = dict[int, tuple[Dim, int]]()
+    sharded = dict[int, tuple[Dim, int]]()
     for d, dim in enumerate(placement.layout.dims):
 
         def places(x: Tensor, d: int = d) -> list[int]:
             """Dims that the dim may be; a whole one may have another length."""
             n = empty.shape[d] if placement.cuts(d) else None
-            return [i for i in range(x.ndim) if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])]
+            return [
+                i
+                for i in range(x.ndim)
+                if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])
+            ]
 
-        before, after = places(empty), places(aim)
+        before = places(empty)
+        after = places(aim)
         e = after[before.index(d)] if len(before) == len(after) else None
         if not placement.cuts(d):
             whole |= {} if e is None else {e: (dim, aim.shape[e])}
@@ -81,21 +96,28 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
         check_whole(placement, (d,) if place.keys() <= sharded.keys() else (), what)
         # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
         if splits and any(map(gt, _ones_beside(aim, *place), _ones_beside(empty, d))):
-            raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
+            raise XshardError(
+                f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does"
+            )
         sharded |= place
     for i, (dim, length) in (whole | sharded).items():
-        dims[i], lengths[i] = dim, length
+        dims[i] = dim
+        lengths[i] = length
     return placement.remade(dims, lengths)
 
 
 def _grouped(placement: Placement, x: Tensor, d: int, y: Tensor) -> dict[int, tuple[Dim, int]]:
     """The dim of a view with some rows for each row of a sharded dim: its number, itself, its length."""
-    step, dim, owners = x.stride(d), placement.layout.dims[d], placement.sharding.owners(d)
+    step = x.stride(d)
+    dim = placement.layout.dims[d]
+    owners = placement.sharding.owners(d)
     for i, n in enumerate(y.shape if x.is_contiguous() else ()):
         rows = step // y.stride(i)
         if rows > 1 and rows * y.stride(i) == step and n == rows * x.shape[d]:
             if not placement.sharding.is_even or {shard.order for shard in dim.shards} != {"block"}:
-                parts = tuple(tuple((rows * as_intervals(part)).ravel().tolist()) for part in owners)
+                parts = tuple(
+                    tuple((rows * as_intervals(part)).ravel().tolist()) for part in owners
+                )
                 dim = Dim(dim.name, (Shard(dim.axes, INTERVALS, parts),))
             return {i: (dim, rows * placement.shape[d])}
     return {}

@@ -30,13 +30,21 @@ class Geometry:
     runs: tuple[tuple[OutputRun, ...], ...]  # the process's own, along each dim
 
 
-def geometry_of(placement: Placement, frames: Sequence[Frame], channels: int | None = None) -> Geometry:
+def geometry_of(
+    placement: Placement, frames: Sequence[Frame], channels: int | None = None
+) -> Geometry:
     """The geometry of an op over the last dims; channels: output channels, if the op changes their number."""
-    sharding, device = placement.sharding, placement.processes.device
-    sources, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
-    first, runs = len(shape) - len(frames), []
+    sharding = placement.sharding
+    device = placement.processes.device
+    sources = [*placement.layout.dims]
+    results = [*placement.layout.dims]
+    shape = [*placement.shape]
+    first = len(shape) - len(frames)
+    runs = []
     for d, frame in enumerate(frames, first):
-        sources[d], results[d], shape[d] = frame.source, frame.result, frame.length
+        sources[d] = frame.source
+        results[d] = frame.result
+        shape[d] = frame.length
         runs.append(frame.runs[sharding.dim_device(d, device)])
     if channels is not None:
         shape[first - 1] = channels
@@ -49,7 +57,9 @@ def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame
     frames = []
     for d, window in enumerate(windows, len(placement.shape) - len(windows)):
         dim = placement.layout.dims[d]
-        frame = window_frame(dim, placement.shape[d], placement.sharding.mesh.sizes_of(dim.axes), window)
+        frame = window_frame(
+            dim, placement.shape[d], placement.sharding.mesh.sizes_of(dim.axes), window
+        )
         frames.append(frame if dim.axes else replace(frame, source=dim))
     if any(frame.length < 1 for frame in frames):
         what = f"no output: kernel {tuple(w.k for w in windows)} over {placement.shape[-len(windows) :]}"
@@ -58,21 +68,30 @@ def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame
 
 
 def apply_windows(
-    x: Tensor, placement: Placement, geometry: Geometry, op: Callable[..., Tensor], *parameters: Tensor | None
+    x: Tensor,
+    placement: Placement,
+    geometry: Geometry,
+    op: Callable[..., Tensor],
+    *parameters: Tensor | None,
 ) -> Outputs:
     """A block -> the block of a window op; op: rows, runs, and copies of unsharded parameters -> outputs."""
     copies = placement.copied(*parameters)
     block = placement.moved(x, geometry.source)
     if not all(geometry.runs):
         return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
-    return _run_by_run(block, geometry.runs, lambda rows, *runs: op(rows, runs, *copies)), geometry.result
+    return _run_by_run(
+        block, geometry.runs, lambda rows, *runs: op(rows, runs, *copies)
+    ), geometry.result
 
 
-def _run_by_run(block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable[..., Tensor]) -> Tensor:
+def _run_by_run(
+    block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable[..., Tensor]
+) -> Tensor:
     """The op on the rows of every combination of runs, the outputs concatenated in order."""
     for d, several in enumerate(runs, -len(runs)):
         if len(several) > 1:
-            i, parts = d + len(runs), block.split([run.rows for run in several], d)
+            i = d + len(runs)
+            parts = block.split([run.rows for run in several], d)
             each = zip(parts, ([*runs[:i], (run,), *runs[i + 1 :]] for run in several), strict=True)
             return torch.cat([_run_by_run(part, rest, op) for part, rest in each], d)
     return op(block, *(run for (run,) in runs))
@@ -84,7 +103,11 @@ def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:
 
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
-MODES = {"nearest": (None, "nearest"), "nearest-exact": (None, "nearest-exact"), "linear": (1, "linear")}
+MODES = {
+    "nearest": (None, "nearest"),
+    "nearest-exact": (None, "nearest-exact"),
+    "linear": (1, "linear"),
+}
 MODES |= {"bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}
 
 
@@ -102,7 +125,9 @@ def interpolate(
     rank = len(placement.shape) - 2
     mode_rank, dim_mode = MODES.get(mode, (0, ""))
     if mode_rank not in (None, rank):
-        raise XshardError(f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}")
+        raise XshardError(
+            f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}"
+        )
     lengths = placement.shape[2:]
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
@@ -110,11 +135,15 @@ def interpolate(
     if scale_factor is None:
         outputs = (size,) * rank if isinstance(size, int) else tuple(size or ())
     else:
-        scales = (scale_factor,) * rank if isinstance(scale_factor, int | float) else tuple(scale_factor)
+        scales = (
+            (scale_factor,) * rank if isinstance(scale_factor, int | float) else tuple(scale_factor)
+        )
         outputs = tuple(math.floor(n * f) for n, f in zip(lengths, scales, strict=True))
         factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
-        raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
+        raise ShapeError(
+            f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim"
+        )
     options = dim_mode, bool(align_corners), (x.dtype, x.device)
     resampled, local_taps = _geometry(placement, outputs, factors, *options)
 
@@ -123,14 +152,18 @@ def interpolate(
             parts = [rows.index_select(d, inputs) for inputs, _ in some]
             if len(parts) > 1:  # a single input needs no weight
                 along = -1, *(1,) * (rows.ndim - d - 1)
-                parts = [part * weight.view(along) for part, (_, weight) in zip(parts, some, strict=True)]
+                parts = [
+                    part * weight.view(along) for part, (_, weight) in zip(parts, some, strict=True)
+                ]
             rows = sum(parts[1:], start=parts[0])
         return rows
 
     return apply_windows(x, placement, resampled, interpolated)
 
 
-LocalTaps = tuple[tuple[Tensor, Tensor], ...]  # the rows of the block and their weights, for each tap
+LocalTaps = tuple[
+    tuple[Tensor, Tensor], ...
+]  # the rows of the block and their weights, for each tap
 
 
 @lru_cache(maxsize=1024)
@@ -139,8 +172,10 @@ def _geometry(
     placement: Placement, outputs: Ints, factors: Factors, mode: str, aligned: bool, like: Like
 ) -> tuple[Geometry, tuple[LocalTaps, ...]]:
     """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
-    global_taps, frames = [], []
-    dims, lengths = placement.layout.dims[2:], placement.shape[2:]
+    global_taps = []
+    frames = []
+    dims = placement.layout.dims[2:]
+    lengths = placement.shape[2:]
     for dim, length, n, factor in zip(dims, lengths, outputs, factors, strict=True):
         global_taps.append(taps(mode, length, n, align_corners=aligned, scale=factor))
         sizes = placement.sharding.mesh.sizes_of(dim.axes)

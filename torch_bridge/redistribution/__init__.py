@@ -14,7 +14,13 @@ from torch_bridge.calls.move import PLAIN, MoveCall, named
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
+from torch_bridge.redistribution.blocks import (
+    Endpoints,
+    call_of,
+    compare,
+    move_one,
+    redistribute_between,
+)
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError, PlanError
@@ -28,7 +34,12 @@ T = TypeVar("T")
 
 @overload
 def redistribute(
-    x: T, layouts: Any, mesh: MeshLike | None = None, *, async_op: Literal[False] = False, **options: Any
+    x: T,
+    layouts: Any,
+    mesh: MeshLike | None = None,
+    *,
+    async_op: Literal[False] = False,
+    **options: Any,
 ) -> T: ...
 
 
@@ -128,8 +139,17 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
             if not check_replicated and compiled.is_recorded([x], layouts, mesh, profile):
                 return compiled.recorded("redistribute", [x], layouts, mesh, options, async_op)
         if is_dynamo:
-            options |= {"src_mesh": src_mesh, "dst_mesh": dst_mesh, "dtype": dtype, "device": device}
-            options |= {"requires_grad": requires_grad, "relabel": relabel, "bucket_bytes": bucket_bytes}
+            options |= {
+                "src_mesh": src_mesh,
+                "dst_mesh": dst_mesh,
+                "dtype": dtype,
+                "device": device,
+            }
+            options |= {
+                "requires_grad": requires_grad,
+                "relabel": relabel,
+                "bucket_bytes": bucket_bytes,
+            }
             options |= {"async_op": async_op, "debug": debug, "check_replicated": check_replicated}
             return compiled.eagerly(redistribute, x, layouts, mesh, **options)
     check_not_swapped()

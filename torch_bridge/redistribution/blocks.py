@@ -39,7 +39,12 @@ class Endpoints(NamedTuple):
 
 
 def redistribute_between(
-    x: Any, layouts: Expression, shape: Any, endpoints: Endpoints, debug: bool, check_replicated: bool | None
+    x: Any,
+    layouts: Expression,
+    shape: Any,
+    endpoints: Endpoints,
+    debug: bool,
+    check_replicated: bool | None,
 ) -> Tensor | None:
     """`redistribute` of a block, of a DTensor, or of None on a process outside the source."""
     check_world()
@@ -47,16 +52,23 @@ def redistribute_between(
 
     def prepared() -> tuple[Tensor | None, TransferCall]:
         """This process's block, and the call; a DTensor brings the source's mesh and the global shape."""
-        block, source, lengths = None if x is None else as_tensor(x), src_mesh, shape
+        block = None if x is None else as_tensor(x)
+        source = src_mesh
+        lengths = shape
         if is_dtensor(block):
             from torch_bridge.dtensor.placements import local_of, whole_of
 
-            source, lengths = block.device_mesh, whole_of(block, None, shape)
-            if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(source), ranks_of(source)):
+            source = block.device_mesh
+            lengths = whole_of(block, None, shape)
+            if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (
+                mesh_of(source),
+                ranks_of(source),
+            ):
                 what = f"the DTensor is on {source!r}, not on {src_mesh!r}"
                 raise MeshError(what, hint="leave src_mesh out")
             both = layouts if isinstance(layouts, Plan) else sides(layouts)
-            text, has_block = f"{both.src} -> {both.dst}", dist.get_rank() in callers(source)
+            text = f"{both.src} -> {both.dst}"
+            has_block = dist.get_rank() in callers(source)
             block = local_of(block, both.src, text) if has_block else None
         block_dtype = dtype if block is None else block.dtype
         name = None if block_dtype is None else name_of(block_dtype)
@@ -69,7 +81,10 @@ def redistribute_between(
 
         def facts() -> CallFacts:
             block, call = prepared()
-            flags = {"requires_grad": requires_grad, "check_replicated": are_checked(check_replicated)}
+            flags = {
+                "requires_grad": requires_grad,
+                "check_replicated": are_checked(check_replicated),
+            }
             return call.facts(block, **flags)
 
         compared = compare_call(None, text, facts)
@@ -77,7 +92,9 @@ def redistribute_between(
     plan = call.plan()
     plan_dtype = getattr(torch, plan.dtype)
     if requires_grad and not (plan_dtype.is_floating_point or plan_dtype.is_complex):
-        raise DtypeError(f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can")
+        raise DtypeError(
+            f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can"
+        )
     tensor_device = tensor_device_of(block, device, dst_mesh)
     executable = cross(plan, tensor_device, dist.group.WORLD)
     if requires_grad:
@@ -92,7 +109,9 @@ def redistribute_between(
         text = f"{plan.src} -> {plan.dst}" if isinstance(layouts, Plan) else sides(layouts).text
         entering, returning = comparisons_between(plan, text)
     y = Redistribute.apply(executable, Expect.apply(block, entering, None) if entering else block)
-    y = watched(compared, Expect.apply(y, None, returning) if returning and requires_grad else y, block)
+    y = watched(
+        compared, Expect.apply(y, None, returning) if returning and requires_grad else y, block
+    )
     return y if requires_grad or dist.get_rank() in plan.dst_devices else None
 
 
@@ -101,7 +120,9 @@ def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -
     if x is not None or device is not None:
         return torch.device(device) if x is None else x.device
     uses_cuda = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
-    kind = dst_mesh.device_type if isinstance(dst_mesh, DeviceMesh) else "cuda" if uses_cuda else "cpu"
+    kind = (
+        dst_mesh.device_type if isinstance(dst_mesh, DeviceMesh) else "cuda" if uses_cuda else "cpu"
+    )
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
@@ -110,18 +131,25 @@ def call_of(x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, *options
     if is_dtensor(x):
         from torch_bridge.dtensor.placements import whole_of
 
-        shape, mesh = whole_of(x, mesh, shape), x.device_mesh
+        shape = whole_of(x, mesh, shape)
+        mesh = x.device_mesh
     return MoveCall.of(layouts, mesh, shape, *options)
 
 
 def move_one(
-    x: Tensor, call: MoveCall, async_op: bool = False, check_replicated: bool | None = None, name: str = ""
+    x: Tensor,
+    call: MoveCall,
+    async_op: bool = False,
+    check_replicated: bool | None = None,
+    name: str = "",
 ) -> Tensor | PendingTensor:
     """The result of a call. name: the tensor's, for errors about its replicas."""
     compares = replicas.are_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN and is_dtensor(x):
         if async_op:
-            raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
+            raise PlanError(
+                "async_op is for tensors", hint="a DTensor waits for its local block at once"
+            )
         from torch_bridge.dtensor.redistribution import redistribute_by_layouts
 
         return redistribute_by_layouts(x, call, compares, name)
@@ -136,13 +164,18 @@ def move_one(
 
 
 def compare(
-    x: Tensor, arguments: Any, async_op: bool, check_replicated: bool | None, bucket_bytes: int | None = None
+    x: Tensor,
+    arguments: Any,
+    async_op: bool,
+    check_replicated: bool | None,
+    bucket_bytes: int | None = None,
 ) -> Compared | None:
     """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
     layouts, mesh, *options = arguments
 
     def facts() -> CallFacts:
-        call, block = call_of(x, layouts, mesh, *options), x
+        call = call_of(x, layouts, mesh, *options)
+        block = x
         if is_dtensor(x):
             from torch_bridge.dtensor.function import local_block
             from torch_bridge.dtensor.redistribution import move_by_layouts

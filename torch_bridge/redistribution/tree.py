@@ -16,7 +16,13 @@ from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
-from torch_bridge.redistribution.blocks import Endpoints, call_of, compare, move_one, redistribute_between
+from torch_bridge.redistribution.blocks import (
+    Endpoints,
+    call_of,
+    compare,
+    move_one,
+    redistribute_between,
+)
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked
@@ -32,7 +38,11 @@ class _Leaf(NamedTuple):
 
 
 def redistribute_tree(
-    tree: Any, arguments: tuple, bucket_bytes: int | str | None, debug: bool, check_replicated: bool | None
+    tree: Any,
+    arguments: tuple,
+    bucket_bytes: int | str | None,
+    debug: bool,
+    check_replicated: bool | None,
 ) -> Any:
     """`redistribute` of every tensor of a tree, with fewer collectives: each result is the same as alone."""
     layouts, mesh, shape, *options = arguments
@@ -45,7 +55,8 @@ def redistribute_tree(
 
     limit = limit_of(bucket_bytes)
     compared = _compare(tree, mesh, leaves, check_replicated, limit) if debug else []
-    calls, results = [], dict[int, Any]()
+    calls = []
+    results = dict[int, Any]()
     for leaf in (tensors := leaves()):
         with located(leaf.place):
             calls.append(call_of(leaf.x, *leaf.arguments))
@@ -61,13 +72,20 @@ def redistribute_tree(
 
 
 def transfer_tree(
-    tree: Any, layouts: Any, shape: Any, endpoints: Endpoints, debug: bool, check_replicated: bool | None
+    tree: Any,
+    layouts: Any,
+    shape: Any,
+    endpoints: Endpoints,
+    debug: bool,
+    check_replicated: bool | None,
 ) -> Any:
     """`redistribute` of every tensor of a tree between two meshes, one after the other."""
     results = []
     for place, x, expression, whole in _spread(tree, layouts, shape, is_optional=True):
         with located(place):
-            results.append(redistribute_between(x, expression, whole, endpoints, debug, check_replicated))
+            results.append(
+                redistribute_between(x, expression, whole, endpoints, debug, check_replicated)
+            )
     return tree_unflatten(results, tree_structure(tree))
 
 
@@ -75,7 +93,10 @@ def _spread(
     tree: Any, layouts: Any, shape: Any, is_optional: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
-    trees = (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"), (shape, _is_shape, "shapes")
+    trees = (
+        (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"),
+        (shape, _is_shape, "shapes"),
+    )
     expressions, shapes = (
         spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
         for values, is_value, what in trees
@@ -113,7 +134,11 @@ def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) 
     results: dict[int, Any] = {}
     for records in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
-        some = [i for i, (x, *_) in parts.items() if (x.requires_grad and torch.is_grad_enabled()) == records]
+        some = [
+            i
+            for i, (x, *_) in parts.items()
+            if (x.requires_grad and torch.is_grad_enabled()) == records
+        ]
         if some:
             blocks, executables, finish = zip(*(parts[i] for i in some), strict=True)
             moved = Redistribute.apply(BucketedExecutable(executables, limit), *blocks)
@@ -133,7 +158,9 @@ def _compare(
 
     def facts() -> CallFacts:
         tensors.extend(leaves())
-        return CallFacts({"tensors": ", ".join(leaf.place for leaf in tensors)}, {}, callers(mesh), {})
+        return CallFacts(
+            {"tensors": ", ".join(leaf.place for leaf in tensors)}, {}, callers(mesh), {}
+        )
 
     compare_call(mesh, "redistribute of a tree", facts)
     compared = []

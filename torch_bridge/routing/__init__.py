@@ -15,7 +15,14 @@ from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.calls.move import between_graphs, ranked
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.process_mesh import Group, MeshLike, as_mesh, check_device, mesh_of, process_mesh
+from torch_bridge.mesh.process_mesh import (
+    Group,
+    MeshLike,
+    as_mesh,
+    check_device,
+    mesh_of,
+    process_mesh,
+)
 from torch_bridge.routing.copies import Copies, Routed
 from xshard.errors import PlanError, ShapeError
 from xshard.layout import Layout
@@ -43,11 +50,15 @@ class RouteCall(NamedTuple):
         check_device(to.device)
         if torch._C._functorch.is_batchedtensor(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
-            raise PlanError(what, hint="vmap(..., in_dims) with None for to; real tensors, not meta")
+            raise PlanError(
+                what, hint="vmap(..., in_dims) with None for to; real tensors, not meta"
+            )
         rows = str([(x.dtype, tuple(x.shape[1:])) for x in blocks])
         sent = {"rows": rows, "choices": str(to.shape[1:]), "options": str(self[2:5])}
         part = process_mesh(self.mesh).along(self.axes).ranks
-        return desync.CallFacts({"mesh": ranked(self.mesh)}, sent | desync.derivatives_of(*blocks), part, {})
+        return desync.CallFacts(
+            {"mesh": ranked(self.mesh)}, sent | desync.derivatives_of(*blocks), part, {}
+        )
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
         """Rows of several tensors, in one all-to-all -> the route of the first, and the copies of each."""
@@ -58,42 +69,66 @@ class RouteCall(NamedTuple):
         else:
             self.facts(blocks, to)
         processes = process_mesh(self.mesh).along(self.axes)
-        n, group, n_rows = processes.mesh.n_devices, processes.group(self.axes), len(to)
+        n = processes.mesh.n_devices
+        group = processes.group(self.axes)
+        n_rows = len(to)
         groups = Groups.of(self.groups, n)
-        most, last = max(groups.sizes), len(groups.parts)
+        most = max(groups.sizes)
+        last = len(groups.parts)
         chosen = (to if to.ndim == 2 else to[:, None]).long()
         # Groups as `part * most + number there`; those to nowhere as of a part after the last one.
         places = _places(groups, to.device)[chosen.where((chosen >= 0) & (chosen < last), last)]
         parts = places // most
-        meets = torch.zeros(n_rows, n + 1, dtype=torch.bool, device=to.device).scatter_(1, parts, True)[:, :n]
-        order, limit = meets.cumsum(0) - 1, self.sizes or self.capacity
+        meets = torch.zeros(n_rows, n + 1, dtype=torch.bool, device=to.device).scatter_(
+            1, parts, True
+        )[:, :n]
+        order = meets.cumsum(0) - 1
+        limit = self.sizes or self.capacity
         kept = meets if limit is None else meets & (order < limit)
         count = kept.sum(0)
         if self.sizes is None:
             is_sent = pad(kept, (0, 1)).gather(1, parts).long()
-            choices = count.new_zeros(n + 1).scatter_add_(0, parts.reshape(-1), is_sent.reshape(-1))[:n]
+            choices = count.new_zeros(n + 1).scatter_add_(
+                0, parts.reshape(-1), is_sent.reshape(-1)
+            )[:n]
             sent, received, came = _exchanged(count, choices, to, blocks, group, last)
             starts = count.cumsum(0) - count
         else:
             sent = received = [self.sizes] * n
-            starts, came = torch.arange(n, device=to.device) * self.sizes, n * self.sizes * chosen.shape[1]
+            starts = torch.arange(n, device=to.device) * self.sizes
+            came = n * self.sizes * chosen.shape[1]
         # Copies in the order in which they are sent, as `row * n + part`; `n_rows * n` is padding.
-        slots, every = (starts + order).where(kept, sum(sent)), torch.arange(n_rows * n, device=to.device)
-        copies = count.new_full((sum(sent) + 1,), n_rows * n).scatter_(0, slots.reshape(-1), every)[:-1]
-        index, part = copies // n, copies % n
+        slots = (starts + order).where(kept, sum(sent))
+        every = torch.arange(n_rows * n, device=to.device)
+        copies = count.new_full((sum(sent) + 1,), n_rows * n).scatter_(0, slots.reshape(-1), every)[
+            :-1
+        ]
+        index = copies // n
+        part = copies % n
         beside = (pad(places, (0, 0, 0, 1), value=n * most)[index] - part[:, None] * most).int()
         there = Copies(group, index, n_rows, sent, received, self.sizes is not None, beside=beside)
         moved: Any = Redistribute.apply(there, *blocks)
         moved = list(moved) if isinstance(moved, tuple) else [moved]
-        here, own = there.arrived[0].long(), groups.sizes[processes.device]
-        here = here.where((here >= 0) & (here < own), own)  # `own` is for choices of others, and comes last
+        here = there.arrived[0].long()
+        own = groups.sizes[processes.device]
+        here = here.where(
+            (here >= 0) & (here < own), own
+        )  # `own` is for choices of others, and comes last
         by_group, choices = here.reshape(-1).sort(stable=True)
-        dropped, k = meets.sum() - count.sum(), here.shape[1]
-        return Routed(moved[0], by_group[:came], choices[:came], own, k, dropped, there, compared), moved
+        dropped = meets.sum() - count.sum()
+        k = here.shape[1]
+        return Routed(
+            moved[0], by_group[:came], choices[:came], own, k, dropped, there, compared
+        ), moved
 
 
 def _exchanged(
-    copies: Tensor, choices: Tensor, to: Tensor, blocks: Sequence[Tensor], group: Group, n_groups: int
+    copies: Tensor,
+    choices: Tensor,
+    to: Tensor,
+    blocks: Sequence[Tensor],
+    group: Group,
+    n_groups: int,
 ) -> tuple[list[int], list[int], int]:
     """Copies and choices for each part -> copies for each, copies and choices from all, after one round."""
     width = sum(math.prod(x.shape[1:]) * x.element_size() for x in blocks)
@@ -101,7 +136,9 @@ def _exchanged(
     about = torch.stack([most, *(most.new_full((), n) for n in (width, math.prod(to.shape[1:])))])
     mine = torch.cat([torch.stack([copies, choices], 1), about.expand(len(copies), 3)], 1)
     sizes = [mine.shape[1]] * len(mine)
-    each = Collective("all_to_all", group, sizes, sizes, is_even=True).run(mine.view(-1), mine.shape)
+    each = Collective("all_to_all", group, sizes, sizes, is_even=True).run(
+        mine.view(-1), mine.shape
+    )
     sent, reports = torch.stack([mine, each]).tolist()  # the host waits here, and nowhere else
     by_rank = dict(zip(group.ranks, reports, strict=True))
     for rank, (_, _, highest, *_) in by_rank.items():
@@ -119,7 +156,9 @@ def _places(groups: Groups, device: torch.device) -> Tensor:
     """`part * most groups of a part + number there` of each group, and one beyond all parts."""
     most = max(groups.sizes)
     pairs = zip(groups.parts, groups.numbers, strict=True)
-    return torch.tensor([*(part * most + i for part, i in pairs), groups.n_parts * most], device=device)
+    return torch.tensor(
+        [*(part * most + i for part, i in pairs), groups.n_parts * most], device=device
+    )
 
 
 @between_graphs

@@ -24,7 +24,8 @@ class Copies:
     """The rows of this process -> the copies of rows that others and itself send here; a linear map. index:
     the row of each copy sent, by parts, if `padded` also `rows`. sent, received: copies per part. home: the
     adjoint: copies go back, and are added up by row. batches: dims before the rows. beside: numbers of each
-    copy sent, which travel with the rows; `arrived` has them then."""
+    copy sent, which travel with the rows; `arrived` has them then.
+    """
 
     group: Group
     index: Tensor
@@ -72,20 +73,28 @@ class Copies:
         result.index_add_(0, self.index, copies)
         return result[:-1].clone() if self.padded else result
 
-    def _sent_on(self, tables: list[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+    def _sent_on(
+        self, tables: list[Tensor], sent: Sequence[int], received: Sequence[int]
+    ) -> list[Tensor]:
         """Tables with a row per copy -> the rows that arrive. All travel in one all-to-all, as bytes."""
         parts = [_bytes(x) for x in tables]
         message = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        widths, width = [x.shape[1] for x in parts], message.shape[1]
+        widths = [x.shape[1] for x in parts]
+        width = message.shape[1]
         messages, arriving = ([n * width for n in numbers] for numbers in (sent, received))
         sends = Collective("all_to_all", self.group, messages, arriving)
         arrived = sends.run(message.view(-1), (sum(received), width))
         if len(tables) == 1:
             split = [arrived]
         else:  # each begins at an address of its own, as its dtype may need
-            split = [x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)]
+            split = [
+                x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)
+            ]
         rows = sum(received)
-        return [x.view(-1).view(t.dtype).view(rows, t.shape[1]) for x, t in zip(split, tables, strict=True)]
+        return [
+            x.view(-1).view(t.dtype).view(rows, t.shape[1])
+            for x, t in zip(split, tables, strict=True)
+        ]
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -98,7 +107,8 @@ class Routed:
     """Rows that came, by group, and the way back. copies: a row for each row of a process with a choice here,
     by processes. groups: the group of each of `rows`, by its number here. order: its number among all choices
     of all copies, `k` for each. dropped: how many copies of this process's rows were not sent for a capacity,
-    on the device."""
+    on the device.
+    """
 
     copies: Tensor
     groups: Tensor
@@ -142,10 +152,14 @@ class Routed:
         if weights is not None:
             table = weights if weights.ndim == 2 else weights[:, None]
             if table.shape != (self._there.rows, self.k):
-                raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
+                raise ShapeError(
+                    f"weights have shape {tuple(weights.shape)}", hint="the shape of to"
+                )
             there = Redistribute.apply(self._there.tangent, table)
             products = y * there.reshape(-1).index_select(0, self.order).view(-1, *ones)
-        shares = products.new_zeros(len(self.copies), *y.shape[1:]).index_add(0, self._of_copy, products)
+        shares = products.new_zeros(len(self.copies), *y.shape[1:]).index_add(
+            0, self._of_copy, products
+        )
         return self.home(shares.to(y.dtype))
 
     @property
@@ -158,6 +172,8 @@ class Routed:
     @between_graphs
     def home(self, y: Tensor) -> Tensor:
         """A result per copy -> their sum for each row of this process. All processes call it."""
-        tied = y + self.copies[:0].sum().to(y.dtype)  # without rows too, the backward pass sends to others
+        tied = y + self.copies[:0].sum().to(
+            y.dtype
+        )  # without rows too, the backward pass sends to others
         result = Redistribute.apply(self._there.backward, tied)
         return self._compared.watched(result, self.copies) if self._compared else result

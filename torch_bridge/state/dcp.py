@@ -26,11 +26,20 @@ from xshard.state.files.header import FileError
 METADATA = ".metadata"
 _RECORDS = {
     metadata.__name__: {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+        ),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     filesystem.__name__: {"_StorageInfo"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
     "torch.serialization": {"_get_layout"},
 }
 
@@ -38,7 +47,8 @@ _RECORDS = {
 def open_dcp(path: str | Path) -> Checkpoint:
     """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet. Raises FileError
     for metadata with anything but records of DCP, and for tensors with parts outside of the folder or of
-    their files, or parts that overlap or leave a gap."""
+    their files, or parts that overlap or leave a gap.
+    """
     folder = Path(path)
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
@@ -104,21 +114,33 @@ class _Part:
     @cached_property
     def numbers(self) -> Mapped:
         """All elements, mapped from the disk."""
-        shape, item = tuple(rows.stop - rows.start for rows in self.box), self.item
+        shape = tuple(rows.stop - rows.start for rows in self.box)
+        item = self.item
         with _malformed(item.file):
             tensor = item.load("meta")
             stored = tuple(tensor.shape), dtypes.name_of(tensor.dtype)
             if stored != (shape, self.dtype):
-                raise FileError(f"{stored} at byte {item.offset}, but {shape, self.dtype} in the metadata")
+                raise FileError(
+                    f"{stored} at byte {item.offset}, but {shape, self.dtype} in the metadata"
+                )
             if tensor.is_conj() or tensor.is_neg():
-                raise FileError(f"the tensor at byte {item.offset} is stored as its conjugate or negative")
+                raise FileError(
+                    f"the tensor at byte {item.offset} is stored as its conjugate or negative"
+                )
             strides = tuple(step * tensor.itemsize for step in tensor.stride())
-            start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+            start = (
+                tensor.untyped_storage()._checkpoint_offset
+                + tensor.storage_offset() * tensor.itemsize
+            )
             last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
             if math.prod(shape) and last + tensor.itemsize > item.length:
-                raise FileError(f"the tensor at byte {item.offset} has more than {item.length} bytes")
+                raise FileError(
+                    f"the tensor at byte {item.offset} has more than {item.length} bytes"
+                )
             file, memory = map_file(item.file)
-            whole = np.ndarray(shape, dtypes.carrier(self.dtype), memory, item.offset + start, strides)
+            whole = np.ndarray(
+                shape, dtypes.carrier(self.dtype), memory, item.offset + start, strides
+            )
             return Mapped(shape, self.dtype, whole, file, item.offset + start, item.file.name)
 
 
@@ -147,11 +169,14 @@ def _common(wanted: range, part: slice) -> tuple[slice, slice]:
 
 def _item(folder: Path, info: Any) -> _Item:
     """An item of the metadata, as a part of a file in the folder."""
-    file, end = folder / info.relative_path, info.offset + info.length
+    file = folder / info.relative_path
+    end = info.offset + info.length
     if file.parent != folder or file.is_symlink():
         raise FileError(f"'{info.relative_path}' is not a file in the folder itself")
     if not 0 <= info.offset <= end <= file.stat().st_size:
-        raise FileError(f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}")
+        raise FileError(
+            f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}"
+        )
     if getattr(info, "transform_descriptors", None):
         what = f"{file.name} is written by {info.transform_descriptors}"
         raise FileError(what, hint="extensions of DCP are not read")
@@ -160,17 +185,22 @@ def _item(folder: Path, info: Any) -> _Item:
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     """A tensor of the metadata; its parts have each element once."""
-    dtype, shape = dtypes.name_of(record.properties.dtype), tuple(record.size)
+    dtype = dtypes.name_of(record.properties.dtype)
+    shape = tuple(record.size)
     chunks = np.array([(part.offsets, part.sizes) for part in record.chunks], np.int64)
     starts, sizes = chunks.reshape(len(record.chunks), 2, len(shape)).transpose(1, 0, 2)
-    stops, some = starts + sizes, (sizes > 0).all(-1)
+    stops = starts + sizes
+    some = (sizes > 0).all(-1)
     begin_before = (starts[some][:, None] < stops[some]).all(-1)  # the end of the other
     inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
     overlap = (begin_before & begin_before.T).sum() > some.sum()
     if not inside or math.prod(shape) != sizes.prod(-1).sum() or overlap:
         raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
     boxes = zip(starts.tolist(), stops.tolist(), strict=True)
-    parts = [_Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype) for start, stop in boxes]
+    parts = [
+        _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)
+        for start, stop in boxes
+    ]
     for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
         if size * dtypes.itemsize(dtype) > part.item.length:
             raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")
@@ -187,5 +217,7 @@ def _malformed(file: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"{error.filename}: {error.strerror}") from None
     except Exception as error:
-        hint = "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
+        hint = (
+            "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
+        )
         raise FileError(f"{file} is not what DCP writes: {error}", hint=hint) from None

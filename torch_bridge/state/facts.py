@@ -23,7 +23,8 @@ from xshard.notation.parser import ARROW
 from xshard.plans.expression import sides_or_one
 from xshard.state import Names, TreePlan, plan_transfer
 
-LEAF, PROFILE = "leaf ", "profile"
+LEAF = "leaf "
+PROFILE = "profile"
 Facts = Mapping[str, str]
 Pairs = tuple[tuple[Any, Any], ...]  # items of a mapping, hashable
 
@@ -35,10 +36,15 @@ def described(
     tensors, constants = tensors_and_constants(tree)
     mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
     if mesh is None:
-        raise MeshError("no src_mesh", hint="a tree of DTensors brings its mesh, any other needs src_mesh=")
-    axes, ranks = mesh_of(mesh), ranks_of(mesh)
+        raise MeshError(
+            "no src_mesh", hint="a tree of DTensors brings its mesh, any other needs src_mesh="
+        )
+    axes = mesh_of(mesh)
+    ranks = ranks_of(mesh)
     if rank() not in ranks:
-        raise MeshError(f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there")
+        raise MeshError(
+            f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there"
+        )
     src_rules, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
     rule_of = {} if src_rules is None else Rules(src_rules).match(list(tensors))
     blocks: dict[str, Tensor] = {}
@@ -65,7 +71,9 @@ def described(
 
 def leaf_facts(facts: Facts) -> Iterator[dict[str, Any]]:
     """Shapes, dtypes, layouts or expressions, and kinds of devices of the tensors of a described tree."""
-    leaves = {key.removeprefix(LEAF): json.loads(facts[key]) for key in facts if key.startswith(LEAF)}
+    leaves = {
+        key.removeprefix(LEAF): json.loads(facts[key]) for key in facts if key.startswith(LEAF)
+    }
     return ({name: leaf[i] for name, leaf in leaves.items()} for i in range(4))
 
 
@@ -76,11 +84,14 @@ def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=32)
-def plan_described(facts: Pairs, dst_rules: Pairs | None, names: Names | None, *there: Any) -> TreePlan:
+def plan_described(
+    facts: Pairs, dst_rules: Pairs | None, names: Names | None, *there: Any
+) -> TreePlan:
     """The plan for a described tree, cached. there: the mesh, both meshes' devices, profile, bucket_bytes."""
     shapes, dtypes, layouts, _ = leaf_facts(dict(facts))
     dst_mesh, (src_devices, dst_devices), profile, bucket_bytes = there
-    src_mesh, src_rules = mesh_in(dict(facts))[0], {re.compile(re.escape(n)): layouts[n] for n in layouts}
+    src_mesh = mesh_in(dict(facts))[0]
+    src_rules = {re.compile(re.escape(n)): layouts[n] for n in layouts}
     rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
     devices: Any = {"src_mesh": src_mesh, "src_devices": src_devices, "dst_devices": dst_devices}
     options: Any = {"names": names, "profile": profile, "bucket_bytes": bucket_bytes}
@@ -96,7 +107,10 @@ def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
     """Rules and names as text, which processes compare."""
     both = rules if isinstance(rules, list | tuple) else (rules,)
     texts = (None if one is None else dict(Rules(one)) for one in both)
-    return {"rules": " -> ".join(map(str, texts)), "names": "" if names is None else str(names.relations)}
+    return {
+        "rules": " -> ".join(map(str, texts)),
+        "names": "" if names is None else str(names.relations),
+    }
 
 
 def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
@@ -117,5 +131,7 @@ def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Na
     spec, values = json.loads(facts["tree"])
     template = pytree.treespec_loads(spec)
     empty = pytree.tree_unflatten(range(template.num_leaves), template)
-    names_only = {trees.leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]}
+    names_only = {
+        trees.leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]
+    }
     return pytree.tree_unflatten((names_only | values | received).values(), template)

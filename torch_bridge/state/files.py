@@ -64,7 +64,8 @@ def save(
     ...     xt.testing.run_ranks(2, there_and_back, folder)
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    path, ranks = Path(path), processes_of(mesh)
+    path = Path(path)
+    ranks = processes_of(mesh)
     arrays: dict[str, LocalArray] = {}
     saving: list[Saving] = []
 
@@ -75,7 +76,9 @@ def save(
         for name, array in arrays.items():
             with errors.located(place_of(name)):
                 if array.is_meta:
-                    raise XshardError("it is on the meta device", hint="save after the model has values")
+                    raise XshardError(
+                        "it is on the meta device", hint="save after the model has values"
+                    )
                 sources[name] = Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
         saving.append(plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
         facts = {name: source.sharding for name, source in sources.items()} | constants
@@ -119,7 +122,8 @@ def load(
     Raises, on all processes, before anything is read: FileError for malformed files, XshardError for
     names without a rule and rules without a name, ShapeError.
     """
-    ranks, plan_for = processes_of(mesh), load_profile(machine(profile))
+    ranks = processes_of(mesh)
+    plan_for = load_profile(machine(profile))
     loads: Loads = {}
     opened: list[Checkpoint] = []
     constants: dict[str, Any] = {}
@@ -130,7 +134,10 @@ def load(
             args = opened[0], rules or None, axes_of(mesh), names
             for name, load in plan_load(*args, dtype=dtype, profile=plan_for).items():
                 kind = getattr(torch, load.array.dtype)
-                loads[name] = load, LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks)
+                loads[name] = (
+                    load,
+                    LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks),
+                )
         else:
             stored = stored_as(opened[0], names)
             shapes = {name: each.shape for name, each in stored.items()}
@@ -145,12 +152,15 @@ def load(
                         filled = stored[stored_name], dtypes.name_of(array.dtype), array.sharding
                         loads[stored_name] = load_of(opened[0], *filled, plan_for), array
             if not isinstance(like, nn.Module):
-                named, saved = tree_flatten_with_path(like)[0], opened[0].constant
+                named = tree_flatten_with_path(like)[0]
+                saved = opened[0].constant
                 others = ((leaf_name(keys), x) for keys, x in named if not isinstance(x, Tensor))
                 constants.update({name: saved(name, x) for name, x in others})
         if verify:
             compare_checksums(opened[0], ranks.index(rank()), len(ranks))
-        return {name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()}
+        return {
+            name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()
+        }
 
     leaves.agreed(ranks, f"load {path}", planned)
     result: dict[str, Tensor] = {}
@@ -168,7 +178,9 @@ def load(
             local = [every[i] for i in group if rank() in loads[every[i]][1].ranks]
             result |= {name: loads[name][1].target(device) for name in local}
             parts = zip(local, threads.map(read, local), strict=True)
-            _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
+            _share(
+                {name: part for name, part in parts if part is not None}, loads, result, plan_for
+            )
     if not isinstance(path, Checkpoint):
         opened[0].close()
     for name, (_, array) in loads.items():
@@ -191,11 +203,15 @@ def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) ->
     return block.to(out.device, out.dtype) if load.is_shared else None
 
 
-def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile) -> None:
+def _share(
+    blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile
+) -> None:
     """Send blocks to the other processes that need them."""
     for mesh in dict.fromkeys(loads[name][1].mesh for name in blocks):
         on_mesh = {name: loads[name][0] for name in blocks if loads[name][1].mesh == mesh}
-        moves = {name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()}
+        moves = {
+            name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()
+        }
         shapes = {name: load.array.shape for name, load in on_mesh.items()}
         some = {name: blocks[name] for name in on_mesh}
         for name, block in redistribute(some, moves, mesh, shape=shapes, profile=profile).items():

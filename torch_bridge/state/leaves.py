@@ -53,7 +53,9 @@ def all_or_none(
     """Do the work on all of these ranks -> the result of each, as JSON has it. Raises as `agreed` does."""
     if len(ranks) == 1:
         return [work()]
-    reports = compare_ranks(ranks, call, lambda: CallFacts({}, {}, (), {"": json.dumps(work())}), timeout)
+    reports = compare_ranks(
+        ranks, call, lambda: CallFacts({}, {}, (), {"": json.dumps(work())}), timeout
+    )
     return [json.loads(reports[r]["own"][""]) for r in ranks]
 
 
@@ -104,15 +106,21 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """The arrays of a model or any tree, with their own layouts or with layouts by rules; other leaves."""
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
-        parallel, saved = parallel_of(tree), set(tree.state_dict(keep_vars=True))
+        parallel = parallel_of(tree)
+        saved = set(tree.state_dict(keep_vars=True))
         here = parallel.context.mesh, parallel.context.processes.ranks
         kept = [each for each in parallel.parameters if saved.intersection(each.names)]
         pairs = ((x, x.tensor.detach()) for x in kept)
-        return {x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in pairs}, {}
-    tensors, constants = tensors_and_constants(tree.state_dict() if isinstance(tree, nn.Module) else tree)
+        return {
+            x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in pairs
+        }, {}
+    tensors, constants = tensors_and_constants(
+        tree.state_dict() if isinstance(tree, nn.Module) else tree
+    )
     blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")
-    ranks, arrays = processes_of(mesh), {}
+    ranks = processes_of(mesh)
+    arrays = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
@@ -123,7 +131,9 @@ def local_arrays(
 
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     """The leaves of a tree by name."""
-    leaves = trees.named_once((trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
+    leaves = trees.named_once(
+        (trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]
+    )
     for name, x in leaves.items():
         if not isinstance(x, Tensor | Constant):
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
@@ -134,7 +144,12 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
 
 
 def local_array(
-    name: str, x: Tensor, rule: Sides | None, mesh: MeshLike, ranks: Sequence[int], shape: Any = None
+    name: str,
+    x: Tensor,
+    rule: Sides | None,
+    mesh: MeshLike,
+    ranks: Sequence[int],
+    shape: Any = None,
 ) -> LocalArray:
     """A DTensor, or a local block under the left side of a rule. shape: global; None if blocks are equal."""
     if x.layout != torch.strided or x.is_quantized:
@@ -142,19 +157,25 @@ def local_array(
         raise XshardError(reason, hint="x.to_dense() or x.dequantize()")
     block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
-        on, shape = x.device_mesh, tuple(x.shape)
-        ranks, axes = meshes.callers(on), meshes.dtensor_axes(on)
+        on = x.device_mesh
+        shape = tuple(x.shape)
+        ranks = meshes.callers(on)
+        axes = meshes.dtensor_axes(on)
         rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
         block, mesh = (local_block(x), meshes.dtensor_mesh(on)) if rank() in ranks else (None, on)
     elif rule is None:
         raise XshardError("a tensor without a layout", hint="a rule for the source, or a DTensor")
     else:
         axes = mesh_of(mesh)
-        shape = global_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
+        shape = (
+            global_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
+        )
     array = LocalArray([name], block, x.dtype, Sharding(rule.src, axes, tuple(shape)), mesh, ranks)
     if block is not None:
-        expected, dims = array.sharding.local_shape(array.device), array.sharding.layout.names
-        what, whole = f"the block of rank {rank()}", array.sharding.shape
+        expected = array.sharding.local_shape(array.device)
+        dims = array.sharding.layout.names
+        what = f"the block of rank {rank()}"
+        whole = array.sharding.shape
         hint = f"under '{rule.src}' on {axes!r} that is its part of a {whole} array (shapes= has others)"
         check_block(what, tuple(block.shape), expected, dims, rule.text, hint, inferred=False)
     return array

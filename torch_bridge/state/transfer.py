@@ -84,12 +84,18 @@ def transfer(
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
     facts = next((report["within"] for report in reports.values() if report["within"]), None)
     if facts is None:
-        raise MeshError("no rank brings a tree", hint="ranks of src_mesh pass theirs, all others None")
+        raise MeshError(
+            "no rank brings a tree", hint="ranks of src_mesh pass theirs, all others None"
+        )
     senders = tree_facts.mesh_in(facts)[1]
     if missing := [r for r in senders if not reports[r]["within"]]:
-        raise MeshError(f"ranks {missing} of the source bring no tree", hint=f"all of {senders} pass theirs")
+        raise MeshError(
+            f"ranks {missing} of the source bring no tree", hint=f"all of {senders} pass theirs"
+        )
     where = mesh_of(dst_mesh), (senders, ranks_of(dst_mesh)), machine(profile), bucket_bytes
-    plan = tree_facts.plan_described(tuple(facts.items()), tree_facts.target_rules(rules), names, *where)
+    plan = tree_facts.plan_described(
+        tuple(facts.items()), tree_facts.target_rules(rules), names, *where
+    )
     if dry_run:
         return plan
     tensor_device = tensor_device_of(tree_facts.first_on_device(blocks), device, dst_mesh)
@@ -110,18 +116,26 @@ def execute(
     progress: Progress = None,
 ) -> dict[str, Tensor] | None:
     """Source blocks by name -> destination blocks; None outside of that mesh. All of `group` call it."""
-    rank, both = rank_in(group), (plan.src_devices, plan.dst_devices)
+    rank = rank_in(group)
+    both = (plan.src_devices, plan.dst_devices)
     src, dst = (devices.index(rank) if rank in devices else None for devices in both)
-    last = {move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves}
+    last = {
+        move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves
+    }
     received: dict[str, Tensor] = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for bucket in plan.buckets:
             moves = [move for array in bucket for move in array.moves]
-            nothing, parts = torch.empty(0, device=tensor_device), list[Tensor]()
+            nothing = torch.empty(0, device=tensor_device)
+            parts = list[Tensor]()
             for move in moves:
-                part = nothing if src is None else _part(blocks[move.name], move.src.numpy_index(src))
+                part = (
+                    nothing if src is None else _part(blocks[move.name], move.src.numpy_index(src))
+                )
                 parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
-            results = iter(run_together([cross(move.plan, tensor_device, group) for move in moves], parts))
+            results = iter(
+                run_together([cross(move.plan, tensor_device, group) for move in moves], parts)
+            )
             for array in bucket:
                 arrived = [next(results) for _ in array.moves]
                 if dst is not None:

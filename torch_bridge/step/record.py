@@ -33,7 +33,9 @@ from xshard.step.trace import Trace
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
 LARGEST = 2**20  # elements of numbers that have values
 NUMBERED = re.compile(r"(^|\.)\d+$")  # modules that may be repeated
-Links = dict[str, dict[int, str]]  # arrays -> their dims -> letters of a result with the same lengths
+Links = dict[
+    str, dict[int, str]
+]  # arrays -> their dims -> letters of a result with the same lengths
 
 
 class Length(int):
@@ -60,7 +62,9 @@ class StepRecorder(TorchDispatchMode):
         self.known = dict[Tensor | None, str]()  # the names of arrays
         self.values, self.constants = dict[Tensor, Tensor](), set[str]()
         self.counts, self.sizes = Counter[str](), tuple[Any, ...]()
-        self.around = list[Any]([("", None, None, 0)])  # path, first tensor, its name outside, operations
+        self.around = list[Any](
+            [("", None, None, 0)]
+        )  # path, first tensor, its name outside, operations
         self.entered, self.left = dict[str, str](), dict[str, str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,9 +77,14 @@ class StepRecorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             if args[0] not in self.values:
                 hint = "operations have to be the same for all data: leave out a mask that they depend on"
-                raise PlanError(f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint)
+                raise PlanError(
+                    f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint
+                )
             return self.values[args[0]].item()
-        on = {key: {**kwargs, "device": key} if "device" in kwargs else kwargs for key in ("meta", "cpu")}
+        on = {
+            key: {**kwargs, "device": key} if "device" in kwargs else kwargs
+            for key in ("meta", "cpu")
+        }
         out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if all(x in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
@@ -84,21 +93,33 @@ class StepRecorder(TorchDispatchMode):
         for x in filter(Tensor.numel, results):  # an empty one is in no operation
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
             if name.endswith("_") and x._base is not None:  # a part of an array has been written
-                self.add("written", call_of("written", {"self": x._base, "part": x}, x._base, False), x._base)
+                self.add(
+                    "written",
+                    call_of("written", {"self": x._base, "part": x}, x._base, False),
+                    x._base,
+                )
         return out
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
-        call, links, whole = call_of(name, args, out, is_pointwise), Links(), set[str]()
-        dims, sizes = call.op.arrays[-1], self.sizes if len(self.sizes) == out.ndim else ()
-        fits = all(n in (-1, m) for n, m in zip(sizes, out.shape, strict=False))  # or on the way to them
+        call = call_of(name, args, out, is_pointwise)
+        links = Links()
+        whole = set[str]()
+        dims = call.op.arrays[-1]
+        sizes = self.sizes if len(self.sizes) == out.ndim else ()
+        fits = all(
+            n in (-1, m) for n, m in zip(sizes, out.shape, strict=False)
+        )  # or on the way to them
         for dim, n in zip(dims, sizes if fits else (), strict=False):
-            letters, origins = dim.strip("()").split(), getattr(n, "origins", ())
+            letters = dim.strip("()").split()
+            origins = getattr(n, "origins", ())
             if len(origins) == len(letters):
                 for letter, (array, d) in zip(letters, origins, strict=True):
                     links.setdefault(array, {})[d] = letter
             elif n != -1:  # a length that the code says is the whole's
                 whole.update(letters)
-        self.add(name, call._replace(op=call.op._replace(whole={*call.op.whole, *whole})), out, links)
+        self.add(
+            name, call._replace(op=call.op._replace(whole={*call.op.whole, *whole})), out, links
+        )
         if call.added is not None:
             self.add("bias", bias_call(out, call.added, name == "convolution"), out)
 
@@ -108,7 +129,8 @@ class StepRecorder(TorchDispatchMode):
         self.counts[name] += 1
         name += f"_{self.counts[name]}" * (self.counts[name] > 1)
         operands = [self.name_of(x) for x in call.operands]
-        op, is_constant = call.op, all(each in self.constants for each in operands)
+        op = call.op
+        is_constant = all(each in self.constants for each in operands)
         links = {array: dims for array, dims in (links or {}).items() if array not in operands}
         if is_constant:
             op = op._replace(kind="source", work={**op.work, "accesses": None})
@@ -208,7 +230,9 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
             recorder.add("tied", same._replace(op=same.op._replace(kind="share", work={})), x)
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
-            entering = module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
+            entering = module.register_forward_pre_hook(
+                partial(recorder.enter, path), with_kwargs=True
+            )
             stack.callback(entering.remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path)).remove)
         stack.enter_context(Functions(recorder))
@@ -216,11 +240,15 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
         result = torch.func.functional_call(model, own, (), inputs, tie_weights=True)
     name = recorder.known.get(first_tensor(result), "")
     if name not in trace.shapes:
-        raise PlanError("forward returns no tensor that it has made", hint="a loss is of the first one")
+        raise PlanError(
+            "forward returns no tensor that it has made", hint="a loss is of the first one"
+        )
     if shape := trace.shapes[name]:
         name = trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), ())
     step = trace.step(name)
-    unused = tuple(n for names in tied.values() for n in names if "|".join(names) not in step.parameters)
+    unused = tuple(
+        n for names in tied.values() for n in names if "|".join(names) not in step.parameters
+    )
     return _with_modules(step, recorder), unused
 
 
@@ -231,9 +259,13 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     def users(name: str) -> list[Op]:
         return [op for op in ops.values() if name in op.operands]
 
-    for name, path in [pair for pair in recorder.entered.items() if pair[0] in ops]:  # outer modules first
+    for name, path in [
+        pair for pair in recorder.entered.items() if pair[0] in ops
+    ]:  # outer modules first
         (origin,), after = ops[name].operands, users(name)
-        is_begun = len(after) == 1 and after[0].operands[0] == name  # until a module inside says its own
+        is_begun = (
+            len(after) == 1 and after[0].operands[0] == name
+        )  # until a module inside says its own
         is_numbered = any(map(NUMBERED.search, (path, recorder.left.get(origin, "0"))))
         if not is_begun and (is_numbered or len(users(origin)) > 1):
             ops[name] = replace(ops[name], enters=path)

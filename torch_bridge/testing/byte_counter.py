@@ -38,9 +38,15 @@ class Meter(TorchDispatchMode):
         self.in_messages = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func.namespace == "profiler":  # messages from rank to rank, which together are one collective
+        if (
+            func.namespace == "profiler"
+        ):  # messages from rank to rank, which together are one collective
             begins = func.overloadpacket.__name__ == "_record_function_enter_new"
             self.in_messages = begins and args[0] == MESSAGES
             if self.in_messages:
@@ -48,7 +54,8 @@ class Meter(TorchDispatchMode):
         elif self.in_messages and func.overloadpacket.__name__ == "recv_":
             self.received[-1] += sum(t.nbytes for t in args[0])
         elif func.namespace in _COUNTS:
-            counts, name = _COUNTS[func.namespace], func.overloadpacket.__name__
+            counts = _COUNTS[func.namespace]
+            name = func.overloadpacket.__name__
             if name not in counts:
                 raise XshardError(f"a Meter does not know how many bytes {func} receives")
             if (count := counts[name]) is not None:
@@ -80,7 +87,8 @@ def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
 
 
 def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__: Any) -> int:
-    ranks, rows = _group(group), output.shape[0]
+    ranks = _group(group)
+    rows = output.shape[0]
     own = sizes[ranks.rank()] if sizes else rows // ranks.size()
     return output.nbytes * (rows - own) // rows if rows else 0
 
@@ -97,7 +105,9 @@ def _functional_scatter(parts: Any, _: Any, n: int, *__: Any, **___: Any) -> int
 _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
     "c10d": {
         **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_coalesced_"), _larger),
-        **dict.fromkeys(("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"), _larger),
+        **dict.fromkeys(
+            ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"), _larger
+        ),
         **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_"), _larger),
         **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), _all_reduce),
         "alltoall_": lambda outs, _, group, *__: _nbytes(outs) - outs[_group(group).rank()].nbytes,
@@ -105,7 +115,9 @@ _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
         "broadcast_": lambda tensors, group, root, *_: _but_root(tensors, group, root),
         "scatter_": lambda outputs, _, group, root, *__: _but_root(outputs, group, root),
         "gather_": lambda outputs, own, *_: _larger(outputs, own) if outputs else 0,
-        "reduce_": lambda tensors, group, _, root, *__: _nbytes(tensors) * (_group(group).rank() == root),
+        "reduce_": lambda tensors, group, _, root, *__: (
+            _nbytes(tensors) * (_group(group).rank() == root)
+        ),
         **dict.fromkeys(("recv_", "recv_any_source_"), _nbytes),
         **dict.fromkeys(("send", "barrier", "monitored_barrier_", "check_for_nan")),
     },
@@ -115,12 +127,16 @@ _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
             (f"all_gather_into_tensor{end}" for end in ("", "_coalesced", "_out")),
             lambda blocks, n, *_, **__: (n - 1) * _nbytes(blocks),
         ),
-        **{f"reduce_scatter_tensor{end}": _functional_scatter for end in ("", "_coalesced", "_out")},
+        **{
+            f"reduce_scatter_tensor{end}": _functional_scatter for end in ("", "_coalesced", "_out")
+        },
         **dict.fromkeys(
             (f"all_reduce{end}" for end in ("", "_", "_coalesced", "_coalesced_")),
             lambda tensors, _, group: _all_reduce(tensors, group),
         ),
-        **dict.fromkeys(("broadcast", "broadcast_"), lambda x, root, group: _but_root(x, group, root)),
+        **dict.fromkeys(
+            ("broadcast", "broadcast_"), lambda x, root, group: _but_root(x, group, root)
+        ),
         "all_to_all_single": lambda block, received, _, group: (
             (sum(received) - received[_group(group).rank()]) * block[:1].nbytes
         ),
@@ -131,7 +147,9 @@ _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
         **dict.fromkeys(("isend", "wait_tensor", "_wrap_tensor_autograd")),
     },
     "_dtensor": {
-        "shard_dim_alltoall": lambda x, _, __, group: _functional_scatter(x, "", _group(group).size()),
+        "shard_dim_alltoall": lambda x, _, __, group: _functional_scatter(
+            x, "", _group(group).size()
+        ),
         "mesh_get_process_group": None,
     },
     "symm_mem": {},  # between GPUs: their bytes are unknown here

@@ -34,7 +34,11 @@ class RankError(XshardError):
 
 
 def run_ranks(
-    n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0, start_method: str = "fork"
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300.0,
+    start_method: str = "fork",
 ) -> list[Any]:
     """Run `function(*args)` in `n` new processes, a gloo world of their own -> their results, by rank.
 
@@ -74,14 +78,21 @@ def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | N
         if code < 0 and -code != signal.SIGTERM:  # SIGTERM is how the others were ended
             name = signal.Signals(-code).name
             # gloo ends a process that receives more than it waits for.
-            hint = "\nif blocks differ in size, XSHARD_DEBUG=1 says whose" if name == "SIGABRT" else ""
+            hint = (
+                "\nif blocks differ in size, XSHARD_DEBUG=1 says whose" if name == "SIGABRT" else ""
+            )
             return rank, f"terminated by signal {name}{hint}"
     failures = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.failure"))]
     return min(failures)[1:] if failures else None
 
 
 def _rank(
-    rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    n: int,
+    folder: str,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,29 +121,38 @@ def run_node(
     n: int, ranks: int, endpoint: str, folder: str, collective_s: float, sent: Any, _: float
 ) -> None:
     """Be one of `n` nodes with `ranks` ranks until all end. sent: a packed function, or a script with words.
-    folder: gets a file per rank, "3.result" or "3.error". Raises ChildFailedError."""
+    folder: gets a file per rank, "3.result" or "3.error". Raises ChildFailedError.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
 
     meeting: Any = {"run_id": endpoint, "rdzv_backend": "c10d", "rdzv_endpoint": endpoint}
     meeting |= {"local_addr": socket.gethostname(), "monitor_interval": _LOOK_S}
     config = LaunchConfig(n, n, ranks, max_restarts=0, start_method="fork", **meeting)
     if isinstance(sent, bytes):
-        elastic_launch(config, _node_rank)(folder, collective_s, *pickle.loads(sent))  # with its imports
+        elastic_launch(config, _node_rank)(
+            folder, collective_s, *pickle.loads(sent)
+        )  # with its imports
     else:
         elastic_launch(config, sys.executable)(*sent)
 
 
-def _node_rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _node_rank(
+    folder: str, timeout_s: float, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     _begin(timeout_s)
     file = Path(folder, f"{dist.get_rank()}.part")  # the function may make another world
     try:
-        kind, data = "result", pickle.dumps(function(*arguments))
+        kind = "result"
+        data = pickle.dumps(function(*arguments))
     except Exception:
-        kind, data = "error", traceback.format_exc().strip().encode()
+        kind = "error"
+        data = traceback.format_exc().strip().encode()
     file.write_bytes(data)
     file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
     if kind == "result":
-        with suppress(RuntimeError):  # no rank closes its connections while another still needs them
+        with suppress(
+            RuntimeError
+        ):  # no rank closes its connections while another still needs them
             dist.barrier()
     dist.destroy_process_group()  # tells others of an error: this process lives as long as its node

@@ -31,7 +31,16 @@ from xshard.steps.base import Block
 from xshard.testing.functions import called, derivatives, draw, mapped, named_outputs, numbered
 from xshard.testing.moves import Recorder, Seen, merged
 from xshard.testing.plans import arrays_of
-from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Slopes, StructureError, Update
+from xshard.testing.question import (
+    OUTPUT,
+    Answer,
+    AnyPlan,
+    Devices,
+    Question,
+    Slopes,
+    StructureError,
+    Update,
+)
 
 # The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
 RankAnswer = tuple[Answer, list[int], list[int]]
@@ -63,7 +72,10 @@ def _named(what: str = "") -> Iterator[None]:
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
     """The answer to every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
-    if any(question.update is not None or not isinstance(question.function, bytes) for question in questions):
+    if any(
+        question.update is not None or not isinstance(question.function, bytes)
+        for question in questions
+    ):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
     where = f" on {questions[0].mesh}" if questions and questions[0].mesh.axes else ""
     is_plan = not (questions and isinstance(questions[0].function, bytes))
@@ -109,7 +121,9 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
 
     def by_device(kind: str) -> dict[Any, Devices] | None:
         every = [getattr(answer, kind) for answer in answers]
-        return every[0] and {key: tuple(block for part in every for block in part[key]) for key in every[0]}
+        return every[0] and {
+            key: tuple(block for part in every for block in part[key]) for key in every[0]
+        }
 
     kinds = ("outputs", "gradients", "updated", "cotangents")
     answer: Answer = replace(answers[0], **{kind: by_device(kind) for kind in kinds})
@@ -122,11 +136,16 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
 
 def answer_all(questions: Sequence[Question]) -> list[RankAnswer | StructureError]:
     """This rank's answers."""
-    return [_answer(each) if isinstance(each.function, bytes) else _answer_plan(each) for each in questions]
+    return [
+        _answer(each) if isinstance(each.function, bytes) else _answer_plan(each)
+        for each in questions
+    ]
 
 
 def _seen(question: Question) -> list[Seen]:
-    with replicas.watched(Recorder(lambda x: array_of(x.detach().clone().contiguous()))) as recorder:
+    with replicas.watched(
+        Recorder(lambda x: array_of(x.detach().clone().contiguous()))
+    ) as recorder:
         _answer(question)
     return recorder.seen
 
@@ -139,7 +158,9 @@ def _call(packed: bytes) -> Any:
 def _answer_plan(question: Question) -> RankAnswer:
     """A plan on this rank's blocks, measured."""
     rank = dist.get_rank()
-    cotangent, *blocks = (tensor_of(array[rank]) for array in (question.cotangents, *question.inputs))
+    cotangent, *blocks = (
+        tensor_of(array[rank]) for array in (question.cotangents, *question.inputs)
+    )
     with Meter() as forward:
         output, pull = _forward(question.plan, blocks)
     with Meter() as backward:
@@ -149,10 +170,16 @@ def _answer_plan(question: Question) -> RankAnswer:
     _forward(question.plan, blocks)[1](cotangent)
     seconds = time.perf_counter() - start
     pulled = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
-    return Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds), forward.received, backward.received
+    return (
+        Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds),
+        forward.received,
+        backward.received,
+    )
 
 
-def _forward(plan: AnyPlan, blocks: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
+def _forward(
+    plan: AnyPlan, blocks: list[Tensor]
+) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
     """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
 
     def run(*operands: Tensor) -> Tensor:
@@ -160,7 +187,9 @@ def _forward(plan: AnyPlan, blocks: list[Tensor]) -> tuple[Tensor, Callable[[Ten
             return as_tensor(einsum(plan, *operands, mesh=plan.mesh))
         return redistribute(operands[0], plan, plan.mesh)
 
-    if isinstance(plan, Plan) and not (blocks[0].dtype.is_floating_point or blocks[0].dtype.is_complex):
+    if isinstance(plan, Plan) and not (
+        blocks[0].dtype.is_floating_point or blocks[0].dtype.is_complex
+    ):
         pull = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
         return run(*blocks), lambda cotangent: [pull(cotangent)]
     leaves = [x.clone().requires_grad_() for x in blocks]
@@ -170,7 +199,8 @@ def _forward(plan: AnyPlan, blocks: list[Tensor]) -> tuple[Tensor, Callable[[Ten
 
 def _answer(question: Question) -> RankAnswer | StructureError:
     """A user's function on this rank's blocks; an error on one rank is returned on all."""
-    rank, state = dist.get_rank(), torch.get_rng_state()
+    rank = dist.get_rank()
+    state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
     draws = not torch.equal(state, torch.get_rng_state())
     named, verdict = _agreed(returned, question, rank)
@@ -183,7 +213,11 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     varied = [inputs[i] for i in question.differentiable]
     pulled: Any = map(torch.zeros_like, varied)
     if used := [name for name in cotangents if named[name].requires_grad]:
-        pairs = ([named[name] for name in used], varied, [tensor_of(cotangents[name]) for name in used])
+        pairs = (
+            [named[name] for name in used],
+            varied,
+            [tensor_of(cotangents[name]) for name in used],
+        )
         pulled = torch.autograd.grad(*pairs, allow_unused=True, materialize_grads=True)
     gradients = dict(zip(question.differentiable, pulled, strict=True))
     arrays: dict[int, Devices] = {i: (array_of(gradient),) for i, gradient in gradients.items()}
@@ -202,22 +236,30 @@ def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor]
     assert isinstance(question.function, bytes)
     function, _ = pickle.loads(question.function)
     try:
-        return inputs, called(function, mapped(inputs.__getitem__, question.arguments), question.mesh)
+        return inputs, called(
+            function, mapped(inputs.__getitem__, question.arguments), question.mesh
+        )
     except BaseException as error:
         rank = dist.get_rank()
         error.add_note(f"on device {rank} of {question.mesh}: {question.mesh.place(rank)}")
         raise
 
 
-def _derivatives(question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]) -> Slopes:
+def _derivatives(
+    question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]
+) -> Slopes:
     def loss(blocks: Sequence[Block]) -> float:
         named = named_outputs(_returned(question, blocks)[1], None, "torch")
-        return sum(float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items())
+        return sum(
+            float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items()
+        )
 
     return derivatives(loss, [block for (block,) in question.inputs], gradients)
 
 
-def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Tensor], bool | StructureError]:
+def _agreed(
+    returned: Any, question: Question, rank: int
+) -> tuple[dict[str, Tensor], bool | StructureError]:
     """The outputs by name; on all ranks the error of one, or True if one has a block of another shape."""
     named: dict[str, Tensor] = {}
     mine: bool | StructureError = False
@@ -225,7 +267,9 @@ def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Ten
         named = named_outputs(returned, question.results, "torch")
         for name, y in named.items():
             if not isinstance(y, Tensor):
-                raise StructureError(f"{name} of the torch function is a {type(y).__name__}, not a tensor")
+                raise StructureError(
+                    f"{name} of the torch function is a {type(y).__name__}, not a tensor"
+                )
             result = None if question.results is None else question.results[name]
             if result and result.cotangents and tuple(y.shape) != result.cotangents[rank].shape:
                 mine = True
@@ -233,13 +277,16 @@ def _agreed(returned: Any, question: Question, rank: int) -> tuple[dict[str, Ten
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return named, next((each for each in everyone if isinstance(each, StructureError)), any(everyone))
+    return named, next(
+        (each for each in everyone if isinstance(each, StructureError)), any(everyone)
+    )
 
 
 def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
     cotangents: dict[str, Block] = {}
     for i, (name, y) in enumerate(outputs.items()):
-        result, dtype = (question.results or {}).get(name), array_of(y.detach()).dtype
+        result = (question.results or {}).get(name)
+        dtype = array_of(y.detach()).dtype
         if question.results is None and (y.is_floating_point() or y.is_complex()):
             cotangents[name] = draw(i, y.shape, dtype)
         elif result and result.cotangents is not None:
@@ -247,7 +294,9 @@ def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> di
     return cotangents
 
 
-def _updated(update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> dict[int, Devices]:
+def _updated(
+    update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]
+) -> dict[int, Devices]:
     """The values after one step of the user's optimiser."""
     values = [inputs[i].detach().clone().requires_grad_() for i in update.arrays]
     for i, value in zip(update.arrays, values, strict=True):
@@ -294,14 +343,17 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
 def _time_all(plans: Sequence[AnyPlan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round, so that a slow spell falls on all."""
     timers = [_PlanTimer(plan) for plan in plans]
-    return list(map(list, zip(*([timer.seconds() for timer in timers] for _ in range(rounds)), strict=True)))
+    return list(
+        map(list, zip(*([timer.seconds() for timer in timers] for _ in range(rounds)), strict=True))
+    )
 
 
 class _PlanTimer:
     """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
 
     def __init__(self, plan: AnyPlan) -> None:
-        processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
+        processes = process_mesh(plan.mesh)
+        dtype = getattr(torch, plan.dtype)
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
         self.run: Callable[..., Any]

@@ -30,10 +30,16 @@ _LEAST = 3  # sizes: a launch, a speed, and something to check them by
 def calibrate_command(
     backend: Annotated[str, Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}.")],
     mesh: MeshText,
-    output: Annotated[Path | None, Option(metavar="FILE", help="Where to write the profile.")] = None,
-    largest: Annotated[str, Option(metavar="BYTES", help="The largest block, as in 256KiB.")] = "16MiB",
+    output: Annotated[
+        Path | None, Option(metavar="FILE", help="Where to write the profile.")
+    ] = None,
+    largest: Annotated[
+        str, Option(metavar="BYTES", help="The largest block, as in 256KiB.")
+    ] = "16MiB",
     rounds: Annotated[int, Option(min=1, help="Runs of every plan; the median counts.")] = ROUNDS,
-    disk: Annotated[Path | None, Option(metavar="FOLDER", help="Also measure the disk of weights.")] = None,
+    disk: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Also measure the disk of weights.")
+    ] = None,
     every: Annotated[bool, Option("--plans", help="Print a row per plan, not per kind.")] = False,
 ) -> None:
     """Measure collectives on this machine, fit a profile, and print how far it predicts their times.
@@ -50,13 +56,20 @@ def calibrate_command(
     name = backend if output is None else output.stem
     with _progress() as progress:
         sizes = _sizes(largest)
-        calibration = calibrate(backend, Mesh.parse(mesh), name, sizes, rounds, disk=disk, progress=progress)
-    if os.environ.get("RANK", "0") != "0":  # of ranks that a launcher has started, all know the same
+        calibration = calibrate(
+            backend, Mesh.parse(mesh), name, sizes, rounds, disk=disk, progress=progress
+        )
+    if (
+        os.environ.get("RANK", "0") != "0"
+    ):  # of ranks that a launcher has started, all know the same
         return
     if output is not None:
         output.write_text(calibration.profile.to_json())
     out = console()
-    for title, samples in (("fitted plans", calibration.fitted), ("held-out plans", calibration.held_out)):
+    for title, samples in (
+        ("fitted plans", calibration.fitted),
+        ("held-out plans", calibration.held_out),
+    ):
         out.print(Text(title, style="bold"))
         out.print((_table if every else _summary)(samples, calibration.profile))
         error = median_error(samples, calibration.profile)
@@ -107,9 +120,11 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
     """A row per plan."""
     table = headed_table(*_TEXTS, "local shape", "predicted", "measured", "error", left=_TEXTS)
     for sample in samples:
-        plan, times = sample.plan, (sample.predicted(profile), sample.seconds)
+        plan = sample.plan
+        times = (sample.predicted(profile), sample.seconds)
         texts = Text(_steps(sample)), Text(f"{plan.src} -> {plan.dst}")
-        shape, error = "x".join(map(str, plan.source.max_local_shape)), f"{sample.error(profile):+.0%}"
+        shape = "x".join(map(str, plan.source.max_local_shape))
+        error = f"{sample.error(profile):+.0%}"
         table.add_row(*texts, shape, *map(format_seconds, times), error)
     return table
 
@@ -128,8 +143,13 @@ def _constants(profile: Profile) -> str:
     def rate(per_s: float) -> str:
         return f"{per_s / 1e9:.3g} G"
 
-    times = {axis: (format_seconds(link.latency_s), rate(link.bytes_per_s)) for axis, link in links.items()}
-    speeds = [f"{axis} {latency} a message and {speed}B/s" for axis, (latency, speed) in times.items()]
+    times = {
+        axis: (format_seconds(link.latency_s), rate(link.bytes_per_s))
+        for axis, link in links.items()
+    }
+    speeds = [
+        f"{axis} {latency} a message and {speed}B/s" for axis, (latency, speed) in times.items()
+    ]
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
     products = ", ".join(f"{dtype} {rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s)

@@ -13,6 +13,8 @@ def main() -> None:
         package = str(error.name).partition(".")[0]
         if package not in ("typer", "rich"):
             raise
-        print(f"xshard: the command line needs {package}: pip install 'xshard[cli]'", file=sys.stderr)
+        print(
+            f"xshard: the command line needs {package}: pip install 'xshard[cli]'", file=sys.stderr
+        )
         sys.exit(2)
     app(prog_name="xshard")

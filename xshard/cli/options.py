@@ -20,18 +20,27 @@ MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
 SIZES_HELP = "Length of every dim of a contraction, as in b=8,s=64."
 
-ExpressionText = Annotated[str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction.')]
+ExpressionText = Annotated[
+    str, Argument(metavar="EXPR", help='"layout -> layout", or a contraction.')
+]
 MeshText = Annotated[str, Option("--mesh", metavar="AXES", help=MESH_HELP)]
 MeshOrNone = Annotated[str | None, Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeOrNone = Annotated[str | None, Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 SizesOrNone = Annotated[str | None, Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
-Dtype = Annotated[str, Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")]
+Dtype = Annotated[
+    str, Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
+]
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[..., None]]:
     """A bar on stderr, if that is a terminal: the function takes `completed` or `advance`, and `total`."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     out = console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         yield partial(bar.update, bar.add_task(what, total=None))
@@ -43,7 +52,9 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
     if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
         due = "a contraction takes --sizes, as in b=8,s=64"
         raise ShapeError(due if takes_sizes else "--shape is due, as in 2,64,32", text=expression)
-    return {"shape": parse_shape(shape)} if shape is not None else {"sizes": parse_sizes(sizes or "")}
+    return (
+        {"shape": parse_shape(shape)} if shape is not None else {"sizes": parse_sizes(sizes or "")}
+    )
 
 
 def parse_sizes(text: str) -> dict[str, int]:
@@ -67,7 +78,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     for part, span in _parts(text) if text.strip() else ():
         length = parse_number(part.strip())
         if length is None:
-            raise ShapeError("a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32")
+            raise ShapeError(
+                "a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32"
+            )
         lengths.append(length)
     return tuple(lengths)
 
@@ -77,9 +90,12 @@ def parse_devices(text: str) -> tuple[int, ...]:
     devices: list[int] = []
     for part, span in _parts(text):
         numbers = [parse_number(half.strip()) for half in part.split("-", 1)]
-        first, last = numbers[0], numbers[-1]
+        first = numbers[0]
+        last = numbers[-1]
         if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
-            raise MeshError("devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6")
+            raise MeshError(
+                "devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6"
+            )
         devices += range(first, last + 1)
     return tuple(devices)
 

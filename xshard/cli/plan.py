@@ -32,19 +32,36 @@ def plan_command(
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
-    src_mesh: Annotated[str | None, Option(metavar="AXES", help="Of the left layout, not --mesh.")] = None,
-    dst_mesh: Annotated[str | None, Option(metavar="AXES", help="Of the right layout.")] = None,
-    src_devices: Annotated[str | None, Option(metavar="NUMBERS", help="Of --src-mesh, as in 0-3,6.")] = None,
-    dst_devices: Annotated[str | None, Option(metavar="NUMBERS", help="Of --dst-mesh; may overlap.")] = None,
-    dtype: options.Dtype = "float32",
-    profile: Annotated[str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")] = "h100",
-    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Of a device, as in 2GiB.")] = None,
-    objective: Annotated[
-        str | None, Option(metavar="|".join(OBJECTIVES), help="The cost to minimize; of a contraction both.")
+    src_mesh: Annotated[
+        str | None, Option(metavar="AXES", help="Of the left layout, not --mesh.")
     ] = None,
-    explain: Annotated[bool, Option("--explain", help="Also print why alternatives cost more.")] = False,
-    page: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page of pictures.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
+    dst_mesh: Annotated[str | None, Option(metavar="AXES", help="Of the right layout.")] = None,
+    src_devices: Annotated[
+        str | None, Option(metavar="NUMBERS", help="Of --src-mesh, as in 0-3,6.")
+    ] = None,
+    dst_devices: Annotated[
+        str | None, Option(metavar="NUMBERS", help="Of --dst-mesh; may overlap.")
+    ] = None,
+    dtype: options.Dtype = "float32",
+    profile: Annotated[
+        str, Option(metavar="NAME|FILE", help="The machine: a profile or a file.")
+    ] = "h100",
+    memory_limit: Annotated[
+        str | None, Option(metavar="BYTES", help="Of a device, as in 2GiB.")
+    ] = None,
+    objective: Annotated[
+        str | None,
+        Option(metavar="|".join(OBJECTIVES), help="The cost to minimize; of a contraction both."),
+    ] = None,
+    explain: Annotated[
+        bool, Option("--explain", help="Also print why alternatives cost more.")
+    ] = False,
+    page: Annotated[
+        Path | None, Option("--html", metavar="FILE", help="Write a page of pictures.")
+    ] = None,
+    json: Annotated[
+        bool, Option("--json", help="Print the plan as JSON, for Plan.from_json.")
+    ] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, or of a contraction, and the gradient's steps.
 
@@ -56,10 +73,19 @@ def plan_command(
     """
     meshes = {"mesh": mesh, "src_mesh": src_mesh, "dst_mesh": dst_mesh}
     devices = {"src_devices": src_devices, "dst_devices": dst_devices}
-    named: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
-    named |= {name: options.parse_devices(text) for name, text in devices.items() if text is not None}
+    named: dict[str, Any] = {
+        name: Mesh.parse(text) for name, text in meshes.items() if text is not None
+    }
+    named |= {
+        name: options.parse_devices(text) for name, text in devices.items() if text is not None
+    }
     named |= options.lengths_of_arrays(expression, shape, sizes)
-    named |= {"dtype": dtype, "profile": profile, "memory_limit": memory_limit, "objective": objective}
+    named |= {
+        "dtype": dtype,
+        "profile": profile,
+        "memory_limit": memory_limit,
+        "objective": objective,
+    }
     plan: Plan | ContractionPlan = make_plan(expression, **named)
     if page is not None:
         page.write_text(plan_page(plan), encoding="utf-8")
@@ -82,26 +108,36 @@ def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
     """The plan and the plans of its gradient, with their names."""
     if plan.src.is_linear and plan.dst.is_linear:
         return [("forward", plan), ("backward", plan.backward)]
-    if plan.transfer or not plan.dst.is_linear:  # a max or min that does not end here has no gradient
+    if (
+        plan.transfer or not plan.dst.is_linear
+    ):  # a max or min that does not end here has no gradient
         return [("forward", plan)]
     winners = max_min_plans(plan)
-    backward = {"the result beside every addend": winners.result, "how many addends won": winners.count}
+    backward = {
+        "the result beside every addend": winners.result,
+        "how many addends won": winners.count,
+    }
     backward["the cotangent beside every addend"] = winners.cotangent
     return [("forward", plan), *((f"backward, {name}", part) for name, part in backward.items())]
 
 
 def show(
-    layout: Annotated[str, Argument(metavar="LAYOUT", help="'s/cp c | sum(tp)', or a contraction, quoted.")],
+    layout: Annotated[
+        str, Argument(metavar="LAYOUT", help="'s/cp c | sum(tp)', or a contraction, quoted.")
+    ],
     mesh: options.MeshText,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
-    dims: Annotated[str, Option(metavar="NAMES", help="Dims to draw, one or two; else the first cut.")] = "",
+    dims: Annotated[
+        str, Option(metavar="NAMES", help="Dims to draw, one or two; else the first cut.")
+    ] = "",
 ) -> None:
     """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.
 
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
-    on, lengths = Mesh.parse(mesh), options.lengths_of_arrays(layout, shape, sizes)
+    on = Mesh.parse(mesh)
+    lengths = options.lengths_of_arrays(layout, shape, sizes)
     if on.n_devices > MOST_DRAWN:
         reason = f"{on.n_devices} devices, a drawing has up to {MOST_DRAWN}"
         raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
@@ -111,9 +147,15 @@ def show(
     else:
         einsum = contraction(layout)
         layouts = [*einsum.operands, einsum.result]
-        shapes_of(einsum, tuple(lengths["sizes"].items()), None)  # raises for lengths that do not fit
+        shapes_of(
+            einsum, tuple(lengths["sizes"].items()), None
+        )  # raises for lengths that do not fit
     for each in layouts:
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:
-        whole = lengths["shape"] if sizes is None else tuple(lengths["sizes"][name] for name in each.names)
+        whole = (
+            lengths["shape"]
+            if sizes is None
+            else tuple(lengths["sizes"][name] for name in each.names)
+        )
         console().print(renderable(picture(Sharding(each, on, whole), names)))

@@ -22,7 +22,15 @@ from xshard.pictures.terminal import console, lines_of, print_error
 from xshard.planner import plan as make_plan
 from xshard.plans import table as moves
 from xshard.runtimes.processes import FunctionError
-from xshard.testing.plans import RUNTIMES, Runtime, Verdict, backward_bytes, choose, in_numpy, plan_question
+from xshard.testing.plans import (
+    RUNTIMES,
+    Runtime,
+    Verdict,
+    backward_bytes,
+    choose,
+    in_numpy,
+    plan_question,
+)
 from xshard.testing.question import Answer, Question
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
@@ -74,21 +82,39 @@ EXAMPLES = (
     Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), _ND),
     Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), _BHW),
     Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), _BHW),
-    Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", Mesh(cp=4), {"shape": (2, 64)}),
-    Example("n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), _ND),
-    Example("b s/tp d, d f/tp -> b s f/tp", "sequence and tensor parallel (Megatron)", Mesh(tp=4), _LAYER),
+    Example(
+        "b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)",
+        "a causal halo",
+        Mesh(cp=4),
+        {"shape": (2, 64)},
+    ),
+    Example(
+        "n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), _ND
+    ),
+    Example(
+        "b s/tp d, d f/tp -> b s f/tp",
+        "sequence and tensor parallel (Megatron)",
+        Mesh(tp=4),
+        _LAYER,
+    ),
 )
 
 
 def selfcheck(
     expression: options.ExpressionText = "",
-    every: Annotated[bool, Option("--all", help="Many expressions, each on a mesh of its own.")] = False,
+    every: Annotated[
+        bool, Option("--all", help="Many expressions, each on a mesh of its own.")
+    ] = False,
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,
     sizes: options.SizesOrNone = None,
     dtype: options.Dtype = "float32",
-    runtime: Annotated[str, Option(metavar="NAMES", help=f"Of {_NAMES}; else all that know the mesh.")] = "",
-    timeout: Annotated[float, Option(metavar="SECONDS", help="The longest time without progress.")] = 600,
+    runtime: Annotated[
+        str, Option(metavar="NAMES", help=f"Of {_NAMES}; else all that know the mesh.")
+    ] = "",
+    timeout: Annotated[
+        float, Option(metavar="SECONDS", help="The longest time without progress.")
+    ] = 600,
 ) -> None:
     """Run plans on numpy, torch and JAX, forward and backward; exit with 1 if any differs or fails.
 
@@ -98,7 +124,9 @@ def selfcheck(
     names = [name for name in map(str.strip, runtime.split(",")) if name]
     runtimes = choose(names, [example.mesh for example in examples])
     plans = [make_plan(e.expression, e.mesh, dtype=dtype, **e.lengths) for e in examples]
-    sections = [Section(plan_question(p), e.elsewhere, []) for p, e in zip(plans, examples, strict=True)]
+    sections = [
+        Section(plan_question(p), e.elsewhere, []) for p, e in zip(plans, examples, strict=True)
+    ]
     failures = _run(runtimes, sections, timeout)
     print_sections(sections, console())
     for failure in failures:
@@ -117,15 +145,24 @@ def _examples(
         return EXAMPLES
     if not expression or mesh is None or (shape is None and sizes is None):
         raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-    return (Example(expression, "", Mesh.parse(mesh), options.lengths_of_arrays(expression, shape, sizes)),)
+    return (
+        Example(
+            expression, "", Mesh.parse(mesh), options.lengths_of_arrays(expression, shape, sizes)
+        ),
+    )
 
 
-def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float) -> list[FunctionError]:
+def _run(
+    runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float
+) -> list[FunctionError]:
     """Add a row per runtime to each section with a mesh it takes -> errors of runtimes that failed."""
     questions = [section.question for section in sections]
     expected = list(map(in_numpy, questions))
     failures: list[FunctionError] = []
-    taken = {r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)] for r in runtimes}
+    taken = {
+        r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)]
+        for r in runtimes
+    }
     with options.counting("") as count:
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
@@ -137,7 +174,9 @@ def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: fl
             except FunctionError as failure:
                 failures.append(failure)
             for i, answer in zip(numbers, answers, strict=True):
-                verdict = None if answer is None else runtime.judge(questions[i], answer, expected[i])
+                verdict = (
+                    None if answer is None else runtime.judge(questions[i], answer, expected[i])
+                )
                 sections[i].rows.append(RuntimeRow(runtime.name, answer, verdict))
             count(advance=len(numbers))
     return failures
@@ -149,7 +188,9 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
     # One table to the eye: tables of equal column widths with a line of text between them.
     heads = tuple(Text(head, style="bold") for head in _HEAD)
     columns = zip(heads, *chain(*cells), strict=True)
-    widths = [max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns]
+    widths = [
+        max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns
+    ]
     out.print(_table(widths, [heads]))
     for section, rows in zip(sections, cells, strict=True):
         plan = section.question.plan
@@ -157,8 +198,12 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
         back = backward_bytes(plan)
         planned = f"planned: {format_bytes(plan.bytes_received)} forward"
         out.print()
-        out.print(lines_of("   ".join(filter(None, (title, section.elsewhere))), out.width, "bold cyan"))
-        out.print(planned + ("" if back is None else f", {format_bytes(back)} backward"), style="dim")
+        out.print(
+            lines_of("   ".join(filter(None, (title, section.elsewhere))), out.width, "bold cyan")
+        )
+        out.print(
+            planned + ("" if back is None else f", {format_bytes(back)} backward"), style="dim"
+        )
         out.print(_table(widths, rows))
     out.print()
     out.print(_summary(sections), soft_wrap=True)
@@ -177,7 +222,8 @@ def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
     name = Text(row.runtime)
     if row.answer is None or row.verdict is None:
         return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
-    plan, seconds = question.plan, row.answer.seconds
+    plan = question.plan
+    seconds = row.answer.seconds
     received = _bytes(row.answer.forward_bytes, plan.bytes_received)
     received_back = _bytes(row.answer.backward_bytes, backward_bytes(plan))
     differences = _difference(row.verdict.forward), _difference(row.verdict.backward)
@@ -205,4 +251,6 @@ def _summary(sections: Sequence[Section]) -> Text:
     what = f"{len(sections)} expression{'s' * (len(sections) > 1)} on {', '.join(names)}: "
     if not failed and not different:
         return Text.assemble(what, ("all equal", "bold green"))
-    return Text.assemble(what, (f"{different} different, {failed} failed, of {len(rows)} runs", "bold red"))
+    return Text.assemble(
+        what, (f"{different} different, {failed} failed, of {len(rows)} runs", "bold red")
+    )

@@ -27,12 +27,15 @@ from xshard.state.names import names_from_json
 from xshard.state.progress import reporting
 
 state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
-PathArgument = Annotated[Path, Argument(metavar="PATH", help="A safetensors file, or a folder of them.")]
+PathArgument = Annotated[
+    Path, Argument(metavar="PATH", help="A safetensors file, or a folder of them.")
+]
 
 
 @state.command("show")
 def show_state(
-    path: PathArgument, check: Annotated[bool, Option("--verify", help="Compare all checksums.")] = False
+    path: PathArgument,
+    check: Annotated[bool, Option("--verify", help="Compare all checksums.")] = False,
 ) -> None:
     """Print the names, shapes, dtypes, layouts and files of a checkpoint.
 
@@ -44,12 +47,15 @@ def show_state(
     with open_checkpoint(path) as checkpoint:
         sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in checkpoint.items()}
         for name, x in checkpoint.items():
-            layout, file = Text(str(checkpoint.layouts.get(name, ""))), Text(checkpoint.places[name])
+            layout = Text(str(checkpoint.layouts.get(name, "")))
+            file = Text(checkpoint.places[name])
             shape = "x".join(map(str, x.shape)) or "()"
             table.add_row(Text(name), shape, x.dtype, layout, format_bytes(sizes[name]), file)
         out.print(table)
         on = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
-        out.print(f"{len(checkpoint)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True)
+        out.print(
+            f"{len(checkpoint)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True
+        )
         if check:
             out.print(f"{verify(checkpoint)} checksums are right", soft_wrap=True)
 
@@ -58,8 +64,12 @@ def show_state(
 def convert(
     path: PathArgument,
     output: Annotated[Path, Argument(metavar="OUT", help="A folder.")],
-    names: Annotated[str, Option(metavar="NAMES", help="A JSON file, or llama-to-fused:32,8,128.")] = "",
-    rules: Annotated[str, Option(metavar="FILE", help="JSON: a layout for every pattern of names.")] = "",
+    names: Annotated[
+        str, Option(metavar="NAMES", help="A JSON file, or llama-to-fused:32,8,128.")
+    ] = "",
+    rules: Annotated[
+        str, Option(metavar="FILE", help="JSON: a layout for every pattern of names.")
+    ] = "",
     mesh: MeshText = "",
     dtype: Annotated[str, Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
     shard_bytes: Annotated[str, Option(metavar="BYTES", help="Of a file, as in 5GiB.")] = "5GiB",
@@ -70,18 +80,25 @@ def convert(
 
     Example: xshard state convert hf/ fused/ --names llama-to-fused:32,8,128
     """
-    err, on = console(stderr=True), Mesh.parse(mesh)
+    err = console(stderr=True)
+    on = Mesh.parse(mesh)
     laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
-    mapping = names_from_json(_json(names)) if Path(names).is_file() else named(names) if names else None
+    mapping = (
+        names_from_json(_json(names)) if Path(names).is_file() else named(names) if names else None
+    )
     with open_checkpoint(path) as checkpoint:
         loads = plan_load(checkpoint, laid, on, mapping, dtype=dtype or None)
         owners = [0] * on.n_devices
-        sources = {name: Source(load.target, load.array.dtype, owners) for name, load in loads.items()}
+        sources = {
+            name: Source(load.target, load.array.dtype, owners) for name, load in loads.items()
+        }
         saving = plan_save(sources, shard_bytes=shard_bytes, constants=checkpoint.constants)
         total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
 
         def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
-            return dtypes.recast(read_block(checkpoint, loads[name], device), loads[name].stored, kind)
+            return dtypes.recast(
+                read_block(checkpoint, loads[name], device), loads[name].stored, kind
+            )
 
         with reporting(True, total, err.is_terminal, "written", err) as report:
             save_blocks(saving, output, block_of, progress=report)
@@ -92,7 +109,9 @@ def convert(
 def diff(
     a: PathArgument,
     b: Annotated[Path, Argument(metavar="PATH", help="The other one.")],
-    before: Annotated[Path | None, Option(metavar="PATH", help="An older state of the other one.")] = None,
+    before: Annotated[
+        Path | None, Option(metavar="PATH", help="An older state of the other one.")
+    ] = None,
 ) -> None:
     """Name the arrays that differ, and how: transposed, gate and up swapped, another order, not updated.
 
@@ -100,7 +119,8 @@ def diff(
     """
     older = None if before is None else open_checkpoint(before)
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        unequal, n = list(diff_checkpoints(first, second, older)), len(first)
+        unequal = list(diff_checkpoints(first, second, older))
+        n = len(first)
     table = headed_table("array", "difference", left=("array", "difference"))
     for row in unequal:
         table.add_row(*map(Text, row))

@@ -21,7 +21,8 @@ class AttentionCall:
     for scores, with all rows: `[batch or 1, rows]`. A bridge adds `xp`, its functions, and `empty`, the score
     of a key that does not count; `enter`, `move`, `choose` and `compute` for the flow; `held`, the numbers of
     this device's batches, heads or queries; `product` of rows and rows, `wide` constants, in the dtype of
-    scores, and `whole` numbers."""
+    scores, and `whole` numbers.
+    """
 
     how: str
     causal: bool
@@ -48,7 +49,11 @@ class AttentionCall:
 
     def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
         """The result, in the order of `layout`; with `return_lse` the log-sum-exps too, as arrays 1 wide."""
-        xp, layout, kv_layout = self.xp, Layout.parse(layout), Layout.parse(self.kv_layout or layout)
+        xp, layout, kv_layout = (
+            self.xp,
+            Layout.parse(layout),
+            Layout.parse(self.kv_layout or layout),
+        )
         names = core.dim_order(layout, self.sequence, self.heads)
         q, of_q = self.enter(q, layout, self.shape)
         kv_names = core.key_order(kv_layout, names)
@@ -58,22 +63,31 @@ class AttentionCall:
         def ordered(x: Any, src: Sequence[str], dst: Sequence[str]) -> Any:
             return xp.moveaxis(x, tuple(map(src.index, dst)), tuple(range(x.ndim)))
 
-        q, (k, v) = ordered(q, layout.names, names), (ordered(x, kv_layout.names, kv_names) for x in (k, v))
+        q, (k, v) = (
+            ordered(q, layout.names, names),
+            (ordered(x, kv_layout.names, kv_names) for x in (k, v)),
+        )
         in_order = of_q.in_order(names), of_k.in_order(kv_names), of_v.in_order(kv_names)
         sight = {"causal": self.causal, "window": self.window, "offset": self.offset}
         attn = core.attention(*in_order, how=self.how, **sight)
         self._check(attn)
         has_more = self.softcap or self.dropout or self.return_lse
         is_plain = attn.sees_some(self.documents[0] is not None) and not has_more
-        attn, documents = self.choose(attn, is_plain), list[Any]()
+        attn = self.choose(attn, is_plain)
+        documents = list[Any]()
         for numbers, order in zip(self.documents, (layout, kv_layout), strict=True):
             if numbers is not None:
-                layouts, whole, dims = core.document_move(attn, order, numbers.ndim, bool(documents))
-                numbers = xp.moveaxis(self.move(numbers, layouts, whole), dims, tuple(range(len(dims))))
+                layouts, whole, dims = core.document_move(
+                    attn, order, numbers.ndim, bool(documents)
+                )
+                numbers = xp.moveaxis(
+                    self.move(numbers, layouts, whole), dims, tuple(range(len(dims)))
+                )
                 documents.append(numbers.reshape(-1, numbers.shape[-1]))
         both = (documents[0], documents[-1]) if documents else (None, None)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        blocks, batch = replace(self, attn=attn, documents=both, scale=scale), q.shape[:HEADS]
+        blocks = replace(self, attn=attn, documents=both, scale=scale)
+        batch = q.shape[:HEADS]
         q = blocks.moved(q, attn.q, attn.queries)
         kv = blocks.moved(xp.concat((k, v), axis=-1), attn.kv, attn.keys)
         q, kv = (x.reshape(math.prod(batch), *x.shape[HEADS:]) for x in (q, kv))
@@ -94,9 +108,13 @@ class AttentionCall:
 
     def _merged(self, y: Any, lse: Any) -> tuple[Any, Any]:
         """Results and log-sum-exps of queries by each device's keys -> by all keys."""
-        xp, result, target = self.xp, self.attn.result, self.attn.target
+        xp = self.xp
+        result = self.attn.result
+        target = self.attn.target
         dims = result.layout.dims
-        whole, highest = (result.with_layout(Layout(dims, tags)) for tags in ((), (("max", self.attn.axes),)))
+        whole, highest = (
+            result.with_layout(Layout(dims, tags)) for tags in ((), (("max", self.attn.axes),))
+        )
         top = xp.clip(self.moved(self.wide(lse), highest, whole), xp.finfo(lse.dtype).min)
         weight = xp.exp(lse - top)
         total = self.moved(xp.concat((y * weight, weight), axis=-1), result, target)
@@ -107,17 +125,37 @@ class AttentionCall:
 
     def _check(self, attn: Attention) -> None:
         """Raise XshardError for options that make no sense."""
-        softcap, alibi, dropout, heads = self.softcap, self.alibi, self.dropout, attn.q.shape[HEADS]
-        is_constant, shape = not getattr(alibi, "requires_grad", False), tuple(getattr(alibi, "shape", ()))
+        softcap = self.softcap
+        alibi = self.alibi
+        dropout = self.dropout
+        heads = attn.q.shape[HEADS]
+        is_constant = not getattr(alibi, "requires_grad", False)
+        shape = tuple(getattr(alibi, "shape", ()))
         of_rows, of_keys = (numbers is not None for numbers in self.documents)
         fits = of_rows == of_keys or not (of_keys or attn.q.layout.names != attn.kv.layout.names)
         has_seed = self.seed is not None
         for is_right, what, hint in (
-            (softcap is None or softcap > 0, f"softcap={softcap}", "scores lie between -softcap and softcap"),
+            (
+                softcap is None or softcap > 0,
+                f"softcap={softcap}",
+                "scores lie between -softcap and softcap",
+            ),
             (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
-            (alibi is None or shape == (heads,), f"alibi {shape}, {heads} heads", "one slope for each head"),
-            (0 <= dropout < 1, f"dropout={dropout}", "the part of weights that is dropped, less than 1"),
-            (not dropout or has_seed, f"dropout={dropout} without seed=", "one number on all devices"),
+            (
+                alibi is None or shape == (heads,),
+                f"alibi {shape}, {heads} heads",
+                "one slope for each head",
+            ),
+            (
+                0 <= dropout < 1,
+                f"dropout={dropout}",
+                "the part of weights that is dropped, less than 1",
+            ),
+            (
+                not dropout or has_seed,
+                f"dropout={dropout} without seed=",
+                "one number on all devices",
+            ),
             (fits, "documents of one sequence", "documents= and kv_documents="),
         ):
             if not is_right:
@@ -144,7 +182,8 @@ class AttentionCall:
         scores = self.product(q, k) * slope
         if self.softcap is not None:
             part = self.xp.tanh(scores / self.softcap)
-            scores, slope = part * self.softcap, (1 - part * part) * slope
+            scores = part * self.softcap
+            slope = (1 - part * part) * slope
         if self.alibi is not None:
             scores = scores + self.bias(rows, keys)
         return self.xp.where(self.visible(rows, keys), scores, self.empty), slope

@@ -39,7 +39,11 @@ def _part_rows(part: Part, itemsize: int) -> list[Row]:
     start, *steps = move_rows(part.result)
     step = f"contract {part.dims}" + (f", {part.ring}" if part.ring else "")
     held = itemsize * sum(array.max_local_size for array in (*part.used, part.result.source))
-    costs = {"received": format_bytes(0), "time": format_seconds(part.work), "peak": format_bytes(held)}
+    costs = {
+        "received": format_bytes(0),
+        "time": format_seconds(part.work),
+        "peak": format_bytes(held),
+    }
     contraction = start._replace(step=step, **costs)
     return [*(row for move in part.moves for row in move_rows(move)), contraction, *steps]
 
@@ -49,7 +53,9 @@ def total(plan: ContractionPlan) -> str:
     forward = _pass("forward", plan.bytes_received, plan.flops, plan.forward_cost)
     lines = [f"{forward}, peak {format_bytes(plan.peak_bytes)}"]
     if plan.objective == BOTH:
-        lines += [_pass("backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost)]
+        lines += [
+            _pass("backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost)
+        ]
     return "\n".join([*lines, f"priced for {plan.profile.name}"])
 
 
@@ -63,7 +69,9 @@ def explain(plan: ContractionPlan) -> str:
     for part in plan.parts:
         roles = (f"  {axis}: {_role(part, axis)}" for axis in part.result.mesh.long_axes)
         lines += [part.local, *roles]
-    return "\n".join([*lines, "", align_columns([COSTS, *(_row(*each) for each in alternatives(plan))])])
+    return "\n".join(
+        [*lines, "", align_columns([COSTS, *(_row(*each) for each in alternatives(plan))])]
+    )
 
 
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
@@ -74,7 +82,10 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     [part] = plan.parts
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
-    names = ["all of it on every device", *(f"where '{array.layout}' is" for array in shardings.arrays)]
+    names = [
+        "all of it on every device",
+        *(f"where '{array.layout}' is" for array in shardings.arrays),
+    ]
     for name, placement in zip(names, shardings.seeds(), strict=True):
         candidate = CandidateSearch(shardings, prices, plan.objective).candidate(placement)
         *others, result = map(prices.plan, candidate.moves)
@@ -94,11 +105,16 @@ def _role(part: Part, axis: str) -> str:
     dims = [dim for operand in part.used for dim in operand.layout.dims if axis in dim.axes]
     if not dims:
         held = any(axis in operand.layout.axes for operand in part.used)
-        return "holds addends or copies of all operands" if held else "idle: replicas repeat the work"
-    sharded, role = dims[0].name, part.result.dst.role(axis)
+        return (
+            "holds addends or copies of all operands" if held else "idle: replicas repeat the work"
+        )
+    sharded = dims[0].name
+    role = part.result.dst.role(axis)
     if sharded in part.result.src.names:
         return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
-    scattered = "reduce-scattered" if role and role[0] in part.result.dst.names else "kept as addends"
+    scattered = (
+        "reduce-scattered" if role and role[0] in part.result.dst.names else "kept as addends"
+    )
     result = scattered if role else "reduced"
     return f"cuts {sharded!r}, which is summed: row parallel (Megatron), the result {result}"
 

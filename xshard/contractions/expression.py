@@ -23,7 +23,9 @@ class Contraction:
     operands: tuple[Layout, ...]
     result: Layout
     text: str
-    arrays: tuple[Layout, ...]  # as the text writes them, the result last: composed dims, names that repeat
+    arrays: tuple[
+        Layout, ...
+    ]  # as the text writes them, the result last: composed dims, names that repeat
 
     def __hash__(self) -> int:  # cheap: calls are keys of caches
         return hash(self.text)
@@ -35,7 +37,9 @@ class Contraction:
             *operands, result = map(_by_name, arrays)
         return cls(tuple(operands), result, text, tuple(arrays))
 
-    def resolved(self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None) -> Contraction:
+    def resolved(
+        self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None
+    ) -> Contraction:
         """The contraction with dims `_0`, ... for `...`, of arrays, or `layouts`, of so many dims."""
         pairs = enumerate(zip(layouts or self.arrays, ndims, strict=False))
         count = {n - len(x.dims) + 1: i for i, (x, n) in pairs if ELLIPSIS in x.names}
@@ -44,7 +48,9 @@ class Contraction:
         if len(count) > 1 or min(count) < 0:
             what = f"'...' stands for {' and for '.join(map(str, count))} dims"
             span = parser.text_spans(self.text).layouts[[*count.values()][-1]]
-            raise ShapeError(what, text=self.text, span=span, hint="it stands for the same dims everywhere")
+            raise ShapeError(
+                what, text=self.text, span=span, hint="it stands for the same dims everywhere"
+            )
         more = max(count) - 1
         arrays = [x.resolved(len(x.dims) + more * (ELLIPSIS in x.names)) for x in self.arrays]
         return Contraction.of(arrays, self.text)
@@ -66,7 +72,8 @@ def _is_contraction(text: str, named: bool) -> bool:
         operands, ((kept, _),), _ = parser.parse_sides(text, "contraction")
     except NotationError:
         return False
-    dims, names = operands[0][0], {dim.name for dim in kept}
+    dims = operands[0][0]
+    names = {dim.name for dim in kept}
     is_move = all(parts_of(dim) == [dim.name] for dim in (*dims, *kept))
     return names < {dim.name for dim in dims} or not is_move
 
@@ -80,10 +87,13 @@ def contraction(text: str) -> Contraction:
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
     operands, results = parse_layouts(text, "contraction")
-    call, spans = Contraction.of((*operands, *results), text), parser.text_spans(text)
+    call = Contraction.of((*operands, *results), text)
+    spans = parser.text_spans(text)
     for dim, span in spans.full_dims:
         if dim.overlap is not None:
-            raise NotationError("an overlap in a contraction", text=text, span=span, hint="trim halos first")
+            raise NotationError(
+                "an overlap in a contraction", text=text, span=span, hint="trim halos first"
+            )
     for layout, span in zip(call.arrays, spans.layouts, strict=False):
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
@@ -91,7 +101,8 @@ def _parsed(text: str) -> Contraction:
     known = {name for layout in call.operands for name in layout.names}
     for name in call.result.names:
         if name not in known:
-            what, hint = f"dim {name!r} of the result is in no operand", ", ".join(sorted(known))
+            what = f"dim {name!r} of the result is in no operand"
+            hint = ", ".join(sorted(known))
             span = [span for dim, span in spans.dims if dim == name][-1]
             raise NotationError(what, text=text, span=span, hint=f"the operands have: {hint}")
     return call

@@ -1,5 +1,6 @@
 """The placements of a contraction: the role of every mesh axis while devices contract their blocks.
-An axis shards a dim, holds partial sums of an operand or copies, or is idle: replicas repeat the work."""
+An axis shards a dim, holds partial sums of an operand or copies, or is idle: replicas repeat the work.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import remembered
 from xshard.steps.base import axes_of
 
-MAX_PLACEMENTS = 5000  # beyond, searches climb from the arrays' own placements, one change at a time
+MAX_PLACEMENTS = (
+    5000  # beyond, searches climb from the arrays' own placements, one change at a time
+)
 Axes = frozenset[str]
 Shards = tuple[Shard, ...]
 Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has partial sums along it
@@ -91,7 +94,9 @@ class EinsumShardings:
     operands: tuple[Sharding, ...]
     result: Sharding
     # The shardings of dims met so far, by length and shards: contractions share them.
-    dim_shardings: dict[tuple[int, Shards], DimSharding] = field(default_factory=dict, compare=False)
+    dim_shardings: dict[tuple[int, Shards], DimSharding] = field(
+        default_factory=dict, compare=False
+    )
     stays: bool = False  # the result stays at the contraction
 
     @cached_property
@@ -162,9 +167,13 @@ class EinsumShardings:
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
     @remembered
-    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> list[tuple[DimSharding, Axes]]:
+    def _finer_shardings(
+        self, d: int, dim: DimSharding, axis: str
+    ) -> list[tuple[DimSharding, Axes]]:
         """Dim `d` sharded once more by an axis, each time with the axes that it takes."""
-        finer, length, mesh = list[tuple[DimSharding, Axes]](), self._all_lengths[d], self.result.mesh
+        finer = list[tuple[DimSharding, Axes]]()
+        length = self._all_lengths[d]
+        mesh = self.result.mesh
         for shard in self._shards[d]:
             for i in range(len(dim.shards) + 1) if axis in shard.axes else ():
                 shards = (*dim.shards[:i], shard, *dim.shards[i:])
@@ -179,8 +188,10 @@ class EinsumShardings:
         if known is None:
             dim = Dim("", shards)
             sizes = self.result.mesh.sizes_of(dim.axes)
-            rows, fits = block_length(dim, length, sizes)[0], misfit(dim, length, sizes) is None
-            axes, normal = Axes(dim.axes).intersection(self.axes), normal_dim(dim, length, self.result.mesh)
+            rows = block_length(dim, length, sizes)[0]
+            fits = misfit(dim, length, sizes) is None
+            axes = Axes(dim.axes).intersection(self.axes)
+            normal = normal_dim(dim, length, self.result.mesh)
             known = DimSharding(shards, axes, rows, fits, normal.shards)
             self.dim_shardings[length, shards] = known
         return known
@@ -211,17 +222,27 @@ class EinsumShardings:
         """The operands as they are given, then the result as it is wanted."""
         endpoints = []
         for (_, positions), array in zip(self._positions, self.arrays, strict=True):
-            dims = (self._sharded(d, dim.shards) for d, dim in zip(positions, array.normal.dims, strict=True))
+            dims = (
+                self._sharded(d, dim.shards)
+                for d, dim in zip(positions, array.normal.dims, strict=True)
+            )
             tagged = (array.layout.tagged(*kinds) for kinds in (("sum", "mean"), ("copy",)))
-            endpoints.append(OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged)))
+            endpoints.append(
+                OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged))
+            )
         return tuple(endpoints)
 
     def places(self, placement: Placement) -> list[tuple[int, Dims, Sums, tuple[str, ...], Axes]]:
         """The operands and the local result, -1, in a placement: their dims, and the roles of other axes."""
-        dims, roles = placement.dims, placement[1:]
-        return [(i, tuple([dims[d] for d in positions]), *roles) for i, positions in self._positions]
+        dims = placement.dims
+        roles = placement[1:]
+        return [
+            (i, tuple([dims[d] for d in positions]), *roles) for i, positions in self._positions
+        ]
 
-    def local(self, i: int, dims: Dims, sums: Sums, copies: Sequence[str], busy: Axes) -> OperandSharding:
+    def local(
+        self, i: int, dims: Dims, sums: Sums, copies: Sequence[str], busy: Axes
+    ) -> OperandSharding:
         """An operand as it is contracted in such a place; -1 is the local result."""
         others = busy.difference(*[dim.axes for dim in dims])
         if i < 0:
@@ -232,17 +253,25 @@ class EinsumShardings:
     def move(self, i: int, local: OperandSharding, sums: Sums) -> ArrayMove:
         """The move of operand `i` to where it is contracted; -1 is the result, from there."""
         means = {axis for axis, owner in sums if axis in self.operands[owner].layout.tagged("mean")}
-        tags = [("copy", tuple(local.copies)), *(("mean" if a in means else "sum", (a,)) for a in local.sums)]
+        tags = [
+            ("copy", tuple(local.copies)),
+            *(("mean" if a in means else "sum", (a,)) for a in local.sums),
+        ]
         array = self.arrays[i]
-        dims = (Dim(name, dim.shards) for name, dim in zip(array.layout.names, local.dims, strict=True))
+        dims = (
+            Dim(name, dim.shards) for name, dim in zip(array.layout.names, local.dims, strict=True)
+        )
         layout = Layout(tuple(dims), tuple(tags))
-        endpoints = (array.layout, layout) if i >= 0 else (layout, layout if self.stays else array.layout)
+        endpoints = (
+            (array.layout, layout) if i >= 0 else (layout, layout if self.stays else array.layout)
+        )
         return ArrayMove(*endpoints, array.shape)
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
         """The number of each array, and the positions of its dims among all dims."""
-        names, numbers = list(self.lengths), (*range(len(self.operands)), -1)
+        names = list(self.lengths)
+        numbers = (*range(len(self.operands)), -1)
         return [(i, [names.index(name) for name in self.arrays[i].layout.names]) for i in numbers]
 
     @cached_property
@@ -278,5 +307,7 @@ def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
     for dims in arrays:
         runs = [run for run, _ in groupby(dims, owners)]
         is_matrix = len(set(runs)) == len(runs) and not (len(runs) > 1 and all(runs[-1]))
-        counts.append(1 if is_matrix or len(arrays) < 3 else 3)  # a sum of one operand is not a product
+        counts.append(
+            1 if is_matrix or len(arrays) < 3 else 3
+        )  # a sum of one operand is not a product
     return tuple(counts)

@@ -29,7 +29,9 @@ from xshard.search.request import BOTH
 class Part:
     """One local contraction, with the moves before and after it, one after the other or in a `ring`."""
 
-    takes: tuple[int, ...]  # its operands among those that are left; the result goes behind the others
+    takes: tuple[
+        int, ...
+    ]  # its operands among those that are left; the result goes behind the others
     moves: tuple[Plan, ...]
     result: Plan
     ring: ContractionRing | None = None
@@ -113,16 +115,26 @@ class ContractionPlan(Pictured):
         for part in self.parts:
             for i, move in zip(part.takes, part.moves, strict=True):
                 if move.src != left[i]:
-                    raise PlanError(f"an operand is under '{left[i]}', its plan is for '{move.src}'")
-            result = local_type([move.dst for move in part.moves], part.result.src.names, part.local)
+                    raise PlanError(
+                        f"an operand is under '{left[i]}', its plan is for '{move.src}'"
+                    )
+            result = local_type(
+                [move.dst for move in part.moves], part.result.src.names, part.local
+            )
             if result != part.result.src:
-                raise PlanError(f"devices get '{result}', the plan goes on from '{part.result.src}'")
-            left = [layout for i, layout in enumerate(left) if i not in part.takes] + [part.result.dst]
+                raise PlanError(
+                    f"devices get '{result}', the plan goes on from '{part.result.src}'"
+                )
+            left = [layout for i, layout in enumerate(left) if i not in part.takes] + [
+                part.result.dst
+            ]
         if left != [self.contraction.result]:
             raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
         _ = self.arrays
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
+            raise PlanError(
+                f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}"
+            )
 
     def __hash__(self) -> int:  # cheap: plans are keys of caches that every call looks at
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
@@ -140,7 +152,8 @@ class ContractionPlan(Pictured):
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
         """For every operand, the plan that leads it to where it is contracted."""
-        left, moves = list(range(len(self.shapes))), dict[int, Plan]()
+        left = list(range(len(self.shapes)))
+        moves = dict[int, Plan]()
         for part in self.parts:
             moves |= {left[i]: move for i, move in zip(part.takes, part.moves, strict=True)}
             left = [n for i, n in enumerate(left) if i not in part.takes] + [-1]
@@ -179,7 +192,9 @@ class ContractionPlan(Pictured):
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives, forward, summed over the moves."""
-        return sum(move.bytes_received for part in self.parts for move in (*part.moves, part.result))
+        return sum(
+            move.bytes_received for part in self.parts for move in (*part.moves, part.result)
+        )
 
     @property
     def backward_bytes_received(self) -> int:
@@ -227,14 +242,29 @@ class ContractionPlan(Pictured):
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
-        values = {"contraction": self.text, "mesh": to_plain(self.mesh), "shapes": to_plain(self.shapes)}
-        values |= {"dtype": self.dtype, "profile": self.profile.name, "memory_limit": self.memory_limit}
+        values = {
+            "contraction": self.text,
+            "mesh": to_plain(self.mesh),
+            "shapes": to_plain(self.shapes),
+        }
+        values |= {
+            "dtype": self.dtype,
+            "profile": self.profile.name,
+            "memory_limit": self.memory_limit,
+        }
         parts = []
         for part in self.parts:
-            moves, ring = list(map(plan_to_plain, part.moves)), part.ring and list(part.ring.key)
-            plain = {"takes": list(part.takes), "moves": moves, "result": plan_to_plain(part.result)}
+            moves = list(map(plan_to_plain, part.moves))
+            ring = part.ring and list(part.ring.key)
+            plain = {
+                "takes": list(part.takes),
+                "moves": moves,
+                "result": plan_to_plain(part.result),
+            }
             parts.append(plain | {"ring": ring})
-        return json.dumps(with_values(values | {"objective": self.objective, "parts": parts}), indent=1)
+        return json.dumps(
+            with_values(values | {"objective": self.objective, "parts": parts}), indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
@@ -246,7 +276,8 @@ class ContractionPlan(Pictured):
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
             _maps = maps_in(data)  # which the texts below name
-            call, shapes = contraction(data["contraction"]), from_plain(Shapes, data["shapes"])
+            call = contraction(data["contraction"])
+            shapes = from_plain(Shapes, data["shapes"])
             call = call.resolved(map(len, shapes), call.operands)
             array = Mesh(data["mesh"]), shapes, name_of(data["dtype"])
             parts = tuple(_part_from_plain(part, machine) for part in data["parts"])
@@ -258,12 +289,17 @@ def contraction_of(expression: str | Contraction | ContractionPlan) -> Contracti
     """The contraction of a text or of a plan. Raises NotationError."""
     if isinstance(expression, Contraction):
         return expression
-    return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
+    return (
+        expression.contraction
+        if isinstance(expression, ContractionPlan)
+        else contraction(expression)
+    )
 
 
 def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:
     moves = tuple(Plan.from_plain(move, machine) for move in data["moves"])
-    takes, key = from_plain(tuple[int, ...], data["takes"]), data["ring"] and tuple(data["ring"])
+    takes = from_plain(tuple[int, ...], data["takes"])
+    key = data["ring"] and tuple(data["ring"])
     part = Part(takes, moves, Plan.from_plain(data["result"], machine))
     ring = next((ring for ring in rings(part) if ring.key == key), None)
     if key and not ring:

@@ -19,7 +19,9 @@ from xshard.search.moves import Space, estimate
 from xshard.search.request import Request
 from xshard.search.solve import best_path, respelled
 
-BACKWARD = 2.5  # operations of attention's backward pass for each forward one: scores are computed again
+BACKWARD = (
+    2.5  # operations of attention's backward pass for each forward one: scores are computed again
+)
 BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
 
 Shape = tuple[int, ...]
@@ -40,7 +42,9 @@ class MoveEstimate:
     level: int = BOUND
 
 
-Leg = tuple[object, ...]  # a move as its cost sees it: without names of dims, and copies are replicas
+Leg = tuple[
+    object, ...
+]  # a move as its cost sees it: without names of dims, and copies are replicas
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,14 @@ class Prices:
         """The cheapest plan of a move."""
         return self.find(Request.on(self.mesh, *move, self.dtype, self.profile))
 
-    def move(self, before: End, after: End, shape: Shape, means: object, make: Make | None) -> MoveEstimate:
+    def move(
+        self, before: End, after: End, shape: Shape, means: object, make: Make | None
+    ) -> MoveEstimate:
         """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
         leg = before, after, shape, means
         if (known := self._moves.get(leg)) is None:
-            grid, received = self._grid(shape), self._received(before, after, math.prod(shape))
+            grid = self._grid(shape)
+            received = self._received(before, after, math.prod(shape))
             start = grid.least_launch + grid.least_latency
             seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
             known = self._moves[leg] = MoveEstimate(seconds, seconds, before, after, shape, make)
@@ -71,15 +78,21 @@ class Prices:
         """Replace a bound by an estimate, and an estimate by the price."""
         both = self._state(move.shape, move.before), self._state(move.shape, move.after)
         if move.level == BOUND:
-            move.level, move.seconds = ESTIMATE, max(move.seconds, estimate(self._grid(move.shape), *both))
+            move.level, move.seconds = (
+                ESTIMATE,
+                max(move.seconds, estimate(self._grid(move.shape), *both)),
+            )
         else:
             price = self.plan(move.make()).cost if move.make else self._price(move.shape, *both)
-            move.level, move.seconds = PRICE, price
+            move.level = PRICE
+            move.seconds = price
 
     def _price(self, shape: Shape, *states: State) -> float:
         grid = self._grid(shape)
         start, goal = map(grid.sharding, states)
-        return best_path(Space(start, respelled(goal, start), grid.itemsize, self.profile).route).seconds
+        return best_path(
+            Space(start, respelled(goal, start), grid.itemsize, self.profile).route
+        ).seconds
 
     @remembered
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
@@ -98,12 +111,14 @@ class Prices:
         """Fewest elements that the busiest device must receive."""
         (src, old), (dst, new) = before, after
         if ended := old - new:
-            n, size = self.mesh.n_devices, self.mesh.size
+            n = self.mesh.n_devices
+            size = self.mesh.size
             copies = n // size(*new.union(*(dim.axes for dim in dst)))
             return least_received(elements, n, size(*ended), copies, size(*new & old))
         if new - old:
             return 0
-        rows, have = [dim.rows for dim in dst], [dim.rows for dim in src]
+        rows = [dim.rows for dim in dst]
+        have = [dim.rows for dim in src]
         return math.prod(rows) - math.prod(map(min, rows, have))
 
 
@@ -129,18 +144,26 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
         return moving + (1 + BACKWARD) * work
     *batch, heads, _, width = attn.keys.max_local_shape
     layouts, shape = attn.rotation((math.prod(batch), heads, attn.block_rows, width))
-    move_s, precise = prices.plan(ArrayMove(*layouts, tuple(shape))).cost, max(1.0, 4 / itemsize(dtype))
-    rounds, round_work = attn.rounds, work / attn.rounds
+    move_s = prices.plan(ArrayMove(*layouts, tuple(shape))).cost
+    precise = max(1.0, 4 / itemsize(dtype))
+    rounds = attn.rounds
+    round_work = work / attn.rounds
     forward = round_work + (rounds - 1) * max(round_work, move_s)
     # The blocks travel again, and beside them their gradients in the dtype of sums.
-    backward = BACKWARD * round_work + (rounds - 1) * max(BACKWARD * round_work, move_s * (1 + precise))
+    backward = BACKWARD * round_work + (rounds - 1) * max(
+        BACKWARD * round_work, move_s * (1 + precise)
+    )
     return moving + forward + backward + move_s * precise
 
 
 def _operations(attn: Attention) -> float:
     """Forward operations of the busiest device: two products over the scores that are not empty."""
-    batch, heads, *_ = math.prod(attn.queries.max_local_shape[:HEADS]), attn.queries.max_local_shape[HEADS]
-    n, sees = attn.kv.shape[SEQUENCE], 0
+    batch, heads, *_ = (
+        math.prod(attn.queries.max_local_shape[:HEADS]),
+        attn.queries.max_local_shape[HEADS],
+    )
+    n = attn.kv.shape[SEQUENCE]
+    sees = 0
     for device in attn.devices:
         place = attn.query_rows(device) + attn.offset
         first = 0 if attn.left is None else (place - attn.left).clip(min=0)

@@ -1,6 +1,7 @@
 """Contractions in rounds: while one part is contracted, the next one travels along an axis of n devices.
 In front of a reduce-scatter the sums travel: a device adds its part to the sum that it passes on.
-Between few devices a part travels in pieces, since two parts hide half a move at most."""
+Between few devices a part travels in pieces, since two parts hide half a move at most.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +58,16 @@ class ContractionRing:
 
     def order(self, device: Any) -> list[Any]:
         """The pieces in the order of a device: a number, or a scalar of JAX; its own last if sums travel."""
-        first, n = device + (self.operand is None), self.rounds
+        first = device + (self.operand is None)
+        n = self.rounds
         return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
 
     def seconds(self, part: Part) -> float:
         """Predicted seconds: one product, then the longer of the other products and the messages."""
         others = [*part.moves, part.result]
         del others[-1 if self.operand is None else self.operand]
-        product_s, moved_s = part.work / self.products, (self.products - self.pieces) * self.rotation.cost
+        product_s = part.work / self.products
+        moved_s = (self.products - self.pieces) * self.rotation.cost
         return sum(move.cost for move in others) + product_s + max(part.work - product_s, moved_s)
 
 
@@ -73,11 +76,14 @@ def rings(part: Part) -> Iterator[ContractionRing]:
     for i, move in enumerate(part.moves):
         gather = _only_step(move)  # to copies: each replica would give the whole gradient
         if isinstance(gather, AllGather) and gather.shards == (Shard(gather.copies[:1]),):
-            if gather.dim not in part.result.src.names and gather.copies[0] in part.result.src.tagged("copy"):
+            if gather.dim not in part.result.src.names and gather.copies[
+                0
+            ] in part.result.src.tagged("copy"):
                 continue  # each copy of the result would be added in another order
             block = Layout(move.src.dims, without_tags(move.dst, gather.copies).tags)
             yield from _rings(i, gather.dim, move, move.source, block)
-    scatter, result = _only_step(part.result), part.result
+    scatter = _only_step(part.result)
+    result = part.result
     if isinstance(scatter, ReduceScatter) and scatter.op == "sum":
         axes = scatter.shards[0].axes
         if scatter.shards == (Shard(axes[:1]),):
@@ -92,10 +98,13 @@ def _only_step(move: Plan) -> Step | None:
     return steps[0] if len(steps) == 1 and not move.split else None
 
 
-def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, to: Layout) -> Iterator[ContractionRing]:
+def _rings(
+    operand: int | None, dim: str, move: Plan, src: Sharding, to: Layout
+) -> Iterator[ContractionRing]:
     """The rings of parts under `src`, and under `to` after the rest of the move, sharded equally."""
     tags = src.layout.tags if operand is None else to.tags
-    dims, mesh = src.normal.dims, src.mesh  # groups as nested shards
+    dims = src.normal.dims
+    mesh = src.mesh  # groups as nested shards
 
     def plan(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Plan:
         array = shape, move.dtype, move.profile
@@ -111,5 +120,7 @@ def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, to: Layout)
         next_part = rotated((axis,), n, rows // pieces, -1)
         next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
         shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
-        rotation = plan(Layout(dims, tags), Layout((*dims[:d], next_dim, *dims[d + 1 :]), tags), shape)
+        rotation = plan(
+            Layout(dims, tags), Layout((*dims[:d], next_dim, *dims[d + 1 :]), tags), shape
+        )
         yield ContractionRing(operand, dim, axis, pieces, rotation, rest)

@@ -1,5 +1,6 @@
 """The best placements of a contraction: fewest seconds of moves and work, then fewest operations.
-Each candidate begins with bounds of its moves, refined only while it would win; few moves are planned."""
+Each candidate begins with bounds of its moves, refined only while it would win; few moves are planned.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ class Candidate(NamedTuple):
     @property
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
-        call, placement = self.shardings, self.placement
-        return tuple(call.move(p[0], call.local(*p), placement.sums) for p in call.places(placement))
+        call = self.shardings
+        placement = self.placement
+        return tuple(
+            call.move(p[0], call.local(*p), placement.sums) for p in call.places(placement)
+        )
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
         """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
@@ -112,7 +116,8 @@ class CandidateSearch:
                 rank, neighbor = min(pairs, key=lambda pair: pair[0])
                 if rank >= least:
                     break
-                placement, least = neighbor, rank
+                placement = neighbor
+                least = rank
             tops.append(placement)
         return list(dict.fromkeys(tops))
 
@@ -122,19 +127,26 @@ class CandidateSearch:
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement, with the estimates as far as they are known."""
-        shardings, estimates, touched = self.shardings, tuple[MoveEstimate, ...](), 0
+        shardings = self.shardings
+        estimates = tuple[MoveEstimate, ...]()
+        touched = 0
         for place in shardings.places(placement):
             elements, moves = self._array(*place)
-            touched, estimates = touched + elements, estimates + moves
-        flops, passes = shardings.flops(placement), len(shardings.arrays) if self.objective == BOTH else 1
+            touched = touched + elements
+            estimates = estimates + moves
+        flops = shardings.flops(placement)
+        passes = len(shardings.arrays) if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
         return Candidate(shardings, placement, flops, touched, work, estimates)
 
     def _array(self, i: int, *place: Any) -> tuple[int, tuple[MoveEstimate, ...]]:
         """Elements touched, and the moves, of operand `i` and its gradient, or of the result, -1."""
         shardings, (dims, sums, *_) = self.shardings, place
-        local, endpoint = shardings.local(i, *place), shardings.endpoints[i]
-        before, after = (local, local if shardings.stays else endpoint) if i < 0 else (endpoint, local)
+        local = shardings.local(i, *place)
+        endpoint = shardings.endpoints[i]
+        before, after = (
+            (local, local if shardings.stays else endpoint) if i < 0 else (endpoint, local)
+        )
         # Only a move that may scale depends on more than both ends, and is made to be priced.
         move = partial(shardings.move, i, local, sums) if shardings.has_means else None
         array = shardings.arrays[i].shape, (i, sums) if move else None

@@ -40,9 +40,12 @@ def _length(what: str, value: Any) -> int:
 
 
 @lru_cache(maxsize=4096)
-def shapes_of(call: Contraction, sizes: Sizes | None, shapes: Shapes | None) -> tuple[Contraction, Shapes]:
+def shapes_of(
+    call: Contraction, sizes: Sizes | None, shapes: Shapes | None
+) -> tuple[Contraction, Shapes]:
     """Lengths by name, or all global shapes -> the contraction without `...`, a length per operand's name."""
-    text, operands = call.text, call.operands
+    text = call.text
+    operands = call.operands
     if (sizes is None) == (shapes is None):
         what = "no shapes" if sizes is None else "sizes and shapes"
         first = next((name for layout in operands for name in layout.names), "b")
@@ -53,7 +56,9 @@ def shapes_of(call: Contraction, sizes: Sizes | None, shapes: Shapes | None) -> 
     call = for_operands(call, shapes)
     lengths: dict[str, int] = {}
     pairs = zip(call.arrays, shapes, strict=False)
-    dims = [(i, *dim) for i, (x, shape) in enumerate(pairs) for dim in zip(x.dims, shape, strict=True)]
+    dims = [
+        (i, *dim) for i, (x, shape) in enumerate(pairs) for dim in zip(x.dims, shape, strict=True)
+    ]
     for i, dim, length in sorted(dims, key=lambda each: len(parts_of(each[1]))):
         unknown = set(parts := parts_of(dim)) - lengths.keys()
         known = math.prod(lengths.get(name, 1) for name in parts)
@@ -61,7 +66,9 @@ def shapes_of(call: Contraction, sizes: Sizes | None, shapes: Shapes | None) -> 
             lengths[unknown.pop()] = length // known
         elif unknown or known != length:
             have = " and ".join(f"{name}={lengths[name]}" for name in parts if name in lengths)
-            what = f"dim '{' '.join(parts)}' is {length} long, elsewhere {have or 'no part is known'}"
+            what = (
+                f"dim '{' '.join(parts)}' is {length} long, elsewhere {have or 'no part is known'}"
+            )
             hint = "a name stands for one length; sizes= says all of them"
             raise ShapeError(what, text=text, span=_dim_span(call, i, dim.name), hint=hint)
     return call, tuple(tuple(lengths[name] for name in layout.names) for layout in call.operands)
@@ -73,7 +80,8 @@ def _from_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> tuple[tup
         if name not in sizes:
             have = "sizes has: " + ", ".join(f"{key}={value}" for key, value in sizes.items())
             have = "pass shape= with one shape per operand" if name == ELLIPSIS else have
-            what, span = f"sizes has no length for dim {name!r}", _dim_span(contraction, i, name)
+            what = f"sizes has no length for dim {name!r}"
+            span = _dim_span(contraction, i, name)
             raise ShapeError(what, text=contraction.text, span=span, hint=have)
     known = {name for _, name in names}
     if extra := [name for name in sizes if name not in known]:
@@ -92,15 +100,19 @@ def _dim_span(contraction: Contraction, operand: int, name: str) -> tuple[int, i
 
 def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
     """The contraction of such arrays. Raises ShapeError unless each operand has one, with its dims."""
-    text, operands = call.text, call.operands
+    text = call.text
+    operands = call.operands
     if len(shapes) != len(operands):
         what = f"{len(shapes)} arrays for {len(operands)} operands"
         raise ShapeError(what, text=text, hint="one array or shape per operand")
     call = call.resolved(map(len, shapes))
     for i, (layout, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         if len(shape) != len(layout.names):
-            what, span = f"an array of {len(shape)} dims, {tuple(shape)}", text_spans(text).layouts[i]
-            raise ShapeError(f"{what}, for '{layout}'", text=text, span=span, hint="one dim per name")
+            what = f"an array of {len(shape)} dims, {tuple(shape)}"
+            span = text_spans(text).layouts[i]
+            raise ShapeError(
+                f"{what}, for '{layout}'", text=text, span=span, hint="one dim per name"
+            )
     return call
 
 
@@ -119,7 +131,8 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
 
 def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> tuple[Sharding, ...]:
     """Operands and result as they are written; ShapeError if blocks end within a row of a first name."""
-    lengths, arrays = dim_lengths(call.operands, shapes), list[Sharding]()
+    lengths = dim_lengths(call.operands, shapes)
+    arrays = list[Sharding]()
     for layout in call.arrays:
         for dim in layout.dims:
             first, *rest = parts_of(dim)
@@ -127,7 +140,9 @@ def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> t
             in_turn = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
             if rest and (in_turn or lengths[first] % n):
                 what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
-                raise ShapeError(what, text=str(dim), hint="it takes equal parts or zigzags of these rows")
+                raise ShapeError(
+                    what, text=str(dim), hint="it takes equal parts or zigzags of these rows"
+                )
         shape = (math.prod(lengths[name] for name in parts_of(dim)) for dim in layout.dims)
         arrays.append(Sharding(layout, mesh, tuple(shape)))
     return tuple(arrays)
@@ -137,8 +152,12 @@ def named_block(
     x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
 ) -> Any:
     """A block (numpy, torch or JAX) as it is written -> with one dim per name. rows: global, by name."""
-    here, whole = (dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape))
-    names, lengths, picked = list[str](), list[int](), list[int]()
+    here, whole = (
+        dict(zip(named.layout.names, lengths, strict=True)) for lengths in (block, named.shape)
+    )
+    names = list[str]()
+    lengths = list[int]()
+    picked = list[int]()
     for dim in layout.dims:
         for i, name in enumerate(parts_of(dim)):
             is_here = bool(dim.shards) and not i

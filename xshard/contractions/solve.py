@@ -52,10 +52,13 @@ class ContractionRequest:
     @property
     def shardings(self) -> EinsumShardings:
         """The operands and the result on the mesh."""
-        layouts, result = self.contraction.operands, self.contraction.result
+        layouts = self.contraction.operands
+        result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
         shapes = *self.shapes, tuple(lengths[name] for name in result.names)
-        *operands, y = (Sharding(x, self.mesh, n) for x, n in zip((*layouts, result), shapes, strict=True))
+        *operands, y = (
+            Sharding(x, self.mesh, n) for x, n in zip((*layouts, result), shapes, strict=True)
+        )
         return EinsumShardings(tuple(operands), y)
 
 
@@ -66,7 +69,8 @@ def find_contraction(request: ContractionRequest) -> ContractionPlan:
 
 
 def _search(request: ContractionRequest) -> ContractionPlan:
-    limit, least = request.memory_limit, None
+    limit = request.memory_limit
+    least = None
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
@@ -105,7 +109,8 @@ class _Solver:
     """The plans for one request, the cheapest first."""
 
     def __init__(self, request: ContractionRequest) -> None:
-        self.request, self.shardings = request, request.shardings
+        self.request = request
+        self.shardings = request.shardings
         self.prices = Prices(request.mesh, request.dtype, request.profile)
         self.start = ContractionPath(0.0, 0, self.shardings.operands, ())
         self.best: list[float] = []  # seconds of complete paths
@@ -115,7 +120,8 @@ class _Solver:
         if len(self.shardings.operands) > 2:
             yield from map(self._plan, self._paths())
             return
-        limit, objective = self.request.flops_limit, self.request.objective
+        limit = self.request.flops_limit
+        objective = self.request.objective
         every = CandidateSearch(self.shardings, self.prices, objective)
         candidates = every.best(limit)
         if objective == BOTH and (first := next(candidates, None)):
@@ -141,7 +147,9 @@ class _Solver:
         limit = self.request.flops_limit
         search = CandidateSearch(self.shardings, self.prices, self.request.objective)
         at_once = next(search.best(level=ESTIMATE)).placement
-        paths = [path for order in _orders(self.shardings) for path in self._paths_in(order, at_once)]
+        paths = [
+            path for order in _orders(self.shardings) for path in self._paths_in(order, at_once)
+        ]
         paths = [path for path in paths if limit is None or path.flops <= limit]
         finalists: list[tuple[float, int, ContractionPath]] = []
         for n, path in enumerate(sorted(paths, key=lambda path: path.seconds)[:WIDTH]):
@@ -151,7 +159,8 @@ class _Solver:
 
     def _paths_in(self, order: Order, at_once: Placement) -> Iterator[ContractionPath]:
         """The best paths in one order, and the path on which every pair has the placement `at_once`."""
-        paths, in_one_placement = [self.start], self.start
+        paths = [self.start]
+        in_one_placement = self.start
         numbers = list(range(len(self.shardings.operands)))
         for takes in order:
             longer = [path for shorter in paths for path in self._extended(shorter, takes, order)]
@@ -159,15 +168,20 @@ class _Solver:
             pair = self._pair(in_one_placement, takes)
             placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
-            candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(placement)
+            candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(
+                placement
+            )
             # Prices decide about it, not estimates.
             seconds = in_one_placement.seconds + candidate.total(attrgetter("least"))
             in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
         yield from (*paths, in_one_placement)
 
-    def _extended(self, path: ContractionPath, takes: Takes, order: Order) -> Iterator[ContractionPath]:
+    def _extended(
+        self, path: ContractionPath, takes: Takes, order: Order
+    ) -> Iterator[ContractionPath]:
         """A path with one more contraction, in each of its best placements."""
-        pair, is_last = self._pair(path, takes), len(path.left) == len(takes)
+        pair = self._pair(path, takes)
+        is_last = len(path.left) == len(takes)
         limit = self.request.flops_limit
         if limit is not None:
             limit -= path.flops + sum(self._least_flops(order)[len(path.steps) + 1 :])
@@ -184,7 +198,8 @@ class _Solver:
 
     def _least_flops(self, order: Order) -> list[int]:
         """The operations of each contraction in an order, if no device repeats the work of another."""
-        lengths, flops = self.shardings.lengths, []
+        lengths = self.shardings.lengths
+        flops = []
         left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
             rest = [names for i, names in enumerate(left) if i not in takes]
@@ -208,13 +223,17 @@ class _Solver:
         return EinsumShardings(operands, result, self.shardings.dim_shardings, stays=True)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
-        r, parts = self.request, tuple(itertools.starmap(self._part, path.steps))
-        return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
+        r = self.request
+        parts = tuple(itertools.starmap(self._part, path.steps))
+        return ContractionPlan(
+            r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective
+        )
 
     def _part(self, takes: Takes, candidate: Candidate) -> Part:
         """The part, in the ring in which it takes the fewest seconds if that is wanted."""
         *moves, result = map(self.prices.plan, candidate.moves)
-        part, overlap = Part(takes, tuple(moves), result), self.request.overlap
+        part = Part(takes, tuple(moves), result)
+        overlap = self.request.overlap
         if overlap == NEVER:
             return part
         in_rounds = (replace(part, ring=ring) for ring in rings(part))

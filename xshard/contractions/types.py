@@ -39,12 +39,14 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
     """
     check_mesh(mesh)
     parsed = contraction(expression)
-    text, wanted = parsed.text, parsed.result
+    text = parsed.text
+    wanted = parsed.result
     for layout in (*parsed.operands, wanted):
         check_axes(layout, mesh, text)
     result = local_type(parsed.operands, wanted.names, text)
     if wanted.axes and result != wanted:
-        what, span = f"the local contraction gives '{result}'", text_spans(text).layouts[-1]
+        what = f"the local contraction gives '{result}'"
+        span = text_spans(text).layouts[-1]
         hint = f"write that, or move it afterwards: {result} -> {wanted}"
         raise PlanError(what, text=text, span=span, hint=hint)
     return result
@@ -62,14 +64,17 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
             what = f"cuts {cut[0]!r} and {cut[1]!r}"
             wrong = [i for i, layout in enumerate(operands) if cut[1] in layout.names]
         elif cut:
-            kinds, what = [] if cut[0] in names else ["sum"], f"cuts {cut[0]!r}, which this operand lacks"
+            kinds = [] if cut[0] in names else ["sum"]
+            what = f"cuts {cut[0]!r}, which this operand lacks"
             lacks = [i for i, layout in enumerate(operands) if cut[0] not in layout.names]
             wrong = [i for i in lacks if parts[i] != "copy"]
         elif kinds:
-            what, first = "holds addends of another operand", parts.index(kinds[0])
+            what = "holds addends of another operand"
+            first = parts.index(kinds[0])
             wrong = [i for i, part in enumerate(parts) if i != first and part != "copy"]
         else:
-            kinds, what = ["copy"], "holds copies of another operand, of this one replicas"
+            kinds = ["copy"]
+            what = "holds copies of another operand, of this one replicas"
             wrong = [i for i, part in enumerate(parts) if part is None]
         if wrong:
             raise _illegal(f"mesh axis {axis!r} {what}", operands, wrong[0], axis, text)
@@ -84,20 +89,29 @@ def _cuts(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
         for dim in layout.dims:
             other = dims.setdefault(dim.name, dim)
             if other != dim:
-                raise _illegal(f"'{other}' in one operand is '{dim}' in another", operands, i, other, text)
+                raise _illegal(
+                    f"'{other}' in one operand is '{dim}' in another", operands, i, other, text
+                )
     return dims
 
 
 def _part(layout: Layout, axis: str) -> str | None:
     """The tag of an axis, "cut", or None for replicas."""
-    return next((kind for kind, axes in layout.tags if axis in axes), "cut" if axis in layout.axes else None)
+    return next(
+        (kind for kind, axes in layout.tags if axis in axes), "cut" if axis in layout.axes else None
+    )
 
 
-def _illegal(what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str) -> PlanError:
+def _illegal(
+    what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str
+) -> PlanError:
     """The error about operand `i`. wanted: the legal dim, or the axis along which copies are legal."""
     layout = operands[i]
     axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
-    dims = [replace(d, shards=tuple(s for s in d.shards if not set(s.axes) & set(axes))) for d in layout.dims]
+    dims = [
+        replace(d, shards=tuple(s for s in d.shards if not set(s.axes) & set(axes)))
+        for d in layout.dims
+    ]
     tags = [(kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags]
     if isinstance(wanted, Dim):
         dims[layout.names.index(wanted.name)] = wanted

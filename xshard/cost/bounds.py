@@ -20,15 +20,23 @@ from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
 from xshard.steps.exchange.sources import dim_end
-from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from, rows_in_common
+from xshard.steps.exchange.traffic import (
+    begun_axes,
+    ended_axes,
+    link_cuts,
+    received_from,
+    rows_in_common,
+)
 from xshard.steps.permute import block_keys
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements the busiest device must receive between two shardings in normal form. Those that its
     block lacks; their mean over a sum that begins, since any device may contribute an element; the mean over
-    all devices if a reduction ends."""
-    mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
+    all devices if a reduction ends.
+    """
+    mesh = dst.mesh
+    begins = begun_axes(src.layout, dst.layout)
     if ended_axes(src.layout, dst.layout):
         return -(-total_elements(src, dst) // mesh.n_devices)
     if src.layout.overlaps or dst.layout.overlaps:
@@ -43,8 +51,11 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements that all devices together must receive between two shardings in normal form. If a
     reduction of n addends ends in m copies, an element takes n-1 + m-1 messages: n-1 until some device has
     all, and one to every other owner. It takes one more if no owner holds an addend: then the first to have
-    all is not an owner, or it received all n. Every sum that stays multiplies that."""
-    mesh, ended, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
+    all is not an owner, or it received all n. Every sum that stays multiplies that.
+    """
+    mesh = dst.mesh
+    ended = ended_axes(src.layout, dst.layout)
+    begins = begun_axes(src.layout, dst.layout)
     if not ended:
         return int(_lacking(src, dst).sum())
     sums = dst.layout.tagged("sum", "max", "min")
@@ -100,7 +111,8 @@ def _reached(src: Sharding, dst: Sharding) -> int:
 
 def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
     """The rows that every index of `dst` wants, and those that every index of `src` has, whole."""
-    a, b = src.layout.dims[d], dst.layout.dims[d]
+    a = src.layout.dims[d]
+    b = dst.layout.dims[d]
     every, asked = ((dim, src.shape[d], src.mesh.sizes_of(dim.axes)) for dim in (a, b))
     if a == b and a.overlap is not None:  # all rows stay on their device
         return (held := distinct(src.holders(d))), held
@@ -112,9 +124,12 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> tuple[tuple[Runs, ...]
         times = np.bincount(np.concatenate([*map(row_numbers, blocks)]), minlength=src.shape[d])
         some = tuple(as_runs(rows[times[rows] > 0]) for rows in map(row_numbers, wanted))
         return some, tuple(as_runs(rows[times[rows] == 1]) for rows in map(row_numbers, blocks))
-    have, want = pieces(blocks), pieces(wanted)
+    have = pieces(blocks)
+    want = pieces(wanted)
     parts, interval, which = at_edges(joined(have, want))
-    held_by = np.bincount(interval[(first := which < len(have.start))], minlength=len(interval))[interval]
+    held_by = np.bincount(interval[(first := which < len(have.start))], minlength=len(interval))[
+        interval
+    ]
     return (
         ascending(parts.take(~first & (held_by > 0)), len(wanted)),  # others are zero
         ascending(parts.take(first & (held_by == 1)), len(blocks)),
@@ -158,7 +173,8 @@ def received_elements_between(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> int:
     """Fewest elements that the busiest device must receive between meshes, whatever the plan."""
-    addends, sums = source.mesh.size(*source.layout.tagged(*REDUCERS)), target.layout.tagged(*REDUCERS)
+    addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
+    sums = target.layout.tagged(*REDUCERS)
     disjoint = not {*src_devices} & {*dst_devices}
     if addends > 1 and sums and not disjoint:
         return 0  # an addend may stay where it is and be one of the new sum
@@ -180,7 +196,9 @@ def lacking_elements(
     positions = {device: i for i, device in enumerate(src_devices)}
     shared = shared_elements(source, target)
     needed = target.block_sizes
-    held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
+    held = np.array(
+        [shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)]
+    )
     sums = target.layout.tagged(*REDUCERS)
     if source.mesh.size(*source.layout.tagged(*REDUCERS)) > 1:
         held = np.zeros_like(held)

@@ -35,7 +35,9 @@ def load_profile(profile: ProfileLike) -> Profile:
         return profile
     name: Any = profile
     if not isinstance(name, str | Path):
-        raise ProfileError(f"profile is {shown(name)}", hint=f"one of {', '.join(shipped())}, or a file")
+        raise ProfileError(
+            f"profile is {shown(name)}", hint=f"one of {', '.join(shipped())}, or a file"
+        )
     is_file = str(name).partition(":")[0] not in shipped() and os.path.isfile(name)
     return _load(str(name), os.stat(name).st_mtime_ns if is_file else 0)
 
@@ -44,7 +46,9 @@ def load_profile(profile: ProfileLike) -> Profile:
 def shipped() -> tuple[str, ...]:
     """The names of profiles that come with the package."""
     files = (resources.files("xshard.cost") / "profiles").iterdir()
-    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
+    return tuple(
+        sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+    )
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +63,9 @@ def _load(name: str, _: int) -> Profile:
             raise ProfileError(f"no profile {name!r}", hint=hint)
         return replace(machine, name=name, node_devices=int(nodes))
     if name in known:
-        return profile_of(name, (resources.files("xshard.cost") / "profiles" / f"{name}.json").read_text())
+        return profile_of(
+            name, (resources.files("xshard.cost") / "profiles" / f"{name}.json").read_text()
+        )
     try:
         text = Path(name).read_text() if Path(name).is_file() else None
     except (OSError, ValueError):  # a name that no file can have, or no text
@@ -76,7 +82,9 @@ def profile_of(name: str, text: str) -> Profile:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
             hint = 'give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}'
-            raise ProfileError(f"profile {name!r} lacks a link for axes that it does not name", hint=hint)
+            raise ProfileError(
+                f"profile {name!r} lacks a link for axes that it does not name", hint=hint
+            )
         return Profile(
             name=data["name"],
             source=data["source"],
@@ -98,13 +106,19 @@ def profile_of(name: str, text: str) -> Profile:
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None
 
 
-AUTO, DEFAULT = "auto", "h100"
+AUTO = "auto"
+DEFAULT = "h100"
 VARIABLE = "XSHARD_PROFILE"
 
 # A part of the name of a kind of device -> its profile; the first match counts. "gloo" and "host" are CPUs.
 KINDS = (
     *(("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"), ("A100", "a100")),
-    *(("MI300X", "mi300x"), ("TPU v5 lite", "tpu_v5e"), ("TPU v5e", "tpu_v5e"), ("TPU v5", "tpu_v5p")),
+    *(
+        ("MI300X", "mi300x"),
+        ("TPU v5 lite", "tpu_v5e"),
+        ("TPU v5e", "tpu_v5e"),
+        ("TPU v5", "tpu_v5p"),
+    ),
     *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
 )
 
@@ -138,7 +152,9 @@ def use_profile(profile: ProfileLike) -> Iterator[Profile]:
 def asked_for(profile: ProfileLike) -> ProfileLike:
     """The profile itself, a file's read; for "auto" the one of `use_profile` or XSHARD_PROFILE, if any."""
     asked = profile if profile != AUTO else _USED.get() or os.environ.get(VARIABLE) or AUTO
-    return asked if isinstance(asked, Profile) or asked in (AUTO, *shipped()) else load_profile(asked)
+    return (
+        asked if isinstance(asked, Profile) or asked in (AUTO, *shipped()) else load_profile(asked)
+    )
 
 
 def node_processes(n: int) -> int | None:
@@ -148,10 +164,16 @@ def node_processes(n: int) -> int | None:
         return math.gcd(int(own), n)
     # Slurm's list of all nodes, as in `4(x2),3`; else pods of a PyTorchJob, where "auto" is one process.
     per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE", f"{per_pod}(x{os.environ.get('PET_NNODES')})")
+    listed = os.environ.get(
+        "SLURM_STEP_TASKS_PER_NODE", f"{per_pod}(x{os.environ.get('PET_NNODES')})"
+    )
     nodes = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", node.strip()) for node in listed.split(",")]
     runs = [(int(node[1]), int(node[2] or 1)) for node in nodes if node]
-    return math.gcd(*(size for size, _ in runs)) if sum(size * times for size, times in runs) == n else None
+    return (
+        math.gcd(*(size for size, _ in runs))
+        if sum(size * times for size, times in runs) == n
+        else None
+    )
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +199,11 @@ def without_devices(profile: ProfileLike) -> ProfileLike:
 def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which pairs of devices are on two nodes."""
     nodes = profile.node_devices if profile.across else None
-    return (a // nodes != b // nodes) if nodes else np.zeros(np.broadcast_shapes(a.shape, b.shape), bool)
+    return (
+        (a // nodes != b // nodes)
+        if nodes
+        else np.zeros(np.broadcast_shapes(a.shape, b.shape), bool)
+    )
 
 
 def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
@@ -191,7 +217,9 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
             links[axis] = profile.across
     links |= dict(profile.axes)
     nodes = profile.node_devices or 1
-    in_step = all(device // nodes - devices[0] // nodes == i // nodes for i, device in enumerate(devices))
+    in_step = all(
+        device // nodes - devices[0] // nodes == i // nodes for i, device in enumerate(devices)
+    )
     if in_step and all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))

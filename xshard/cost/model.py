@@ -39,7 +39,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise ProfileError(f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}")
+            raise ProfileError(
+                f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}"
+            )
         if not 0 <= _number(self.latency_s) < math.inf or not _number(self.bytes_per_s) > 0:
             reason = f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s"
             raise ProfileError(reason, hint="a latency is >= 0 and a bandwidth > 0")
@@ -89,7 +91,10 @@ class Profile:
         for field, fits in (
             ("name", isinstance(self.name, str)),
             ("source", isinstance(self.source, str)),
-            ("node_devices", self.node_devices is None or (whole_number(self.node_devices) or 0) > 0),
+            (
+                "node_devices",
+                self.node_devices is None or (whole_number(self.node_devices) or 0) > 0,
+            ),
             ("inside", all((whole_number(n) or 0) > 0 for _, n in self.inside)),
             ("launch_s", all(0 <= _number(s) < math.inf for _, s in self.launch_s)),
             ("ring_s", all(0 <= _number(s) < math.inf for _, s in self.ring_s)),
@@ -97,8 +102,12 @@ class Profile:
             ("rounds", isinstance(self.rounds, bool)),
         ):
             if not fits:
-                hint = "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
-                raise ProfileError(f"a profile with {field} {shown(getattr(self, field))}", hint=hint)
+                hint = (
+                    "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
+                )
+                raise ProfileError(
+                    f"a profile with {field} {shown(getattr(self, field))}", hint=hint
+                )
         for dtype, rate in self.flops_per_s:
             if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
                 hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
@@ -120,7 +129,8 @@ class Profile:
     def link(self, axis: str, mesh: Mesh) -> Link:
         """The link of all devices of a mesh along an axis: the one across nodes if they are in several."""
         whole = mesh.origin(axis)
-        named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
+        named = dict(self.axes).get(whole)
+        partly = whole in dict(self.inside)
         if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
             return named
         if self.across is None or self.node_devices is None:
@@ -129,17 +139,27 @@ class Profile:
 
     def _inside(self, axis: str, mesh: Mesh) -> int:
         """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are."""
-        position, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
-        n, after = mesh.sizes[position], mesh.sizes[position + 1 :]
+        position = mesh.position(axis)
+        whole = mesh.origin(axis)
+        nodes = self.node_devices
+        n = mesh.sizes[position]
+        after = mesh.sizes[position + 1 :]
         if whole in dict(self.inside):
             nodes = dict(self.inside)[whole]
             after = mesh.sizes_of([a for a in mesh.axes[position + 1 :] if mesh.origin(a) == whole])
-        elif self.across is None or nodes is None or whole in dict(self.axes) or mesh.n_devices <= nodes:
+        elif (
+            self.across is None
+            or nodes is None
+            or whole in dict(self.axes)
+            or mesh.n_devices <= nodes
+        ):
             return n
         stride = math.prod(after)
         if nodes % stride:
             return 1
-        return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
+        return (
+            n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
+        )
 
     def splits_groups(self, mesh: Mesh) -> bool:
         """Whether nodes end in the middle of groups of devices, so that axes do not show which are near."""
@@ -165,7 +185,11 @@ class Profile:
         """How many collectives a step of a kind starts."""
         if kind in LOCAL:
             return 0
-        return max(1, sum(hop.messages for hop in traffic.hops)) if self.rounds and kind == "exchange" else 1
+        return (
+            max(1, sum(hop.messages for hop in traffic.hops))
+            if self.rounds and kind == "exchange"
+            else 1
+        )
 
     def copied(self, traffic: Traffic) -> int:
         """Elements that a step copies locally."""
@@ -178,7 +202,9 @@ class Profile:
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
         """Seconds of operations, or of the elements read and written meanwhile, if these take longer."""
-        return max(flops / self.flops(dtype), touched * itemsize(dtype) / (2 * self.copy_bytes_per_s))
+        return max(
+            flops / self.flops(dtype), touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
+        )
 
     def fabric(self, mesh: Mesh) -> Fabric:
         """The links of a mesh."""
@@ -217,7 +243,8 @@ class Fabric:
             total += self.profile.launch(kind) * self.profile.launches(kind, traffic)
             total += self.profile.rings.get(kind, 0.0) * traffic.rounds
         for hop in traffic.hops:
-            link, way = self.link(hop), 1.0
+            link = self.link(hop)
+            way = 1.0
             if link.topology == "ring" and kind in DIRECT:
                 way = max(1.0, self.mesh.size(hop.axis) / 4)
             total += link.seconds(hop, itemsize, way)
@@ -235,9 +262,13 @@ class Fabric:
         """Whether a gather over axes is faster as a collective per kind of link than as one ring of all."""
         spans = [span for span in self.spans if span.axis in axes and span.size > 1]
         n = math.prod(span.size for span in spans)
-        ring, phases, gathered, inside = 0.0, 0.0, 1, n
+        ring = 0.0
+        phases = 0.0
+        gathered = 1
+        inside = n
         for span in spans:
-            seconds, inside = 1 / self.links[span.level].bytes_per_s, inside // span.size
+            seconds = 1 / self.links[span.level].bytes_per_s
+            inside = inside // span.size
             ring = max(ring, (n - 1) * seconds / inside)
             phases += (span.size - 1) * gathered * seconds
             gathered *= span.size
@@ -248,16 +279,21 @@ class Fabric:
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     pieces: list[tuple[Link, str, int, int]] = []
     for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
-        link, inside = profile.link(axis, mesh), profile._inside(axis, mesh)
+        link = profile.link(axis, mesh)
+        inside = profile._inside(axis, mesh)
         if inside in (1, n):
             pieces.append((link, axis, n, 1))
         else:
             pieces += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
-    links = sorted({*near, *(link for link, *_ in pieces)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
+    links = sorted(
+        {*near, *(link for link, *_ in pieces)}, key=lambda x: (x.bytes_per_s, -x.latency_s)
+    )
     origins = {axis: "" if mesh.origin(axis) == axis else mesh.origin(axis) for axis in mesh.axes}
-    spans = [LinkSpan(axis, n, links.index(link), step, origins[axis]) for link, axis, n, step in pieces]
+    spans = [
+        LinkSpan(axis, n, links.index(link), step, origins[axis]) for link, axis, n, step in pieces
+    ]
     return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
 
 
@@ -277,7 +313,9 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     buffer = traffic.copied if traffic.hops else 0
     result = 0 if step.kind in FREE else after.max_local_size
     held = before.max_local_size + result + buffer
-    return Price(fabric.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize)
+    return Price(
+        fabric.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize
+    )
 
 
 def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:

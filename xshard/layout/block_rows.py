@@ -12,7 +12,15 @@ import numpy as np
 
 from xshard.errors import ShapeError
 from xshard.layout.mesh import row_major
-from xshard.layout.partition import Ints, Sizes, all_owned_rows, cut_nested, everywhere, misfit, owned_rows
+from xshard.layout.partition import (
+    Ints,
+    Sizes,
+    all_owned_rows,
+    cut_nested,
+    everywhere,
+    misfit,
+    owned_rows,
+)
 from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
@@ -43,21 +51,29 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
         near = as_runs(overlap.rows.map.part(row_major(sizes, coords)))
-        return tuple(RowSpan(run, origin) for runs, origin in ((mine, "own"), (near, "near")) for run in runs)
+        return tuple(
+            RowSpan(run, origin) for runs, origin in ((mine, "own"), (near, "near")) for run in runs
+        )
     if isinstance(overlap, Halo):
         intervals = _halo_intervals(dim, overlap, length, sizes, coords)
     else:
-        before, width = overlap.padding[0], overlap.d * (overlap.k - 1) + 1
+        before = overlap.padding[0]
+        width = overlap.d * (overlap.k - 1) + 1
         intervals = [
             (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + width)
             for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
         ]
     own = sorted(unrolled(mine))
-    spans = (_spans_between(start, stop, own, length, overlap) for start, stop in intervals if start < stop)
+    spans = (
+        _spans_between(start, stop, own, length, overlap)
+        for start, stop in intervals
+        if start < stop
+    )
     return tuple(itertools.chain.from_iterable(spans))
 
 
-all_held_rows, all_row_spans = everywhere(held_rows), everywhere(row_spans)
+all_held_rows = everywhere(held_rows)
+all_row_spans = everywhere(row_spans)
 
 
 def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
@@ -69,7 +85,8 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
         return cut_nested(n, shards, sizes, coords)
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
-        first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
+        first = -(-run.start // window.s)
+        stop = -(-(run.start + run.length) // window.s)
         if run.start + run.length == length:
             stop = n  # the last owner also computes the outputs that start beyond the array
         if first < min(stop, n):
@@ -95,11 +112,15 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     raise ShapeError(reason, hint="without out= they are cut like the dim")
 
 
-def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
+def block_fills(
+    dim: Dim, length: int, sizes: Sizes, index: int
+) -> tuple[tuple[int, int, float], ...]:
     """Local rows outside the array: (start, stop, value that fills them)."""
     if dim.overlap is None or isinstance(dim.overlap, Fold | Reads):
         return ()  # contributions to rows outside the array are dropped
-    overlap, fills, start = unfolded(dim.overlap), [], 0
+    overlap = unfolded(dim.overlap)
+    fills = []
+    start = 0
     for run, origin in all_row_spans(dim, length, sizes)[index]:
         n = run.length * run.repeats
         if run.start == FILL:
@@ -113,7 +134,11 @@ def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None or isinstance(unfolded(dim.overlap), Reads):
         return rows, []
-    spans = (s for s in row_spans(dim, length, sizes, coords) if s.run.start == FILL or is_flipped(s, dim))
+    spans = (
+        s
+        for s in row_spans(dim, length, sizes, coords)
+        if s.run.start == FILL or is_flipped(s, dim)
+    )
     return rows, [(span.run, boundary_at(unfolded(dim.overlap), span.origin)) for span in spans]
 
 
@@ -130,7 +155,9 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
     return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
 
 
-def _halo_intervals(dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints) -> list[tuple[int, int]]:
+def _halo_intervals(
+    dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints
+) -> list[tuple[int, int]]:
     part = row_major(sizes, coords)
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
@@ -147,17 +174,22 @@ def _spans_between(
 ) -> Iterator[RowSpan]:
     """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
     yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
-    start_here, end = max(start, 0), min(stop, length)
+    start_here = max(start, 0)
+    end = min(stop, length)
     i = bisect_right(own, start_here, key=lambda run: run.start + run.length)
     while i < len(own) and own[i].start < end:
-        first, last = max(own[i].start, start_here), min(own[i].start + own[i].length, end)
+        first = max(own[i].start, start_here)
+        last = min(own[i].start + own[i].length, end)
         if start_here < first:
             yield RowSpan(Run(start_here, first - start_here), "near")
         yield RowSpan(Run(first, last - first), "own")
-        start_here, i = last, i + 1
+        start_here = last
+        i = i + 1
     if start_here < end:
         yield RowSpan(Run(start_here, end - start_here), "near")
-    yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
+    yield from (
+        RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after)
+    )
 
 
 def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[Run]:

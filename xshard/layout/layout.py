@@ -43,13 +43,20 @@ class Layout(Pictured):
     def __init__(self, dims: tuple[Dim, ...] | str, tags: Tags = ()) -> None:
         if isinstance(dims, str) and not tags:
             parsed = Layout.parse(dims)
-            dims, tags = parsed.dims, parsed.tags
+            dims = parsed.dims
+            tags = parsed.tags
         if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
-            raise NotationError(f"{shown(dims)} is not a tuple of dims", hint="write Layout('b s/cp')")
+            raise NotationError(
+                f"{shown(dims)} is not a tuple of dims", hint="write Layout('b s/cp')"
+            )
         check_form(dims, tags)
-        merged = {kind: sorted(a for k, axes in tags if k == kind for a in axes) for kind in parser.TAGS}
+        merged = {
+            kind: sorted(a for k, axes in tags if k == kind for a in axes) for kind in parser.TAGS
+        }
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
+        object.__setattr__(
+            self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes)
+        )
 
     @classmethod
     def parse(cls, text: str | Layout, maps: Maps | None = None) -> Layout:
@@ -151,10 +158,14 @@ class Layout(Pictured):
         if ELLIPSIS not in self.names:
             if missing:
                 hint = "write one name per dim, or '...' for any number of unsharded dims"
-                raise ShapeError(f"'{self}' has {len(self.dims)} dims, the array has {ndim}", hint=hint)
+                raise ShapeError(
+                    f"'{self}' has {len(self.dims)} dims, the array has {ndim}", hint=hint
+                )
             return self
         if missing < -1:
-            raise ShapeError(f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}")
+            raise ShapeError(
+                f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}"
+            )
         position = self.names.index(ELLIPSIS)
         anonymous = tuple(Dim(f"_{i}") for i in range(missing + 1))
         return replace(self, dims=self.dims[:position] + anonymous + self.dims[position + 1 :])
@@ -167,7 +178,9 @@ class Layout(Pictured):
         """
         return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
 
-    def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> NDArray[np.int64]:
+    def positions(
+        self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int
+    ) -> NDArray[np.int64]:
         """Global row number of every local row of a dim: `[rows of the device's block]`, int64.
 
         Rotary embeddings and causal masks need these numbers under every order and overlap. A row that
@@ -182,7 +195,9 @@ class Layout(Pictured):
         [2, 3, 4, 5, -1]
         """
         shape = lengths_of(shape)
-        return row_numbers(self._held(mesh, shape, device)[self.resolved(len(shape)).dim_index(dim)])
+        return row_numbers(
+            self._held(mesh, shape, device)[self.resolved(len(shape)).dim_index(dim)]
+        )
 
     def dim_index(self, dim: int | str) -> int:
         """Name or index, which may count from the end -> index of the dim. Raises ShapeError."""
@@ -198,7 +213,8 @@ class Layout(Pictured):
         """Per dim, the global rows of the device's block."""
         check_mesh(mesh)
         shape = lengths_of(shape)
-        layout, coords = self.resolved(len(shape)), mesh.coords(device)
+        layout = self.resolved(len(shape))
+        coords = mesh.coords(device)
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
         return tuple(
@@ -216,21 +232,29 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
 def parse_layouts(text: str, kind: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layouts on both sides of a text of some kind (`parser.parse_sides`). Raises NotationError."""
     left, right, spans = parser.parse_sides(text, kind)
-    for parsed, span in zip((*left, *right), spans.layouts, strict=False):  # an empty side has no span
+    for parsed, span in zip(
+        (*left, *right), spans.layouts, strict=False
+    ):  # an empty side has no span
         check_form(*parsed, text, slice(*span))
     return tuple(Layout(*parsed) for parsed in left), tuple(Layout(*parsed) for parsed in right)
 
 
-def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
+def check_form(
+    dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)
+) -> None:
     """Raise NotationError for an axis or a dim used twice, or max or min beside another reduction."""
     axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
     if len(set(axes)) != len(axes):
         axis = Counter(axes).most_common(1)[0][0]
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
-        spans = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
+        spans = [
+            span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where
+        ]
         hint = "an axis shards one dim or carries one tag"
-        raise NotationError(f"mesh axis {axis!r} is used twice", text=text, span=spans[1], hint=hint)
+        raise NotationError(
+            f"mesh axis {axis!r} is used twice", text=text, span=spans[1], hint=hint
+        )
     if len({dim.name for dim in dims}) != len(dims):
         raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
     kinds = {kind for kind, _ in tags if kind != "copy"}
@@ -248,7 +272,8 @@ def check_axes(
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
             spans = [span for name, span in parser.text_spans(text).axes if name == axis]
-            span, hint = spans[at] if spans else None, f"{where} has: {mesh.describe()}"
+            span = spans[at] if spans else None
+            hint = f"{where} has: {mesh.describe()}"
             raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
 
 
@@ -258,7 +283,9 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
     def over(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(factor for axis in axes for factor in factors[axis])
 
-    shards = (tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)) for d in layout.dims)
+    shards = (
+        tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)) for d in layout.dims
+    )
     dims = tuple(replace(dim, shards=own) for dim, own in zip(layout.dims, shards, strict=True))
     return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))
 
@@ -285,6 +312,8 @@ def _linear(dims: tuple[Dim, ...], *, turned: bool) -> tuple[Dim, ...]:
             overlap = unfolded(dim.overlap)
             if not isinstance(overlap, Reads):
                 overlap = replace(overlap, before=overlap.before.linear, after=overlap.after.linear)
-            dim = replace(dim, overlap=Fold(overlap) if isinstance(dim.overlap, Fold) != turned else overlap)
+            dim = replace(
+                dim, overlap=Fold(overlap) if isinstance(dim.overlap, Fold) != turned else overlap
+            )
         linear.append(dim)
     return tuple(linear)

@@ -19,7 +19,12 @@ Lengths = Mapping[str, int | Collection[int] | None]
 
 
 def global_shape(
-    layout: Layout, mesh: Mesh, block: Ints, text: str, known: Lengths | None = None, hint: str = HINT
+    layout: Layout,
+    mesh: Mesh,
+    block: Ints,
+    text: str,
+    known: Lengths | None = None,
+    hint: str = HINT,
 ) -> tuple[int, ...]:
     """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
     with mark_errors(text):
@@ -55,12 +60,17 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     for shard in dim.shards:
         if (total := rows_in_numbers(shard)) is not None:
             return total * outer
-        outer, sizes = outer * math.prod(sizes[: len(shard.axes)]), sizes[len(shard.axes) :]
+        outer = outer * math.prod(sizes[: len(shard.axes)])
+        sizes = sizes[len(shard.axes) :]
     if dim.overlap is None:
         return rows * outer
     overlap = unfolded(dim.overlap)
     contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
-    if not isinstance(overlap, Halo) or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
+    if (
+        not isinstance(overlap, Halo)
+        or not contiguous
+        or "none" in (overlap.before.kind, overlap.after.kind)
+    ):
         return None
     uniform = [w for w in (overlap.lo, overlap.hi) if isinstance(w, int)]
     return (rows - sum(uniform)) * outer if len(uniform) == 2 and rows >= sum(uniform) else None

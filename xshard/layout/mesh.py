@@ -16,7 +16,8 @@ from xshard.arguments import parse_number, shown, whole_number
 from xshard.errors import MeshError
 from xshard.formatting import Pictured
 
-MOST_AXES, MOST_DEVICES = 64, 2**18  # numpy has no more dims; there are no larger machines
+MOST_AXES = 64
+MOST_DEVICES = 2**18  # numpy has no more dims; there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -42,10 +43,14 @@ class Mesh(Pictured):
         pairs = {**(axes or {}), **named}
         for name, value in pairs.items():
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
-                raise MeshError(f"axis name {name!r}", hint="letters, digits and '_', without a digit first")
+                raise MeshError(
+                    f"axis name {name!r}", hint="letters, digits and '_', without a digit first"
+                )
             size = whole_number(value)
             if size is None or size < 1:
-                raise MeshError(f"axis {name!r} has size {value!r}", hint="a size is a whole number >= 1")
+                raise MeshError(
+                    f"axis {name!r} has size {value!r}", hint="a size is a whole number >= 1"
+                )
             pairs[name] = size
         if len(pairs) > MOST_AXES or math.prod(tuple(pairs.values())) > MOST_DEVICES:
             why = f"a mesh of {len(pairs)} axes and {shown(math.prod(pairs.values()))} devices"
@@ -64,10 +69,13 @@ class Mesh(Pictured):
             raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
         for part in parts:
             name, _, number = (p.strip() for p in part.partition("="))
-            start, size = text.index(part), parse_number(number)
+            start = text.index(part)
+            size = parse_number(number)
             span = start, start + len(part)
             if size is None:
-                raise MeshError("an axis reads NAME=SIZE", text=text, span=span, hint="as in dp=2,cp=4")
+                raise MeshError(
+                    "an axis reads NAME=SIZE", text=text, span=span, hint="as in dp=2,cp=4"
+                )
             if name in pairs:
                 raise MeshError(f"axis {name!r} is named twice", text=text, span=span)
             pairs[name] = size
@@ -111,17 +119,23 @@ class Mesh(Pictured):
         return axis
 
     def describe(self) -> str:
-        return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
+        return (
+            ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
+        )
 
     def coords(self, device: int) -> tuple[int, ...]:
         """Device number -> its coordinate along every axis."""
         if not 0 <= device < self.n_devices:
-            raise MeshError(f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}")
+            raise MeshError(
+                f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}"
+            )
         return _all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
         """The coordinates of a device as text."""
-        return ",".join(f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True))
+        return ",".join(
+            f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True)
+        )
 
     def device(self, coords: Sequence[int]) -> int:
         """Coordinates, one per axis -> device number."""
@@ -129,7 +143,8 @@ class Mesh(Pictured):
 
     def index(self, device: int, axes: Sequence[str]) -> int:
         """Position of a device within its group along `axes`, the first axis slowest."""
-        coords, number = self.coords(device), 0
+        coords = self.coords(device)
+        number = 0
         for axis in axes:
             position = self.position(axis)
             number = number * self.sizes[position] + coords[position]

@@ -11,7 +11,17 @@ from typing import TypeVar
 import numpy as np
 
 from xshard.layout.mesh import row_major
-from xshard.layout.runs import Rows, Run, Runs, as_runs, interval, interval_pairs, n_rows, row_numbers, select
+from xshard.layout.runs import (
+    Rows,
+    Run,
+    Runs,
+    as_runs,
+    interval,
+    interval_pairs,
+    n_rows,
+    row_numbers,
+    select,
+)
 from xshard.notation.maps import NamedMap, Numbers, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
@@ -22,7 +32,8 @@ R = TypeVar("R")
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     """Positions of `range(length)` in part `index` of `n`, in local order."""
-    order, numbers = shard.order, shard.numbers
+    order = shard.order
+    numbers = shard.numbers
     if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
         return interval(0, length)
     if order == SIZES:
@@ -54,7 +65,9 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
     first = 0
     for shard in shards:
         own = slice(first, first + len(shard.axes))
-        n, index, first = math.prod(sizes[own]), row_major(sizes[own], coords[own]), own.stop
+        n = math.prod(sizes[own])
+        index = row_major(sizes[own], coords[own])
+        first = own.stop
         runs = _inner(length, runs, cut(n_rows(runs), shard, n, index))
     return runs
 
@@ -64,7 +77,8 @@ def _inner(length: int, runs: Runs, parts: Runs) -> Runs:
     if runs == interval(0, length):
         return parts
     if isinstance(runs, Rows) or isinstance(parts, Rows):
-        numbers, part_rows = row_numbers(runs), row_numbers(parts)
+        numbers = row_numbers(runs)
+        part_rows = row_numbers(parts)
         return as_runs(numbers[part_rows[part_rows < len(numbers)]])  # `misfit` reports rows beyond
     return tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
 
@@ -75,7 +89,9 @@ def rows_in_numbers(shard: Shard) -> int | None:
         return None
     if shard.order == BY:
         return len(map_of(shard).rows)
-    return sum(n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers)
+    return sum(
+        n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers
+    )
 
 
 def map_of(shard: Shard) -> Owners:
@@ -128,7 +144,9 @@ def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
     return cut_nested(length, dim.shards, sizes, coords)
 
 
-def everywhere(rows: Callable[[Dim, int, Sizes, Sizes], R]) -> Callable[[Dim, int, Sizes], tuple[R, ...]]:
+def everywhere(
+    rows: Callable[[Dim, int, Sizes, Sizes], R],
+) -> Callable[[Dim, int, Sizes], tuple[R, ...]]:
     """A function of one device's rows -> for every index along the dim's axes, row-major, cached."""
 
     @lru_cache(maxsize=4096)
@@ -144,8 +162,10 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     if not dim.shards:
         return (interval(0, length),)
     *outer, shard = dim.shards
-    outer_sizes, inner_sizes = sizes[: -len(shard.axes)], sizes[-len(shard.axes) :]
-    blocks, n = all_owned_rows(Dim("", tuple(outer)), length, outer_sizes), math.prod(inner_sizes)
+    outer_sizes = sizes[: -len(shard.axes)]
+    inner_sizes = sizes[-len(shard.axes) :]
+    blocks = all_owned_rows(Dim("", tuple(outer)), length, outer_sizes)
+    n = math.prod(inner_sizes)
     parts = {rows: [cut(rows, shard, n, i) for i in range(n)] for rows in {*map(n_rows, blocks)}}
     return tuple(_inner(length, runs, part) for runs in blocks for part in parts[n_rows(runs)])
 
@@ -155,7 +175,9 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
     """The number of the block that owns each row of a dim."""
     blocks = [np.arange(length)]
     for shard, n in _parts(dim, sizes):
-        blocks = [rows[row_numbers(cut(len(rows), shard, n, i))] for rows in blocks for i in range(n)]
+        blocks = [
+            rows[row_numbers(cut(len(rows), shard, n, i))] for rows in blocks for i in range(n)
+        ]
     owners = np.zeros(length, np.int64)
     for block, rows in enumerate(blocks):
         owners[rows] = block
@@ -165,7 +187,8 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
     """The most rows that any device owns, and whether all own equally many; lists devices only if needed."""
-    left, even = length, True
+    left = length
+    even = True
     for shard, n in _parts(dim, sizes):
         if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
             lengths = block_lengths(dim, length, sizes)

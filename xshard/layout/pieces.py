@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 
 from xshard.layout import runs
-from xshard.layout.runs import FILL, Pieces, Rows, Run, Runs, as_runs, counted, expanded, pieces, row_numbers
+from xshard.layout.runs import (
+    FILL,
+    Pieces,
+    Rows,
+    Run,
+    Runs,
+    as_runs,
+    counted,
+    expanded,
+    pieces,
+    row_numbers,
+)
 from xshard.notation.maps import Numbers, unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one
@@ -28,8 +39,10 @@ def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
     first = np.searchsorted(edges, table.start)
     many = np.searchsorted(edges, stop) - first
     runs.check_pieces(int(many.sum()))
-    which, interval = np.repeat(np.arange(len(many)), many), counted(many, first)
-    start, length = edges[interval], np.diff(edges)[interval]
+    which = np.repeat(np.arange(len(many)), many)
+    interval = counted(many, first)
+    start = edges[interval]
+    length = np.diff(edges)[interval]
     parts = Pieces(table.block[which], (table.local - table.start)[which] + start, start, length)
     return parts, interval, which
 
@@ -59,10 +72,14 @@ def layers(table: Pieces) -> list[Pieces]:
 
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
-    if any(lengths) and runs.MOST_RUNS < len(table.local) >= sum(lengths) // 128:  # many short pieces: arrays
+    if (
+        any(lengths) and runs.MOST_RUNS < len(table.local) >= sum(lengths) // 128
+    ):  # many short pieces: arrays
         edges = np.cumsum([0, *lengths])
         numbers = np.full(edges[-1], FILL)
-        numbers[counted(table.length, table.local + edges[table.block])] = counted(table.length, table.start)
+        numbers[counted(table.length, table.local + edges[table.block])] = counted(
+            table.length, table.start
+        )
         return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(edges))
     blocks: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)
@@ -97,9 +114,15 @@ def _merged(table: Pieces) -> Iterable[list[int]]:
     """Pieces by block and position, merged where both the positions and the rows go on."""
     table = table.take(np.lexsort((table.local, table.block)))
     block, local, start, length = table
-    goes_on = (np.diff(block) == 0) & (np.diff(local) == length[:-1]) & (np.diff(start) == length[:-1])
-    heads = np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(local) else np.zeros(0, np.int64)
-    table = table.take(heads)._replace(length=np.add.reduceat(length, heads) if len(local) else length)
+    goes_on = (
+        (np.diff(block) == 0) & (np.diff(local) == length[:-1]) & (np.diff(start) == length[:-1])
+    )
+    heads = (
+        np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(local) else np.zeros(0, np.int64)
+    )
+    table = table.take(heads)._replace(
+        length=np.add.reduceat(length, heads) if len(local) else length
+    )
     return np.stack(table, axis=1).tolist()  # type: ignore[no-any-return]
 
 
@@ -118,18 +141,22 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numb
     parts, interval, which = at_edges(joined(a, b))
     mine = which < len(a.start)
     there = np.flatnonzero(mine)[np.argsort(interval[mine], kind="stable")]
-    here, asked = np.flatnonzero(~mine), interval[~mine]
+    here = np.flatnonzero(~mine)
+    asked = interval[~mine]
     first = np.searchsorted(interval[there], asked, side="left")
     many = np.searchsorted(interval[there], asked, side="right") - first
     runs.check_pieces(int(many.sum()))
-    of_a, of_b = there[counted(many, first)], np.repeat(here, many)
+    of_a = there[counted(many, first)]
+    of_b = np.repeat(here, many)
     pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
     rows = np.zeros(len(pairs), np.int64)
     np.add.at(rows, same.reshape(-1), parts.length[of_b] * times[which[of_b] - len(a.start)])
     return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
 
 
-def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> tuple[Numbers, Numbers, Numbers] | None:
+def _shared_by_table(
+    src: list[Numbers], dst: list[Numbers]
+) -> tuple[Numbers, Numbers, Numbers] | None:
     """`shared_rows`, if one side has each row in one block, once; else None."""
     length = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
     for once, other in ((src, dst), (dst, src)):
@@ -139,7 +166,9 @@ def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> tuple[Numbers, N
         block_of[FILL] = -1
         if np.count_nonzero(block_of >= 0) < sum(np.count_nonzero(rows != FILL) for rows in once):
             continue
-        counts = np.array([np.bincount(block_of[rows] + 1, minlength=len(once) + 1)[1:] for rows in other])
+        counts = np.array(
+            [np.bincount(block_of[rows] + 1, minlength=len(once) + 1)[1:] for rows in other]
+        )
         counts = counts if once is src else counts.T
         takers, givers = np.nonzero(counts)
         return takers, givers, counts[takers, givers]
@@ -152,12 +181,16 @@ def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
     _, _, start, _, repeats, stride = np.concatenate(tables).T
     period = min(math.lcm(*np.unique(stride[repeats > 1]).tolist()), 2**62)  # longer than any dim
     edges = np.unique(np.concatenate([start, *map(_ends, tables)]))
-    lo, hi = edges[:-1], edges[1:]
+    lo = edges[:-1]
+    hi = edges[1:]
     times = np.maximum((hi - lo) // period, 1)
     # The period, and the rows after the last whole one.
-    starts, stops = np.stack([lo, lo + times * period]), np.stack([np.minimum(lo + period, hi), hi])
+    starts = np.stack([lo, lo + times * period])
+    stops = np.stack([np.minimum(lo + period, hi), hi])
     kept = np.flatnonzero((stops > starts).T)
-    starts, stops, often = (x.T.reshape(-1)[kept] for x in (starts, stops, np.stack([times, times * 0 + 1])))
+    starts, stops, often = (
+        x.T.reshape(-1)[kept] for x in (starts, stops, np.stack([times, times * 0 + 1]))
+    )
     windows = Pieces(kept, kept, starts, stops - starts)
     return [_inside(table, windows, often) for table in tables]
 
@@ -170,8 +203,10 @@ def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Nu
     first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
     many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
     runs.check_pieces(int(many.sum()))
-    pair, i = np.repeat(np.arange(len(many)), many), counted(many, first)
-    of, begin = run[pair], start[run[pair]] + i * step[pair]
+    pair = np.repeat(np.arange(len(many)), many)
+    i = counted(many, first)
+    of = run[pair]
+    begin = start[run[pair]] + i * step[pair]
     end = np.minimum(begin + length[of], hi[pair])
     begin = np.maximum(begin, lo[pair])
     return Pieces(block[of], local[of], begin, end - begin), often[window[pair]]

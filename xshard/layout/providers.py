@@ -10,7 +10,18 @@ import numpy as np
 from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_flipped
 from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.pieces import ascending, filled, firsts, joined, layers, without
-from xshard.layout.runs import FILL, AllRuns, Rows, Run, Runs, as_runs, interval, n_rows, pieces, row_numbers
+from xshard.layout.runs import (
+    FILL,
+    AllRuns,
+    Rows,
+    Run,
+    Runs,
+    as_runs,
+    interval,
+    n_rows,
+    pieces,
+    row_numbers,
+)
 from xshard.notation.overlap import Fold, Reads, unfolded
 from xshard.notation.parser import Dim
 
@@ -22,7 +33,9 @@ STRAIGHT = "straight"
 
 
 @lru_cache(maxsize=4096)
-def wanted_rows(dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0) -> AllRuns:
+def wanted_rows(
+    dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
+) -> AllRuns:
     """For every index, the rows it must receive from one side of a pole; in a fold, those it provides."""
     if isinstance(dim.overlap, Fold):
         blocks = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
@@ -42,7 +55,9 @@ def offered_rows(
     sided = shifted(_on_side(dim, length, sizes, side), shift, length)
     if _are_distinct(dim):
         return tuple((runs,) for runs in sided)
-    return tuple(tuple(filled(x, [n_rows(runs)])[0] for x in layers(pieces((runs,)))) for runs in sided)
+    return tuple(
+        tuple(filled(x, [n_rows(runs)])[0] for x in layers(pieces((runs,)))) for runs in sided
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -60,7 +75,9 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
     if _are_distinct(dim):  # every row is there at its owner
         owned = map(row_numbers, all_owned_rows(dim, length, sizes))
         whole = zip(map(n_rows, all_held_rows(dim, length, sizes)), owned, strict=True)
-        return tuple(as_runs(np.pad(rows, (0, n - len(rows)), constant_values=FILL)) for n, rows in whole)
+        return tuple(
+            as_runs(np.pad(rows, (0, n - len(rows)), constant_values=FILL)) for n, rows in whole
+        )
     return _by_rank(dim, length, sizes, alone=False)
 
 
@@ -88,9 +105,12 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     intervals = pieces(blocks)
     start = (intervals.start + shift) % length
     over = np.maximum(start + intervals.length - length, 0)
-    inside, wrapped = intervals.length - over, intervals.take(over > 0)
+    inside = intervals.length - over
+    wrapped = intervals.take(over > 0)
     beyond = wrapped._replace(local=(intervals.local + inside)[over > 0], start=wrapped.start * 0)
-    rows = joined(intervals._replace(start=start, length=inside), beyond._replace(length=over[over > 0]))
+    rows = joined(
+        intervals._replace(start=start, length=inside), beyond._replace(length=over[over > 0])
+    )
     return filled(rows, list(map(n_rows, blocks)))
 
 
@@ -101,8 +121,12 @@ def _are_distinct(dim: Dim) -> bool:
 
 def _by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRuns:
     """For every index, its rows that come first among its own, or among all; FILL in place of others."""
-    table = firsts(joined(*(pieces(_chosen(dim, length, sizes, *each)) for each in _RANKS)), alone=alone)
-    return filled(table, [n_rows(s.run for s in spans) for spans in all_row_spans(dim, length, sizes)])
+    table = firsts(
+        joined(*(pieces(_chosen(dim, length, sizes, *each)) for each in _RANKS)), alone=alone
+    )
+    return filled(
+        table, [n_rows(s.run for s in spans) for spans in all_row_spans(dim, length, sizes)]
+    )
 
 
 def _on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:

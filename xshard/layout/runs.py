@@ -30,7 +30,8 @@ Numbers = NDArray[np.int64]
 Intervals = NDArray[np.int64]  # (n, 2): start, stop
 
 # Pieces of a block that arrays hold, and those that are listed one by one: each takes a second or so.
-MOST_PIECES, MOST_LISTED = 2**24, 2**20
+MOST_PIECES = 2**24
+MOST_LISTED = 2**20
 MOST_RUNS = 64  # of a list of rows: more are an array
 
 
@@ -120,7 +121,8 @@ def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
         local = 0
         if isinstance(runs, Rows):
             start, length = run_columns(runs.rows)
-            ones, local_rows = np.ones_like(start), np.cumsum(length) - length
+            ones = np.ones_like(start)
+            local_rows = np.cumsum(length) - length
             columns = ones * block, local_rows, start, length, ones, ones * 0
             arrays.append(np.stack(columns, axis=1)[start != FILL])
             continue
@@ -138,7 +140,8 @@ def expanded(table: Numbers) -> Pieces:
     check_pieces(int(repeats.sum()))
     which = np.repeat(np.arange(len(table)), repeats)
     i = counted(repeats)
-    position, first = local[which] + length[which] * i, start[which] + stride[which] * i
+    position = local[which] + length[which] * i
+    first = start[which] + stride[which] * i
     return Pieces(block[which], position, first, length[which])
 
 
@@ -182,7 +185,8 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
     outer = (_ends(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks)
     block, _, start, length, repeats, stride = run_table(outer).T
-    last, ranges = start + stride * (repeats - 1), np.tile(np.array([2**62, 0]), (len(blocks), 1))
+    last = start + stride * (repeats - 1)
+    ranges = np.tile(np.array([2**62, 0]), (len(blocks), 1))
     np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
     np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)
     return ranges
@@ -190,7 +194,9 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
 
 def _ends(rows: Numbers) -> Runs:
     """All rows from the first to the last as one run."""
-    return interval(int(rows.min(where=rows != FILL, initial=2**62)), int(rows.max(initial=FILL)) + 1)
+    return interval(
+        int(rows.min(where=rows != FILL, initial=2**62)), int(rows.max(initial=FILL)) + 1
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -204,21 +210,30 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
         return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
-    if len(src) * len(dst) <= 8 and all(run.repeats == 1 and run.start != FILL for run in (*src, *dst)):
-        shared, done = list[tuple[int, int, int]](), 0  # quicker than arrays
+    if len(src) * len(dst) <= 8 and all(
+        run.repeats == 1 and run.start != FILL for run in (*src, *dst)
+    ):
+        shared = list[tuple[int, int, int]]()
+        done = 0  # quicker than arrays
         places = itertools.accumulate((run.length for run in src), initial=0)
-        ordered = sorted((run.start, place, run.length) for run, place in zip(src, places, strict=False))
+        ordered = sorted(
+            (run.start, place, run.length) for run, place in zip(src, places, strict=False)
+        )
         for run in dst:
             for begin, place, length in ordered:
-                start, stop = max(begin, run.start), min(begin + length, run.start + run.length)
+                start = max(begin, run.start)
+                stop = min(begin + length, run.start + run.length)
                 if start < stop:
                     shared.append((place + start - begin, done + start - run.start, stop - start))
             done += run.length
         return merged_segments(np.array(shared, np.int64))
-    a, b = pieces((src,)), pieces((dst,))
+    a = pieces((src,))
+    b = pieces((dst,))
     a = a.take(np.argsort(a.start, kind="stable"))
     in_a, in_b, first, last = met(a, b)
-    here, there = ((side.local - side.start)[which] + first for side, which in ((a, in_a), (b, in_b)))
+    here, there = (
+        (side.local - side.start)[which] + first for side, which in ((a, in_a), (b, in_b))
+    )
     return merged_segments(np.stack([here, there, last - first], axis=1))
 
 
@@ -292,7 +307,9 @@ def are_equal(a: Runs, b: Runs) -> bool:
     """Whether both are the same rows in the same order, however they are written."""
     if a == b or n_rows(a) != n_rows(b):
         return a == b
-    return all(x == y for x, y in itertools.zip_longest(*(_merged(unrolled(runs)) for runs in (a, b))))
+    return all(
+        x == y for x, y in itertools.zip_longest(*(_merged(unrolled(runs)) for runs in (a, b)))
+    )
 
 
 def unrolled(runs: Runs) -> Iterable[Run]:
@@ -311,7 +328,8 @@ def select(runs: Runs, part: Run) -> Runs:
     whole = runs[0] if len(runs) == 1 else Run(0, 1)
     chunk, first = divmod(part.start, whole.length)
     if len(runs) == 1 and not part.stride % whole.length and first + part.length <= whole.length:
-        start, step = whole.start + chunk * whole.stride + first, part.stride // whole.length * whole.stride
+        start = whole.start + chunk * whole.stride + first
+        step = part.stride // whole.length * whole.stride
         return (part._replace(start=start, stride=step),)
     check_pieces(part.repeats, MOST_LISTED)
     parts = (_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
@@ -323,7 +341,8 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
     taken: list[Run] = []
     offset = 0
     for run in runs:
-        lo, hi = max(start - offset, 0), min(stop - offset, run.length * run.repeats)
+        lo = max(start - offset, 0)
+        hi = min(stop - offset, run.length * run.repeats)
         offset += run.length * run.repeats
         if lo >= hi:
             continue
@@ -335,7 +354,9 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
             first += 1
         if last > first:
             many = last - first
-            taken.append(Run(run.start + first * run.stride, run.length, many, run.stride if many > 1 else 0))
+            taken.append(
+                Run(run.start + first * run.stride, run.length, many, run.stride if many > 1 else 0)
+            )
         if tail and last >= first:
             taken.append(Run(run.start + last * run.stride, tail))
     return tuple(taken)

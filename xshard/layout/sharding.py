@@ -24,7 +24,9 @@ from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
-EvenCuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, its axes (name, size), outermost first
+EvenCuts = tuple[
+    tuple[tuple[str, int], ...], ...
+]  # per dim, its axes (name, size), outermost first
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +50,9 @@ class Sharding(Pictured):
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
         if all(isinstance(n, int) for n in self.shape) and math.prod(self.shape) > MOST_ELEMENTS:
-            raise ShapeError(f"an array of shape {shown(self.shape)}", hint="at most 2**60 elements")
+            raise ShapeError(
+                f"an array of shape {shown(self.shape)}", hint="at most 2**60 elements"
+            )
         for n in self.shape:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
@@ -80,7 +84,9 @@ class Sharding(Pictured):
         if tuple(names) == self.layout.names:
             return self
         lengths = dict(zip(self.layout.names, self.shape, strict=True))
-        return Sharding(self.layout.in_order(names), self.mesh, tuple(lengths[name] for name in names))
+        return Sharding(
+            self.layout.in_order(names), self.mesh, tuple(lengths[name] for name in names)
+        )
 
     def dim_index(self, name: str) -> int:
         return self.layout.names.index(name)
@@ -151,7 +157,9 @@ class Sharding(Pictured):
     @cached_property
     def even_cuts(self) -> EvenCuts | None:
         """Per dim, the axes (name, size) that shard it; None unless all shards are contiguous and even."""
-        plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
+        plain = all(
+            s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards
+        )
         if not plain or not self.is_even or self.layout.overlaps:
             return None
         return tuple(tuple((a, self.mesh.size(a)) for a in d.axes) for d in self.layout.dims)
@@ -164,8 +172,13 @@ class Sharding(Pictured):
         >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
         'n/a/b d'
         """
-        dims = tuple(normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
-        kept = ((kind, tuple(a for a in axes if self.mesh.size(a) > 1)) for kind, axes in self.layout.tags)
+        dims = tuple(
+            normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True)
+        )
+        kept = (
+            (kind, tuple(a for a in axes if self.mesh.size(a) > 1))
+            for kind, axes in self.layout.tags
+        )
         return Layout(dims, tuple(("sum" if kind == "mean" else kind, axes) for kind, axes in kept))
 
     @property
@@ -177,7 +190,11 @@ class Sharding(Pictured):
         """True if all devices have the same blocks and the tags agree, with `mean` taken as `sum`."""
         if self.normal == other.normal:
             return True
-        if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
+        if (
+            self.mesh != other.mesh
+            or self.shape != other.shape
+            or self.normal.tags != other.normal.tags
+        ):
             return False
         mine, theirs = (sharding.with_layout(sharding.normal) for sharding in (self, other))
         return all(mine.agrees_with(theirs, d) for d in range(len(self.shape)))
@@ -193,7 +210,8 @@ class Sharding(Pictured):
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
             i = dict(zip(axes, coords, strict=True))
             (mine, beyond), (theirs, theirs_beyond) = (
-                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [i[a] for a in d.axes]) for d in dims
+                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [i[a] for a in d.axes])
+                for d in dims
             )
             if beyond != theirs_beyond or not are_equal(mine, theirs):
                 return False
@@ -233,7 +251,11 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
             shards.append(Shard(axes, order, shard.numbers if order == shard.order else ()))
         if order == "zigzag":
             divides = left is not None and left % (2 * n) == 0
-        left = left // n if divides and left is not None and (order == "block" or not shard.numbers) else None
+        left = (
+            left // n
+            if divides and left is not None and (order == "block" or not shard.numbers)
+            else None
+        )
     return Dim(dim.name, tuple(shards), overlap)
 
 
@@ -244,7 +266,9 @@ def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     both = (shard, Shard(shard.axes))
-    return all(n_rows(a) == n_rows(b) for a, b in ([cut(length, s, n, i) for s in both] for i in range(n)))
+    return all(
+        n_rows(a) == n_rows(b) for a, b in ([cut(length, s, n, i) for s in both] for i in range(n))
+    )
 
 
 def _normal_overlap(dim: Dim) -> Overlap | None:
@@ -252,8 +276,14 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
     if overlap is None:
         return None
     rows = unfolded(overlap)
-    if isinstance(rows, Window) and not rows.out and any(shard.order == SIZES for shard in dim.shards):
-        aligned = replace(rows, out="aligned")  # also where all that is left of the shard is its axes
+    if (
+        isinstance(rows, Window)
+        and not rows.out
+        and any(shard.order == SIZES for shard in dim.shards)
+    ):
+        aligned = replace(
+            rows, out="aligned"
+        )  # also where all that is left of the shard is its axes
         return Fold(aligned) if isinstance(overlap, Fold) else aligned
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     widths = (rows.rows.map.sizes,) if isinstance(rows, Reads) else widths

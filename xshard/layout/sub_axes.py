@@ -14,7 +14,9 @@ from xshard.layout.layout import factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
-Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its sub-axes, the slowest first
+Split = tuple[
+    tuple[str, tuple[int, ...]], ...
+]  # an axis -> the sizes of its sub-axes, the slowest first
 
 
 @dataclass(frozen=True, init=False)
@@ -30,7 +32,8 @@ class SubAxisMesh(Mesh):
                 reason = f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}"
                 hint = "two sub-axes or more, whose sizes multiply to the size of the axis"
                 raise MeshError(reason, hint=hint)
-        sizes_of, parts = dict(split), dict[str, int]()
+        sizes_of = dict(split)
+        parts = dict[str, int]()
         for axis, names in _sub_axis_names(base, split).items():
             parts.update(zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True))
         super().__init__(parts)
@@ -97,7 +100,9 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     sizes: dict[str, int] = {}
     factors: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
     for start, end in itertools.pairwise(bounds):
-        owners = [next(a for a, first, last in spans if first <= start and end <= last) for spans in sides]
+        owners = [
+            next(a for a, first, last in spans if first <= start and end <= last) for spans in sides
+        ]
         name = "_".join(dict.fromkeys(owners))
         while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
             name += "_"
@@ -105,12 +110,15 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         for axis, factor_names in zip(owners, factors, strict=True):
             factor_names[axis] = (*factor_names.get(axis, ()), name)
     meshes = zip((src_mesh, dst_mesh), factors, strict=True)
-    return Refinement(Mesh(sizes), *(tuple((a, of.get(a, ())) for a in mesh.axes) for mesh, of in meshes))
+    return Refinement(
+        Mesh(sizes), *(tuple((a, of.get(a, ())) for a in mesh.axes) for mesh, of in meshes)
+    )
 
 
 def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
     """Every axis longer than 1, with the product of the sizes before it, and of those up to it."""
-    parts, ranges = 1, []
+    parts = 1
+    ranges = []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1:
             ranges.append((axis, parts, parts * size))

@@ -18,16 +18,25 @@ from xshard.notation.parser import ARROW, BY, INTERVALS, ROUTED, SEGMENTS, SIZES
 MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
 # Pieces of a block with an overlap each, and rows from beyond an end that are copied one by one: each takes
 # a second or so.
-MOST_WIDENED, MOST_COPIED = 2**16, 2**18
+MOST_WIDENED = 2**16
+MOST_COPIED = 2**18
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
     """Raise ShapeError or NotationError if a dim of this length cannot have its shards or its overlap."""
     for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
         if any(shard.order == ROUTED for shard in dim.shards):
-            hint = "route(x, to, axis) moves them, and parallelize by a rule for the input of experts"
-            raise NotationError("values say where these rows are, no layout does", text=str(dim), hint=hint)
-        reason = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
+            hint = (
+                "route(x, to, axis) moves them, and parallelize by a rule for the input of experts"
+            )
+            raise NotationError(
+                "values say where these rows are, no layout does", text=str(dim), hint=hint
+            )
+        reason = (
+            misfit(dim, length, mesh.sizes_of(dim.axes))
+            if any(s.numbers for s in dim.shards)
+            else None
+        )
         if reason is not None:
             hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
             raise ShapeError(reason[1], text=str(dim), hint=hint)
@@ -50,9 +59,13 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                 if end.kind == "pole":
                     rolled_dim(dims, i, end, shape)
     wide = [dim for dim in dims if dim.overlap is not None]
-    held = math.prod(_most_held(*pair, mesh) for pair in zip(dims, shape, strict=True)) if wide else 0
+    held = (
+        math.prod(_most_held(*pair, mesh) for pair in zip(dims, shape, strict=True)) if wide else 0
+    )
     if held > MOST_ELEMENTS:
-        raise ShapeError(f"a block of up to {held} elements", text=str(wide[0]), hint="at most 2**60")
+        raise ShapeError(
+            f"a block of up to {held} elements", text=str(wide[0]), hint="at most 2**60"
+        )
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
@@ -70,7 +83,9 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
         hint = "pole(w) names the longitude; without a name the next dim is rolled"
         raise NotationError(reason, text=text, hint=hint)
     if (n := shape[rolled]) % 2:
-        reason = f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {n} rows"
+        reason = (
+            f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {n} rows"
+        )
         raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
     return rolled
 
@@ -86,15 +101,23 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
         return most + int(max(overlap.rows.map.sizes))
     first = (0,) * len(sizes)
     pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
-    if isinstance(overlap, Window) and pieces <= MOST_WIDENED:  # each run of outputs reads rows of its own
-        pieces = max(pieces, sum(run.repeats for run in window_outputs(dim, overlap, length, sizes, first)))
+    if (
+        isinstance(overlap, Window) and pieces <= MOST_WIDENED
+    ):  # each run of outputs reads rows of its own
+        pieces = max(
+            pieces, sum(run.repeats for run in window_outputs(dim, overlap, length, sizes, first))
+        )
     if pieces > MOST_WIDENED:
         hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
-        raise ShapeError(f"{pieces} pieces of a block, each with an overlap", text=str(dim), hint=hint)
+        raise ShapeError(
+            f"{pieces} pieces of a block, each with an overlap", text=str(dim), hint=hint
+        )
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
     lo, hi = (max(0, w if isinstance(w, int) else max(w)) for w in widths)
     for end, rows in ((overlap.before, lo), (overlap.after, hi)):
-        copies = {"periodic": rows // max(length, 1), "zero": 0, "constant": 0, "none": 0}.get(end.kind, rows)
+        copies = {"periodic": rows // max(length, 1), "zero": 0, "constant": 0, "none": 0}.get(
+            end.kind, rows
+        )
         if copies > MOST_COPIED:
             hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
             raise ShapeError(f"{rows} rows of '{end}' beyond an end", text=str(dim), hint=hint)
@@ -106,16 +129,20 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
 
 @lru_cache(maxsize=4096)
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
-    needs, hint = reads.rows.map, "each part lists rows of other parts"
+    needs = reads.rows.map
+    hint = "each part lists rows of other parts"
     parts = math.prod(sizes := mesh.sizes_of(dim.axes))
     if needs.parts != parts:
-        raise ShapeError(f"'{reads.rows}' is for {needs.parts} parts, not {parts}", text=str(dim), hint=hint)
+        raise ShapeError(
+            f"'{reads.rows}' is for {needs.parts} parts, not {parts}", text=str(dim), hint=hint
+        )
     if len(needs.rows) and (last := int(needs.rows.max())) >= length:
         raise ShapeError(f"'{reads.rows}' reads row {last} of {length}", text=str(dim), hint=hint)
     owner = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
     own = np.flatnonzero(owner[needs.rows] == needs.part_of_row)
     if len(own):
-        part, row = int(needs.part_of_row[own[0]]), int(needs.rows[own[0]])
+        part = int(needs.part_of_row[own[0]])
+        row = int(needs.rows[own[0]])
         raise ShapeError(f"part {part} reads row {row}, which it owns", text=str(dim), hint=hint)
 
 
@@ -127,7 +154,9 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
         if len(widths) != parts:
             reason = f"{len(widths)} widths for {parts} parts"
             raise ShapeError(reason, text=str(dim), hint="one width, or one per part")
-        if any(shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY) for shard in dim.shards):
+        if any(
+            shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY) for shard in dim.shards
+        ):
             reason = "widths per part need contiguous parts"
             raise NotationError(reason, text=str(dim), hint="one width for all parts")
 
@@ -148,7 +177,8 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     left, right = ([dim.name for dim in dims] for dims in (src, dst))
     if left == right:
         return
-    spans, fault = text_spans(text), partial(NotationError, text=text)
+    spans = text_spans(text)
+    fault = partial(NotationError, text=text)
     if sorted(left) != sorted(right):
         arrow = text.index(ARROW)
         odd = [s for name, s in spans.dims if name not in (left if s[0] > arrow else right)]
@@ -162,7 +192,9 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     # The constants beyond the ends of every dim; a fold drops these rows.
     wide = (dim for dim in dst if not isinstance(dim.overlap, Fold))
     fills = {dim.name: {end.fill for end in ends_of(dim.overlap)} - {None} for dim in wide}
-    turned = [name for name in left if fills.get(name)] != [name for name in right if fills.get(name)]
+    turned = [name for name in left if fills.get(name)] != [
+        name for name in right if fills.get(name)
+    ]
     if turned and len(set().union(*fills.values())) > 1:
         reason = "a corner has the constant of the later dim, and the order of dims changes"
         raise fault(reason, hint="change the order in a redistribution of its own, before")

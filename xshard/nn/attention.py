@@ -21,8 +21,12 @@ from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
 GATHER, ULYSSES, RING, REDUCE = METHODS = "gather", "ulysses", "ring", "reduce"
-HEADS, SEQUENCE, WIDTH = -3, -2, -1
-ALL, CAUSAL, SOME = "all", "causal", "some"  # kinds of tiles
+HEADS = -3
+SEQUENCE = -2
+WIDTH = -1
+ALL = "all"
+CAUSAL = "causal"
+SOME = "some"  # kinds of tiles
 FIRST_DERIVATIVES = RING, REDUCE  # only these, and in reverse mode
 BITS = 2**31 - 1
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
@@ -43,7 +47,8 @@ class Tile(NamedTuple):
 class Attention:
     """An attention of sharded arrays by one of `METHODS`. kv: sharding of the keys with the values,
     `value_width` wide, beside them. A query stands at its number plus `offset` among the keys, and sees
-    `left` keys before that place and `right` after it; None: all."""
+    `left` keys before that place and `right` after it; None: all.
+    """
 
     q: Sharding
     kv: Sharding
@@ -64,10 +69,13 @@ class Attention:
     @cached_property
     def queries(self) -> Sharding:
         """The sharding under which queries are used."""
-        dims, tags = [*self.q.layout.dims], self.q.layout.tags
+        dims = [*self.q.layout.dims]
+        tags = self.q.layout.tags
         rows = dims[SEQUENCE]
         if self.how == ULYSSES and self.axes:
-            dims[HEADS] = replace(dims[HEADS], shards=(*dims[HEADS].shards, Shard(self.axes, "balanced")))
+            dims[HEADS] = replace(
+                dims[HEADS], shards=(*dims[HEADS].shards, Shard(self.axes, "balanced"))
+            )
             dims[SEQUENCE] = Dim(rows.name)
         elif self.how == RING and not rows.axes:
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
@@ -110,7 +118,8 @@ class Attention:
 
     def _key_rows(self) -> Dim:
         """The rows of keys on a device: all, or in a ring and in "reduce" a part."""
-        rows, own = self.queries.layout.dims[SEQUENCE], self.kv.layout.dims[SEQUENCE]
+        rows = self.queries.layout.dims[SEQUENCE]
+        own = self.kv.layout.dims[SEQUENCE]
         if self.how not in FIRST_DERIVATIVES:
             return Dim(own.name)
         if self.how == RING and rows.name == own.name:
@@ -119,20 +128,26 @@ class Attention:
 
     def _key_heads(self) -> Dim:
         """The heads of keys that each part's heads of queries read, as an overlap."""
-        queries, n, group = self.queries, self.kv.shape[HEADS], self.group
+        queries = self.queries
+        n = self.kv.shape[HEADS]
+        group = self.group
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
         if any(shard.numbers for shard in dim.shards):
             hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
-            raise NotationError("heads in groups, sharded by numbers", text=str(queries.layout), hint=hint)
+            raise NotationError(
+                "heads in groups, sharded by numbers", text=str(queries.layout), hint=hint
+            )
         sizes = queries.mesh.sizes_of(dim.axes)
         reads = queries.shape[HEADS], lambda a, b: (a // group, (b - 1) // group + 1)
         return interval_frame(dim, n, sizes, *reads).source
 
     def heads_read(self, device: int) -> Rows:
         """The local head of keys that each of a device's heads of queries reads."""
-        q, k = (row_numbers(x.held(len(x.shape) + HEADS, device)) for x in (self.queries, self.keys))
+        q, k = (
+            row_numbers(x.held(len(x.shape) + HEADS, device)) for x in (self.queries, self.keys)
+        )
         return np.arange(len(q)) if self.group == 1 else q // self.group - k[:1]
 
     def query_rows(self, device: int) -> Rows:
@@ -157,11 +172,14 @@ class Attention:
         n = len(self.devices) if self.how == RING else 1
         if self.left is None:
             return n
-        return 1 + max(t for t in range(n) if t == 0 or any(tiles(self, d, t) for d in self.devices))
+        return 1 + max(
+            t for t in range(n) if t == 0 or any(tiles(self, d, t) for d in self.devices)
+        )
 
     def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
         """Rows of queries (n, 1) and of keys (m,) -> (n, m): scores that count; -1 stands for no row."""
-        visible, place = (k >= 0) & (q >= 0), q + self.offset
+        visible = (k >= 0) & (q >= 0)
+        place = q + self.offset
         if self.right is not None:
             visible = visible & (k - place <= self.right)
         if self.left is not None:
@@ -173,11 +191,15 @@ class Attention:
         """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
         return self.keys.max_local_shape[SEQUENCE]
 
-    def rotation(self, block: Sequence[int], by: int = 1) -> tuple[tuple[Layout, Layout], Sequence[int]]:
+    def rotation(
+        self, block: Sequence[int], by: int = 1
+    ) -> tuple[tuple[Layout, Layout], Sequence[int]]:
         """The layouts and the global shape of a move of each device's block to the device `by` further on."""
         n, (batch, heads, rows, width) = len(self.devices), block
         shards = Shard(self.axes), rotated(self.axes, n, self.block_rows, by)
-        before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
+        before, after = (
+            Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards
+        )
         return (before, after), (batch, heads, n * rows, width)
 
     def in_turn(self, kv: T, send: Callable[[T], Callable[[], T]]) -> Iterator[tuple[int, T]]:
@@ -196,8 +218,14 @@ def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
     """The names of the dims in order; the width is the last. Raises NotationError unless they are there."""
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
-            why = "the last dim is the width of a head" if name in layout.names else f"no dim {name!r}"
-            raise NotationError(why, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k")
+            why = (
+                "the last dim is the width of a head"
+                if name in layout.names
+                else f"no dim {name!r}"
+            )
+            raise NotationError(
+                why, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k"
+            )
     if layout.dims[-1].axes:
         what = "the width of heads is sharded"
         raise NotationError(what, text=str(layout), hint="products are sums over it")
@@ -240,12 +268,16 @@ def attention(
     left, right = _sight(window)
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
         hint = "keys have the batch and the width of queries"
-        raise ShapeError(f"queries of shape {q.shape}, keys of shape {k.shape}", text=text, hint=hint)
+        raise ShapeError(
+            f"queries of shape {q.shape}, keys of shape {k.shape}", text=text, hint=hint
+        )
     if v.shape[:WIDTH] != k.shape[:WIDTH]:
         raise ShapeError(f"keys of shape {k.shape}, values of shape {v.shape}", text=text)
     if q.shape[HEADS] % (k.shape[HEADS] or 1):
         hint = "each head of keys is for equally many heads of queries"
-        raise ShapeError(f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint)
+        raise ShapeError(
+            f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint
+        )
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, 0 if causal else right, offset)
     # There is nothing to gather if no axis shares a sequence out.
@@ -285,14 +317,16 @@ def document_move(
     sharded = tuple(dim for dim in layout.dims if dim.name in kept)
     batch = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
     whole = tuple(batch.get(dim.name, Dim(dim.name)) for dim in sharded)
-    shape, order = [array.shape[array.dim_index(dim.name)] for dim in sharded], [dim.name for dim in sharded]
+    shape = [array.shape[array.dim_index(dim.name)] for dim in sharded]
+    order = [dim.name for dim in sharded]
     return (Layout(sharded), Layout(whole)), shape, [*map(order.index, kept)]
 
 
 @lru_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     """The tiles of a device's scores that count, in the order of its queries; masked rows are left out."""
-    q, k = attn.query_rows(device), attn.key_rows(device, turn)
+    q = attn.query_rows(device)
+    k = attn.key_rows(device, turn)
     candidates = (_tile(attn, q, k, a, b) for a in _runs(q) for b in _runs(k))
     return tuple(tile for tile in candidates if tile is not None)
 
@@ -317,13 +351,16 @@ def _tile(attn: Attention, q: Rows, k: Rows, mine: slice, theirs: slice) -> Tile
     far = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
     left, right = (far if n is None else n for n in (attn.left, attn.right))
     (a, b), (c, d) = ((int(x[r].min()), int(x[r].max()) + 1) for x, r in ((q, mine), (k, theirs)))
-    a, b = a + attn.offset, b + attn.offset
-    first, last = max(c, a - left), min(d, b + right)
+    a = a + attn.offset
+    b = b + attn.offset
+    first = max(c, a - left)
+    last = min(d, b + right)
     if first >= last:
         return None
     if b - a != mine.stop - mine.start or d - c != theirs.stop - theirs.start:
         return Tile(mine, theirs, SOME)  # rows with others between them
-    low, high = max(a, first - right), min(b, last + left)
+    low = max(a, first - right)
+    high = min(b, last + left)
     rows = slice(mine.start + low - a, mine.start + high - a)
     keys = slice(theirs.start + first - c, theirs.start + last - c)
     reaches_back = high - first <= left + 1

@@ -20,11 +20,16 @@ def class_dim(
 ) -> tuple[int, Axes, Axes]:
     """The dim `name` of logits, the axes that shard it, and tokens. block, labels: shapes of blocks."""
     if reduction not in REDUCTIONS:
-        raise XshardError(f"unknown reduction={reduction!r}", hint=f"one of {', '.join(REDUCTIONS)}")
-    dims, d = sharding.layout.dims, sharding.layout.dim_index(name)
+        raise XshardError(
+            f"unknown reduction={reduction!r}", hint=f"one of {', '.join(REDUCTIONS)}"
+        )
+    dims = sharding.layout.dims
+    d = sharding.layout.dim_index(name)
     if tuple(labels) != (tokens := (*block[:d], *block[d + 1 :])):
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        raise ShapeError(what, text=str(sharding.layout), hint=f"labels are {tokens}, all dims but {name!r}")
+        raise ShapeError(
+            what, text=str(sharding.layout), hint=f"labels are {tokens}, all dims but {name!r}"
+        )
     return d, dims[d].axes, tuple(axis for dim in (*dims[:d], *dims[d + 1 :]) for axis in dim.axes)
 
 

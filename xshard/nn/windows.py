@@ -20,7 +20,9 @@ from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
 Interval = tuple[int, int]  # start, stop
-Reads = Callable[[int, int], Interval]  # outputs [start, stop) -> the rows [first, last) that they read
+Reads = Callable[
+    [int, int], Interval
+]  # outputs [start, stop) -> the rows [first, last) that they read
 EMPTY = Boundary("none")
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
 CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, OpenCV -0.75)
@@ -49,24 +51,40 @@ class Frame:
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
     """The frame of a convolution or a pool; base: dilation of rows, the boundary's value between them."""
     before, after = window.padding
-    s, span = window.s, window.d * (window.k - 1) + 1
+    s = window.s
+    span = window.d * (window.k - 1) + 1
     if base > 1 or min(before, after) < 0:
         rows = (length - 1) * base + 1 if length else 0
         outputs = max(0, (rows + before + after - span) // s + 1)
         reads = _tap_rows(span, s, base, before)
-        return interval_frame(dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before)
+        return interval_frame(
+            dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before
+        )
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
     parts = []
     for coords in itertools.product(*map(range, sizes)):
-        runs = ((r.start, r.length) for r in unrolled(window_outputs(source, window, length, sizes, coords)))
-        parts.append(tuple(OutputRun(a * s - before, (n - 1) * s + span, a, n) for a, n in runs if n))
+        runs = (
+            (r.start, r.length)
+            for r in unrolled(window_outputs(source, window, length, sizes, coords))
+        )
+        parts.append(
+            tuple(OutputRun(a * s - before, (n - 1) * s + span, a, n) for a, n in runs if n)
+        )
     return Frame(source, result, outputs, tuple(parts))
 
 
 @lru_cache(maxsize=4096)
 def transposed_frame(
-    dim: Dim, length: int, sizes: Sizes, *, k: int, s: int = 1, d: int = 1, p: int = 0, extra: int = 0
+    dim: Dim,
+    length: int,
+    sizes: Sizes,
+    *,
+    k: int,
+    s: int = 1,
+    d: int = 1,
+    p: int = 0,
+    extra: int = 0,
 ) -> Frame:
     """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
     span = d * (k - 1) + 1
@@ -75,24 +93,34 @@ def transposed_frame(
 
 
 def interval_frame(
-    dim: Dim, length: int, sizes: Sizes, outputs: int, reads: Reads, rule: str = "", beyond: Boundary = EMPTY
+    dim: Dim,
+    length: int,
+    sizes: Sizes,
+    outputs: int,
+    reads: Reads,
+    rule: str = "",
+    beyond: Boundary = EMPTY,
 ) -> Frame:
     """The frame of an op in which the outputs of every part read one interval of rows. rule: how outputs are
     sharded: like the rows, or aligned if the rows have given sizes (empty); `balanced`; or `aligned`: a part
     has the same share of the outputs as of the rows. Without rows `beyond` the ends, intervals end with the
-    array. Raises ShapeError if the parts of the dim are not intervals."""
+    array. Raises ShapeError if the parts of the dim are not intervals.
+    """
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
         what = f"the parts of '{dim}' are not intervals"
         raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
     mine = _intervals(owned)
     result = _result_dim(dim, length, outputs, mine, rule)
-    lo, hi, runs = [], [], []
+    lo = []
+    hi = []
+    runs = []
     theirs = _intervals(all_owned_rows(result, outputs, sizes))
     for (own, end), (start, stop) in zip(mine, theirs, strict=True):
         first, last = reads(start, stop) if start < stop else (own, own)
         if beyond == EMPTY:
-            first, last = min(max(first, 0), length), min(max(last, 0), length)
+            first = min(max(first, 0), length)
+            last = min(max(last, 0), length)
         last = max(first, last)
         lo.append(own - first)
         hi.append(last - end)
@@ -113,7 +141,9 @@ def _tap_rows(span: int, s: int, base: int, before: int) -> Reads:
 def _result_dim(dim: Dim, length: int, outputs: int, owned: list[Interval], rule: str) -> Dim:
     if rule == "balanced" and dim.axes:
         return Dim(dim.name, (Shard(dim.axes, rule),))
-    if not dim.axes or (rule != "aligned" and not any(shard.order == SIZES for shard in dim.shards)):
+    if not dim.axes or (
+        rule != "aligned" and not any(shard.order == SIZES for shard in dim.shards)
+    ):
         return Dim(dim.name, dim.shards)
     stops = [math.ceil(stop * outputs / length) if length else 0 for _, stop in owned]
     lengths = tuple(stop - start for start, stop in itertools.pairwise((0, *stops)))
@@ -128,7 +158,8 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     """The window of a pool; with `ceil`, padded at its end by what torch's `ceil_mode` reads there."""
     before, after = window.padding
-    span, padded = window.d * (window.k - 1) + 1, length + before + after
+    span = window.d * (window.k - 1) + 1
+    padded = length + before + after
     last = -(-(padded - span) // window.s) * window.s
     # The last window counts if it begins in the array or in the padding before it.
     if not ceil or last >= length + before:
@@ -143,7 +174,8 @@ def pool_counts(
     first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
-        first, last = np.maximum(first, 0), np.minimum(last, length)
+        first = np.maximum(first, 0)
+        last = np.minimum(last, length)
     return np.asarray(last - first, np.int64)
 
 
@@ -174,9 +206,11 @@ def taps(
     first = np.floor(centre).astype(np.int64)
     part = centre - first
     if mode == "linear":
-        offsets, weights = range(2), [1 - part, part]
+        offsets = range(2)
+        weights = [1 - part, part]
     else:
-        offsets, weights = range(-1, 3), [*map(_cubic, (part + 1, part, 1 - part, 2 - part))]
+        offsets = range(-1, 3)
+        weights = [*map(_cubic, (part + 1, part, 1 - part, 2 - part))]
     return Taps(np.clip(first[:, None] + np.array(offsets), 0, length - 1), np.stack(weights, 1))
 
 

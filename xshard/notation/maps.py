@@ -20,11 +20,20 @@ from xshard.errors import NotationError, ShapeError
 
 Numbers = NDArray[np.int64]
 MOST_ROWS = 2**31  # in all parts of a map together
-MOST_NEW_ROWS = 2**22  # of new maps; then all caches are emptied: at 60 to 80 bytes a row they hold 0.3 GiB
-HOLD_MAPS = ("xshard", "torch_bridge.calls", "torch_bridge.lower.rules", "torch_bridge.contractions")
+MOST_NEW_ROWS = (
+    2**22
+)  # of new maps; then all caches are emptied: at 60 to 80 bytes a row they hold 0.3 GiB
+HOLD_MAPS = (
+    "xshard",
+    "torch_bridge.calls",
+    "torch_bridge.lower.rules",
+    "torch_bridge.contractions",
+)
 DIGEST = r"@[0-9a-f]{16}"  # how a text names the content of a map
 
-_KNOWN: WeakValueDictionary[str, RowMap] = WeakValueDictionary()  # by digest: maps that texts may name
+_KNOWN: WeakValueDictionary[str, RowMap] = (
+    WeakValueDictionary()
+)  # by digest: maps that texts may name
 
 
 class RowMap:
@@ -34,7 +43,8 @@ class RowMap:
     _new_rows = 0  # in new maps since the caches were empty
 
     def __init__(self, rows: Numbers, starts: Numbers) -> None:
-        self.rows, self.starts = rows, starts  # the rows of all parts, and the place where each part begins
+        self.rows = rows
+        self.starts = starts  # the rows of all parts, and the place where each part begins
         for array in (rows, starts):
             array.setflags(write=False)
         content = blake2b(type(self).__name__.encode(), digest_size=8)
@@ -42,8 +52,12 @@ class RowMap:
             content.update(np.ascontiguousarray(array, "<i8").data)
         self.digest = content.hexdigest()
         self._first = None
-        if (first := _KNOWN.setdefault(self.digest, self)) is not self:  # known as long as either lives
-            self._first, self.rows, self.starts = first, first.rows, first.starts
+        if (
+            first := _KNOWN.setdefault(self.digest, self)
+        ) is not self:  # known as long as either lives
+            self._first = first
+            self.rows = first.rows
+            self.starts = first.starts
             return
         RowMap._new_rows += len(rows)
         if RowMap._new_rows > MOST_NEW_ROWS:
@@ -98,7 +112,9 @@ class RowMap:
         return f"{self.name}@{self.digest}"
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
+        return (
+            f"<{type(self).__name__} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
+        )
 
 
 class Owners(RowMap):
@@ -129,7 +145,9 @@ class Owners(RowMap):
         least = int(of_row.max(initial=-1)) + 1
         parts = least if parts is None else parts
         if parts < least:
-            raise ShapeError(f"a row has part {least - 1}, there are {parts} parts", hint="leave out parts=")
+            raise ShapeError(
+                f"a row has part {least - 1}, there are {parts} parts", hint="leave out parts="
+            )
         super().__init__(*_grouped(of_row, parts))
 
     def check(self) -> None:
@@ -216,35 +234,49 @@ class Needs(RowMap):
         `Owners.of_rows([e.number for e in edges])` cuts arrays of edges. Raises ShapeError.
 
         >>> needs, (first, second) = Needs.of_edges(Owners([0, 0, 1, 1]), [1, 2, 2], [0, 1, 3])
-        >>> needs.part(0).tolist(), first.number.tolist(), first.sender.tolist(), first.receiver.tolist()
+        >>> (
+        ...     needs.part(0).tolist(),
+        ...     first.number.tolist(),
+        ...     first.sender.tolist(),
+        ...     first.receiver.tolist(),
+        ... )
         ([2], [0, 1], [1, 2], [0, 1])
         >>> needs.part(1).tolist(), second.sender.tolist()
         ([], [0])
         """
-        sender, receiver, n = _whole_rows(senders), _whole_rows(receivers), len(owners.rows)
+        sender = _whole_rows(senders)
+        receiver = _whole_rows(receivers)
+        n = len(owners.rows)
         if len(sender) != len(receiver) or hops < 1:
             what = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
             raise ShapeError(what, hint="an edge has both ends, and hops are 1 or more")
         for rows in (sender, receiver):
             if len(rows) and not 0 <= rows.min() <= rows.max() < n:
-                raise ShapeError(f"an edge of rows {rows.min()} to {rows.max()}", hint=f"there are {n} rows")
+                raise ShapeError(
+                    f"an edge of rows {rows.min()} to {rows.max()}", hint=f"there are {n} rows"
+                )
         into_part, part_starts = _grouped(owners.owner[receiver], owners.parts)
         into_row, row_starts = _grouped(receiver, n) if hops > 1 else (into_part, part_starts)
-        local, lists, edges = np.full(n, -1), list[Numbers](), list[Edges]()
+        local = np.full(n, -1)
+        lists = list[Numbers]()
+        edges = list[Edges]()
         for part in range(owners.parts):
             rings = [owners.part(part)]
             reached = [into_part[part_starts[part] : part_starts[part + 1]]]
             for hop in range(hops):
-                ring, held = rings[hop], sum(map(len, rings))
+                ring = rings[hop]
+                held = sum(map(len, rings))
                 local[ring] = np.arange(held - len(ring), held)
                 if hop:
-                    begin, many = row_starts[ring], row_starts[ring + 1] - row_starts[ring]
+                    begin = row_starts[ring]
+                    many = row_starts[ring + 1] - row_starts[ring]
                     places = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
                     reached.append(into_row[places])
                 near = sender[reached[hop]]
                 rings.append(unique_rows(near[local[near] < 0]))
             number = np.sort(np.concatenate(reached))
-            own, lists = len(rings[0]), [*lists, np.concatenate(rings[1:])]
+            own = len(rings[0])
+            lists = [*lists, np.concatenate(rings[1:])]
             local[lists[-1]] = np.arange(own, own + len(lists[-1]))
             edges.append(Edges(number, local[sender[number]], local[receiver[number]]))
             local[np.concatenate(rings)] = -1
@@ -278,7 +310,9 @@ Maps = Mapping[str, RowMap]
 
 def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
     """`maps=` of a verb as a key of caches. Raises NotationError."""
-    if not isinstance(maps or {}, Mapping) or not all(isinstance(m, RowMap) for m in (maps or {}).values()):
+    if not isinstance(maps or {}, Mapping) or not all(
+        isinstance(m, RowMap) for m in (maps or {}).values()
+    ):
         raise NotationError(f"maps={shown(maps)}", hint="a dict of names to Owners and Needs")
     return tuple((maps or {}).items())
 
@@ -288,13 +322,17 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
     name, _, digest = text.partition("@")
     row_map = _KNOWN.get(digest) if digest else maps.get(name)
     if row_map is None and digest:
-        raise NotationError(f"the map '{text}' is not in this process", hint=f"pass maps={{'{name}': ...}}")
+        raise NotationError(
+            f"the map '{text}' is not in this process", hint=f"pass maps={{'{name}': ...}}"
+        )
     if row_map is None:
         hint = f"{did_you_mean(name, tuple(maps))}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
         raise NotationError(f"no map {name!r}", hint=hint)
     if not isinstance(row_map, kind):
         what = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)
-        raise NotationError(f"{name!r} is {what}, not {kind.__name__}", hint="by(gp,OWNERS):reads(NEEDS)")
+        raise NotationError(
+            f"{name!r} is {what}, not {kind.__name__}", hint="by(gp,OWNERS):reads(NEEDS)"
+        )
     return NamedMap(name, row_map)
 
 
@@ -310,7 +348,10 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     """The maps of `with_values`, which texts may name while the list lives. Raises NotationError."""
     kinds: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
     plain = data.get("maps", {})
-    maps = [kinds[m["kind"]]._checked(*map(_whole_rows, (m["rows"], m["starts"]))) for m in plain.values()]
+    maps = [
+        kinds[m["kind"]]._checked(*map(_whole_rows, (m["rows"], m["starts"])))
+        for m in plain.values()
+    ]
     if [m.digest for m in maps] != list(plain):
         raise NotationError("a map differs from its digest", hint="the text was changed")
     return maps
@@ -319,14 +360,20 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
 def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
     """Places by key 0 to `n` - 1, ascending within a key, and the begin of each key."""
     starts = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=n))]).astype(np.int64)
-    return np.argsort(keys.astype(np.min_scalar_type(n)), kind="stable"), starts  # short keys sort fast
+    return np.argsort(
+        keys.astype(np.min_scalar_type(n)), kind="stable"
+    ), starts  # short keys sort fast
 
 
 def empty_caches() -> None:
     """Empty every cache of results for layouts: an entry keeps the maps of its layouts."""
     RowMap._new_rows, kind = 0, type(lru_cache(len))
-    ours = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(HOLD_MAPS)]
-    for cache in [value for names in ours for value in list(names.values()) if isinstance(value, kind)]:
+    ours = [
+        vars(module) for name, module in list(sys.modules.items()) if name.startswith(HOLD_MAPS)
+    ]
+    for cache in [
+        value for names in ours for value in list(names.values()) if isinstance(value, kind)
+    ]:
         if cache.__module__.startswith(HOLD_MAPS):  # not an imported one, of process groups
             cache.cache_clear()
 

@@ -10,7 +10,9 @@ from xshard.notation.maps import NamedMap
 BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
 OUTPUT_RULES = ("balanced", "aligned")
 
-Width = int | tuple[int, ...]  # a number of rows, the same for every part of the dim or one per part
+Width = (
+    int | tuple[int, ...]
+)  # a number of rows, the same for every part of the dim or one per part
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Boundary:
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
             value = self.value
-            return f"constant({int(value) if value.is_integer() and abs(value) < 1e16 else value!r})"
+            return (
+                f"constant({int(value) if value.is_integer() and abs(value) < 1e16 else value!r})"
+            )
         arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
         return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
 
@@ -69,7 +73,9 @@ class Window:
     s: int = 1
     d: int = 1
     p: int | tuple[int, ...] = 0  # rows of padding at both ends, or (before, after)
-    out: str = ""  # sharding of outputs: as the dim (empty), `balanced`, or `aligned` with row s * i
+    out: str = (
+        ""  # sharding of outputs: as the dim (empty), `balanced`, or `aligned` with row s * i
+    )
     before: Boundary = ZERO
     after: Boundary = ZERO
 

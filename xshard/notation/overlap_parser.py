@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 from xshard.arguments import MOST_DIGITS, did_you_mean
 from xshard.errors import NotationError, Span
 from xshard.notation.maps import DIGEST, Maps, Needs, RowMap, find_map
-from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Reads, Window
+from xshard.notation.overlap import (
+    BOUNDARIES,
+    OUTPUT_RULES,
+    Boundary,
+    Fold,
+    Halo,
+    Overlap,
+    Reads,
+    Window,
+)
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"
@@ -34,7 +43,8 @@ class Scanner:
         if len(text) > MOST_CHARS:
             raise NotationError(f"a text of {len(text)} characters", hint=f"at most {MOST_CHARS}")
         self.text = text
-        self.at, self.span = 0, (0, 0)
+        self.at = 0
+        self.span = (0, 0)
         self.advance()
 
     def advance(self) -> None:
@@ -53,7 +63,9 @@ class Scanner:
         self.span = match.span(group)
         self.at = match.end()
 
-    def error(self, reason: str, span: Span | None = None, hint: str | None = None) -> NotationError:
+    def error(
+        self, reason: str, span: Span | None = None, hint: str | None = None
+    ) -> NotationError:
         return NotationError(reason, text=self.text, span=span or self.span, hint=hint)
 
     def take(self, kind: str) -> bool:
@@ -73,7 +85,8 @@ class Scanner:
 
     def map(self, kind: type[RowMap]) -> Any:
         """The name of a map, perhaps with its digest -> the map."""
-        span, text = self.span, self.value
+        span = self.span
+        text = self.value
         if self.kind not in ("name", "map"):
             self.expect("name", hint=f"the name of {kind.__name__} in maps=")
         self.advance()
@@ -104,7 +117,12 @@ class Scanner:
 
 _SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
 _OPTIONS = "options are: k, s, d, p, out; each once"
-_BOUNDARIES_ELSEWHERE = {"circular": "periodic", "wrap": "periodic", "replicate": "edge", "mirror": "reflect"}
+_BOUNDARIES_ELSEWHERE = {
+    "circular": "periodic",
+    "wrap": "periodic",
+    "replicate": "edge",
+    "mirror": "reflect",
+}
 _LIMITS = "k, s, d >= 1 and p >= 0"
 
 
@@ -129,7 +147,9 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)
-    raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, reads, fold")
+    raise scanner.error(
+        f"unknown overlap {kind!r}", span, "overlaps are: halo, window, reads, fold"
+    )
 
 
 def _halo(scanner: Scanner) -> Halo:
@@ -147,7 +167,8 @@ def _halo(scanner: Scanner) -> Halo:
 
 
 def _window(scanner: Scanner) -> Window:
-    start, options = scanner.span, dict[str, Any]()
+    start = scanner.span
+    options = dict[str, Any]()
     scanner.expect("(")
     while True:
         span = scanner.span
@@ -194,7 +215,9 @@ def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
 
 def parse_width(scanner: Scanner) -> int | tuple[int, ...]:
     """A number, or several in brackets, as in `[1,0,2]`."""
-    return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
+    return (
+        tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
+    )
 
 
 def _boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
@@ -216,13 +239,17 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
         return Boundary(kind)
     if kind == "constant":
         if scanner.kind not in ("int", "number"):
-            raise scanner.error(f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)")
+            raise scanner.error(
+                f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)"
+            )
         boundary = Boundary(kind, value=float(scanner.value))
         scanner.advance()
     elif kind == "pole":
         boundary = _pole(scanner)
     else:
-        raise scanner.error(f"{kind} takes no argument", hint="only constant(1.5) and pole(w,-1) do")
+        raise scanner.error(
+            f"{kind} takes no argument", hint="only constant(1.5) and pole(w,-1) do"
+        )
     scanner.expect(")")
     return boundary
 

@@ -18,7 +18,8 @@ from xshard.notation.overlap_parser import Scanner, parse_overlap, parse_width
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
-SIZES, INTERVALS = "sizes", "intervals"  # orders that list their parts in numbers
+SIZES = "sizes"
+INTERVALS = "intervals"  # orders that list their parts in numbers
 BY = "by"  # the order of a map: `Owners`
 SEGMENTS = "segments"  # written block(axes, numbers)
 ROUTED = "to"  # rows lie where values say: in a rule for the input of experts alone
@@ -31,7 +32,8 @@ class Shard:
     """One sharding of a dim over mesh axes taken as one; the first axis is the slowest. numbers: for
     `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded alone; for
     `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every part; for
-    `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map."""
+    `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map.
+    """
 
     axes: tuple[str, ...]
     order: str = "block"
@@ -99,7 +101,8 @@ _READS = {
 def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
     """Text of a kind in `_READS` -> its (left, right) sides, and the positions in it. Raises NotationError.
     In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named
-    `i'1`."""
+    `i'1`.
+    """
     parser = _Parser(text, {}, by_name=kind == "contraction")
     left = (parser.layout(),) if kind == "expression" else parser.operands()
     parser.expect(ARROW, hint=_READS[kind])
@@ -134,7 +137,11 @@ def with_maps(layouts: Any, maps: Any) -> Any:
         return with_digests(layouts, named_maps(maps))
     if type(layouts) is dict:
         return {key: with_maps(value, maps) for key, value in layouts.items()}
-    return type(layouts)(with_maps(v, maps) for v in layouts) if type(layouts) in (list, tuple) else layouts
+    return (
+        type(layouts)(with_maps(v, maps) for v in layouts)
+        if type(layouts) in (list, tuple)
+        else layouts
+    )
 
 
 def _spanned(text: str, maps: Maps | None) -> _Parser:
@@ -154,7 +161,9 @@ def mark_errors(text: str | None) -> Iterator[None]:
     except XshardError as error:
         if text is None or error.span is not None:
             raise
-        span = next((span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None)
+        span = next(
+            (span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None
+        )
         raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
 
 
@@ -166,14 +175,24 @@ def parts_of(dim: Dim) -> list[str]:
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     """Dims and tags -> canonical text; a scalar is `()`."""
     text = " ".join(map(str, dims)) or "()"
-    return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
+    return (
+        text
+        if not tags
+        else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
+    )
 
 
 _ORDERS = (*ORDERS, SIZES, INTERVALS, BY)
 _CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
-_TAGS_ELSEWHERE = {"psum": "sum", "partial": "sum", "pmean": "mean", "avg": "mean", "average": "mean"}
+_TAGS_ELSEWHERE = {
+    "psum": "sum",
+    "partial": "sum",
+    "pmean": "mean",
+    "avg": "mean",
+    "average": "mean",
+}
 _TAGS_ELSEWHERE |= {"pmax": "max", "pmin": "min"}
 _ORDERS_ELSEWHERE = {"contiguous": "block", "striped": "cyclic", "round_robin": "cyclic"}
 _ORDERS_ELSEWHERE |= {"headtail": "zigzag", "uneven": "sizes", "ragged": "sizes"}
@@ -206,7 +225,8 @@ class _Parser(Scanner):
         return tuple(layouts)
 
     def layout(self) -> Parsed:
-        start, self.names = self.span[0], Counter()
+        start = self.span[0]
+        self.names = Counter()
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS) or self.is_composed:
             dims.append(self.dim())
@@ -228,10 +248,13 @@ class _Parser(Scanner):
 
     def name(self) -> str:
         """A name; a later dim of the same, if there may be one, has an apostrophe and a number."""
-        name, span = self.value, self.span
+        name = self.value
+        span = self.span
         self.advance()
         if name in self.names and (name == ELLIPSIS or not self.repeats):
-            raise self.error(f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i")
+            raise self.error(
+                f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i"
+            )
         times = self.names[name]
         self.names[name] += 1
         name = f"{name}'{times}" if times else name
@@ -244,14 +267,18 @@ class _Parser(Scanner):
             parts = list[str]()
             while self.kind == "name":
                 parts.append(self.name())
-            self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
+            self.expect(
+                ")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp"
+            )
             name = f"({' '.join(parts)})"
             self.spans.dims.append((name, (span[0], self.end)))
         else:
             name = self.name()
         shards: list[Shard] = []
         if name == ELLIPSIS and self.kind in ("/", ":"):
-            raise self.error("'...' stands for unsharded dims", hint="name the dim to shard or widen it")
+            raise self.error(
+                "'...' stands for unsharded dims", hint="name the dim to shard or widen it"
+            )
         while self.take("/"):
             shards.append(self.shard())
         dim = Dim(name, tuple(shards), parse_overlap(self) if self.take(":") else None)
@@ -268,14 +295,17 @@ class _Parser(Scanner):
             self.spans.axes.append((name, span))
             return Shard((name,))
         if name not in (*_ORDERS, ROUTED):
-            hint = f"{did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)}orders are: {', '.join(_ORDERS)}"
+            hint = (
+                f"{did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)}orders are: {', '.join(_ORDERS)}"
+            )
             raise self.error(f"unknown order {name!r}", span, hint)
         return self.owned() if name == BY else self.ordered(name, span)
 
     def ordered(self, order: str, span: Span) -> Shard:
         """`( axis , ... , number , ... )`: axes, then the numbers of the order."""
         self.expect("(")
-        axes, numbers = [self.axis()], list[Width]()
+        axes = [self.axis()]
+        numbers = list[Width]()
         while self.take(","):
             if self.kind == "name" and not numbers:
                 axes.append(self.axis())
@@ -283,22 +313,31 @@ class _Parser(Scanner):
             number_span = self.span
             numbers.append(parse_width(self))
             if isinstance(numbers[-1], tuple) != (order == INTERVALS):
-                raise self.error(f"'{bracketed(numbers[-1])}' in {order}", number_span, _NUMBERS[order])
+                raise self.error(
+                    f"'{bracketed(numbers[-1])}' in {order}", number_span, _NUMBERS[order]
+                )
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
-                raise self.error(f"a number below 0: {bracketed(numbers[-1])}", number_span, _NUMBERS[order])
+                raise self.error(
+                    f"a number below 0: {bracketed(numbers[-1])}", number_span, _NUMBERS[order]
+                )
         self.expect(")")
         most = {"balanced": 0, "cyclic": 1, ROUTED: 0}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))
         if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
             count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"
             raise self.error(f"{count} in {order}", span, _NUMBERS[order])
-        return Shard(tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers))
+        return Shard(
+            tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers)
+        )
 
     def owned(self) -> Shard:
         """`( axis , ... , map )`."""
         self.expect("(")
-        axes, hint = list[str](), "by takes its axes and a map, as in by(gp,cells)"
-        while not axes or self.text[self.at :].lstrip().startswith(","):  # what follows the next token
+        axes = list[str]()
+        hint = "by takes its axes and a map, as in by(gp,cells)"
+        while not axes or self.text[self.at :].lstrip().startswith(
+            ","
+        ):  # what follows the next token
             axes.append(self.axis())
             self.expect(",", hint)
         owners = self.map(Owners)

@@ -14,8 +14,12 @@ from xshard.pictures.grid import Picture, Strip, reading, roles_text
 from xshard.pictures.rows import Lane, devices_text
 
 MAX_CARDS = 4  # up to here they are drawn one by one
-LONGEST, SHORTEST, LARGEST = (160.0, 240.0), 40.0, 24.0  # pixels: most down and across, least, of a row
-OFFSET, LANE, NARROWEST = 16.0, 30.0, 3.0  # pixels between cards, of a lane, of rows in a lane
+LONGEST = (160.0, 240.0)
+SHORTEST = 40.0
+LARGEST = 24.0  # pixels: most down and across, least, of a row
+OFFSET = 16.0
+LANE = 30.0
+NARROWEST = 3.0  # pixels between cards, of a lane, of rows in a lane
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class Side:
     @property
     def breaks(self) -> list[float]:
         """The places of marks: rows are missing at the end, or the dim is drawn shorter."""
-        return [self.pixels / 2] * self.is_shorter + [self.pixels] * (self.strip.n_drawn < self.strip.length)
+        return [self.pixels / 2] * self.is_shorter + [self.pixels] * (
+            self.strip.n_drawn < self.strip.length
+        )
 
     @property
     def blocks(self) -> list[tuple[float, float]]:
@@ -46,9 +52,12 @@ def grid_drawing(drawn: Picture) -> Shape:
     """The cards of a picture to scale, lanes for overlaps beside them, and below them what the marks mean."""
     down, across = sides = _sides(drawn)
     cards = min(len(drawn.cards), MAX_CARDS)
-    shapes = [shape for card in reversed(range(cards)) for shape in _card(drawn, card, down, across)]
+    shapes = [
+        shape for card in reversed(range(cards)) for shape in _card(drawn, card, down, across)
+    ]
     shapes += [
-        el.label(-6, y, side.strip.head, "end") for y, side in ((-6, down), (down.pixels + 14, across))
+        el.label(-6, y, side.strip.head, "end")
+        for y, side in ((-6, down), (down.pixels + 14, across))
     ]
     shapes += [el.label(x, y + 4, "≈") for x in (0, across.pixels) for y in down.breaks]
     shapes += [el.label(x, y + 4, "≈") for x in across.breaks for y in (0, down.pixels)]
@@ -62,7 +71,9 @@ def grid_drawing(drawn: Picture) -> Shape:
             shapes += _lane(lane, side, start + number * (LANE + 4), is_down=side is down)
     low = max(shape.box[3] for shape in shapes) + el.LINE
     lines = enumerate(_captions(drawn, sides))
-    return el.framed([*shapes, *(el.label(0, low + n * el.LINE, line, "start") for n, line in lines)])
+    return el.framed(
+        [*shapes, *(el.label(0, low + n * el.LINE, line, "start") for n, line in lines)]
+    )
 
 
 def _sides(drawn: Picture) -> tuple[Side, Side]:
@@ -78,20 +89,27 @@ def _sides(drawn: Picture) -> tuple[Side, Side]:
 
 def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
     """The array on one card, which cards in front of it cover but for a strip above and one on the right."""
-    x, y = card * OFFSET, -card * OFFSET
+    x = card * OFFSET
+    y = -card * OFFSET
     patterns = [role if role in el.STROKES else "sum" for role, _ in drawn.roles if role in TAGS]
     for i, (top, bottom) in enumerate(down.blocks):
         for j, (left, right) in enumerate(across.blocks):
             device = int(drawn.cards[card, i, j])
             box = x + left, y + top, x + right, y + bottom
             fill = el.SHARED if drawn.has_replicas else el.colour((device,))
-            yield el.rectangle(box, fill, f"d{device}", f'data-device="{device}" data-card="{card}"')
+            yield el.rectangle(
+                box, fill, f"d{device}", f'data-device="{device}" data-card="{card}"'
+            )
             again = "" if drawn.has_replicas else str(device // len(el.COLOURS) % 4)
             names = (name for name in (*patterns, again) if name in el.STROKES)
             yield from (el.rectangle(box, f"url(#xs-{name})") for name in names)
             above = (*box[:3], min(box[3], box[1] + OFFSET)) if i == 0 else box[:1] * 4
-            beside = (max(box[0], box[2] - OFFSET), *box[1:]) if right == across.pixels else box[:1] * 4
-            seen = sorted((above, beside), key=lambda part: (part[2] - part[0]) * (part[1] - part[3]))
+            beside = (
+                (max(box[0], box[2] - OFFSET), *box[1:]) if right == across.pixels else box[:1] * 4
+            )
+            seen = sorted(
+                (above, beside), key=lambda part: (part[2] - part[0]) * (part[1] - part[3])
+            )
             texts = (el.label_in(part, str(device), fill) for part in (seen if card else [box]))
             yield from next(filter(None, texts), ())
 
@@ -111,7 +129,9 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
         text = arrow + (group.text or devices_text(group.owner))
         said = f"d{devices_text(lane.devices)}: {group.rows} rows, {group.origin} {text}"
         dashes = ' stroke-dasharray="3 2"' if group.origin in ("before", "after") else ""
-        yield el.rectangle(box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}')
+        yield el.rectangle(
+            box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}'
+        )
         if arrow:
             yield el.rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
         yield from el.label_in(box, text, fill) or el.label_in(
@@ -125,13 +145,16 @@ def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
         many = f" ({MAX_CARDS} drawn)" if len(drawn.cards) > MAX_CARDS else ""
         yield f"{len(drawn.cards)} cards{many}: {roles_text(drawn)}"
     for side in sides:
-        dim, lanes = side.strip.dim, side.strip.lanes
+        dim = side.strip.dim
+        lanes = side.strip.lanes
         if side.is_shorter:
             yield f"≈: {dim.name} is drawn shorter than at the scale of the other dim"
         if lanes:
             n = drawn.sharding.mesh.size(*dim.axes)
             many = f" ({len(lanes)} of {n} drawn)" if len(lanes) < n else ""
             mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
-            has_rows = any(group.text.strip("-")[:1] == "r" for lane in lanes for group in lane.groups)
+            has_rows = any(
+                group.text.strip("-")[:1] == "r" for lane in lanes for group in lane.groups
+            )
             yield f"blocks of {dim.name}{many}; {mark} a device{' (r: rows)' * has_rows}"
     yield from reading(drawn)

@@ -12,7 +12,9 @@ from zlib import crc32
 # (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
 COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 SHARED = "#DDDDDD"  # what several devices hold
-CHAR, GAP, LINE = 7.3, 10.0, 16.0  # pixels: width of a letter, space around, height of a line
+CHAR = 7.3
+GAP = 10.0
+LINE = 16.0  # pixels: width of a letter, space around, height of a line
 
 # Patterns over blocks: copied rows, contributions, addends, and devices with a colour that is used already.
 STROKES = {
@@ -85,7 +87,9 @@ def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
     """A rectangle. said: its text for a pointer; more: its attributes."""
     left, top, right, bottom = box
     place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
-    ink = "currentColor" if fill == "none" else "#111"  # light blocks have dark borders on dark pages, too
+    ink = (
+        "currentColor" if fill == "none" else "#111"
+    )  # light blocks have dark borders on dark pages, too
     stroke = "" if fill.startswith("url") else f' stroke="{ink}" stroke-width=".6"'
     inside = f"<title>{escape(said)}</title>" if said else ""
     return Shape(f'<rect {place} fill="{fill}"{stroke} {more}>{inside}</rect>', box)
@@ -96,7 +100,15 @@ def label_in(box: Box, text: str, behind: str = "none") -> list[Shape]:
     left, top, right, bottom = box
     for size in (12, 9):
         if 0 < len(text) * CHAR * size / 12 <= right - left + 1 and size - 1 <= bottom - top:
-            return [label((left + right) / 2, (top + bottom) / 2 + size / 3, text, behind=behind, size=size)]
+            return [
+                label(
+                    (left + right) / 2,
+                    (top + bottom) / 2 + size / 3,
+                    text,
+                    behind=behind,
+                    size=size,
+                )
+            ]
     return []
 
 

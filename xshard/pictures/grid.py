@@ -66,7 +66,9 @@ class Strip:
     @property
     def texts(self) -> list[str]:
         """The rows of every block, as in `0-3`."""
-        return [f"{a}-{b - 1}" if a < b - 1 else f"{a}" if self.dim.name else "" for a, b in self.blocks]
+        return [
+            f"{a}-{b - 1}" if a < b - 1 else f"{a}" if self.dim.name else "" for a, b in self.blocks
+        ]
 
 
 NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
@@ -104,7 +106,9 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
 
     devices: the number of every device of the mesh, in its order; 0, 1, 2, ... by default.
     """
-    drawn, layout, mesh = _drawn(sharding, dims), sharding.layout, sharding.mesh
+    drawn = _drawn(sharding, dims)
+    layout = sharding.layout
+    mesh = sharding.mesh
     numbers = np.array(devices or range(mesh.n_devices))
     *_, down, across = (NO_DIM, NO_DIM, *(_strip(sharding, d, numbers) for d in drawn))
     others = set(mesh.long_axes).difference(down.dim.axes, across.dim.axes)
@@ -117,8 +121,11 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int]
     table[tuple(map(mesh.indices, along))] = numbers
     rows, columns = (np.array(side.owners, np.int64) for side in (down, across))
     dims_of = range(len(sharding.shape))
-    is_empty = [not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in range(mesh.n_devices)]
-    cards, empty = table[:, rows[:, None], columns], tuple(numbers[is_empty].tolist())
+    is_empty = [
+        not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in range(mesh.n_devices)
+    ]
+    cards = table[:, rows[:, None], columns]
+    empty = tuple(numbers[is_empty].tolist())
     return Picture(sharding, (down, across), cards, roles, empty, _notes(sharding, drawn))
 
 
@@ -141,7 +148,9 @@ def cell_text(drawn: Picture, i: int, j: int) -> str:
 def reading(drawn: Picture) -> list[str]:
     """Explanations of the marks in this picture."""
     cut_off = (strip for strip in drawn.strips if strip.n_drawn < strip.length)
-    marks = [f"only the first {s.n_drawn} of {s.length} rows of {s.dim.name} are drawn" for s in cut_off]
+    marks = [
+        f"only the first {s.n_drawn} of {s.length} rows of {s.dim.name} are drawn" for s in cut_off
+    ]
     return marks + [f"empty: d{devices_text(drawn.empty)}"] * bool(drawn.empty)
 
 
@@ -149,7 +158,9 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
     names = sharding.layout.names
     for name in dims:
         if name not in names:
-            raise ShapeError(f"no dim {name!r} in '{sharding.layout}'", hint=f"dims are: {', '.join(names)}")
+            raise ShapeError(
+                f"no dim {name!r} in '{sharding.layout}'", hint=f"dims are: {', '.join(names)}"
+            )
     if len(dims) > 2 or len(set(dims)) < len(dims):
         raise ShapeError(f"a picture has one or two dims, not {', '.join(dims)}")
     if dims:
@@ -161,22 +172,35 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
 
 def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
-    length, rows = sharding.shape[d], rows_in_order(sharding, d)
-    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))[: MAX_BLOCKS + 1]
+    length = sharding.shape[d]
+    rows = rows_in_order(sharding, d)
+    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))[
+        : MAX_BLOCKS + 1
+    ]
     owners = rows.block[np.searchsorted(rows.start, edges[:-1], side="right") - 1]
-    blocks, lanes = tuple(itertools.pairwise(edges.tolist())), tuple(lanes_of(sharding, d, numbers))
+    blocks = tuple(itertools.pairwise(edges.tolist()))
+    lanes = tuple(lanes_of(sharding, d, numbers))
     return Strip(sharding.layout.dims[d], length, blocks, tuple(owners.tolist()), lanes)
 
 
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
-    layout, mesh = sharding.layout, sharding.mesh
+    layout = sharding.layout
+    mesh = sharding.mesh
     shards = [(dim.name, shard) for dim in layout.dims for shard in dim.shards]
-    cuts = [f"{name} is cut over {' x '.join(s.axes)}, {_ORDER_TEXT[s.order]}" for name, s in shards]
+    cuts = [
+        f"{name} is cut over {' x '.join(s.axes)}, {_ORDER_TEXT[s.order]}" for name, s in shards
+    ]
     wide = [dim for dim in layout.dims if dim.overlap is not None]
     overlaps = [f"{d.name} overlaps: {_OVERLAP_TEXT[type(d.overlap)]} ({d.overlap})" for d in wide]
     tags = [f"along {', '.join(axes)} {_TAG_TEXT[kind]}" for kind, axes in layout.tags]
     replicas = [a for a in mesh.long_axes if a not in layout.axes]
-    whole = [f"along {', '.join(replicas)} all devices hold the same values (replicas)"] if replicas else []
+    whole = (
+        [f"along {', '.join(replicas)} all devices hold the same values (replicas)"]
+        if replicas
+        else []
+    )
     others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
-    flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]
+    flat = [
+        f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"
+    ]
     return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))

@@ -48,7 +48,9 @@ def _(layout: Layout) -> str:
         example = Sharding(layout, Mesh(dict.fromkeys(layout.axes, 2)), tuple(lengths))
     except XshardError:
         return _block(str(layout))
-    return _block(f"{layout}   for example {example.shape} on {example.mesh}", sharding_svg(picture(example)))
+    return _block(
+        f"{layout}   for example {example.shape} on {example.mesh}", sharding_svg(picture(example))
+    )
 
 
 @html.register
@@ -58,8 +60,14 @@ def _(mesh: Mesh) -> str:
 
 @html.register
 def _(plan: Plan) -> str:
-    more = _folded("alternatives", preformatted(plan.explain())) if plan.stages and not plan.transfer else ""
-    return _block(table.title(plan), plan_svg(plan), steps(table.rows(plan), table.total(plan)), more)
+    more = (
+        _folded("alternatives", preformatted(plan.explain()))
+        if plan.stages and not plan.transfer
+        else ""
+    )
+    return _block(
+        table.title(plan), plan_svg(plan), steps(table.rows(plan), table.total(plan)), more
+    )
 
 
 @html.register
@@ -82,7 +90,11 @@ def _(suggestion: Suggestion) -> str:
     head, *lines = str(suggestion).splitlines()
     return _block(
         head,
-        _bars(f"seconds of a step: {format_seconds(suggestion.seconds)}", suggestion.parts, format_seconds),
+        _bars(
+            f"seconds of a step: {format_seconds(suggestion.seconds)}",
+            suggestion.parts,
+            format_seconds,
+        ),
         _bars("bytes of a device", suggestion.memory, format_bytes),
         preformatted("\n".join(lines)),
     )
@@ -94,18 +106,25 @@ def gradients_html(plan: ContractionPlan) -> str:
     for number, part in reversed(list(enumerate(plan.parts, start=1))):
         of = f" of part {number}" if len(plan.parts) > 1 else ""
         for i, move in enumerate(part.backward_moves):
-            text += f"<h3>The gradient of {f'operand {i}' if i else 'the result'}{of}</h3>{html(move)}"
+            text += (
+                f"<h3>The gradient of {f'operand {i}' if i else 'the result'}{of}</h3>{html(move)}"
+            )
     return text
 
 
 def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) -> str:
     """Values by name as bars of one scale."""
-    most, rows = max(values.values(), default=0.0) or 1.0, list[str]()
+    most = max(values.values(), default=0.0) or 1.0
+    rows = list[str]()
     for name, value in values.items():
         width = f"width:{100 * value / most:.1f}%;background:{COLOURS[len(rows) % len(COLOURS)]}"
         cells = _cells("td", (name, text(value)), ("left", "right"))
-        rows.append(f'<tr>{cells}<td style="width:100%"><div style="{width};height:14px"></div></td></tr>')
-    table_of = f"<caption style='text-align:left'>{escape(head)}</caption><tbody>{''.join(rows)}</tbody>"
+        rows.append(
+            f'<tr>{cells}<td style="width:100%"><div style="{width};height:14px"></div></td></tr>'
+        )
+    table_of = (
+        f"<caption style='text-align:left'>{escape(head)}</caption><tbody>{''.join(rows)}</tbody>"
+    )
     return f'<table style="border-collapse:collapse;max-width:700px">{table_of}</table>'
 
 

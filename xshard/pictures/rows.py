@@ -15,7 +15,8 @@ from xshard.layout.runs import FILL, Pieces, Run, Runs, merge_adjacent, n_rows, 
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
 # Most blocks drawn along a dim, as a cyclic cut of a long dim has as many blocks as rows; most lanes.
-MAX_BLOCKS, MAX_LANES = 64, 16
+MAX_BLOCKS = 64
+MAX_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,22 @@ def rows_in_order(sharding: Sharding, d: int) -> Pieces:
 
 def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:
     """The block at every index along the axes of an overlapping dim."""
-    dim, length = sharding.layout.dims[d], sharding.shape[d]
+    dim = sharding.layout.dims[d]
+    length = sharding.shape[d]
     if dim.overlap is None:
         return
     index = sharding.mesh.indices(dim.axes)
-    every, owners = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes)), rows_in_order(sharding, d)
+    every = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes))
+    owners = rows_in_order(sharding, d)
     for number, spans in enumerate(every[:MAX_LANES]):
         owned_runs = list(itertools.islice(_pieces_of(spans, owners), MAX_BLOCKS))
         groups = []
         for (origin, owner), same in itertools.groupby(owned_runs, key=lambda piece: piece[:2]):
             runs = tuple(run for _, _, run in same)
             text = _beyond_text(dim.overlap, origin, runs) if origin in ("before", "after") else ""
-            groups.append(RowGroup(n_rows(runs), origin, tuple(numbers[index == owner].tolist()), text))
+            groups.append(
+                RowGroup(n_rows(runs), origin, tuple(numbers[index == owner].tolist()), text)
+            )
         ahead = itertools.takewhile(lambda group: group.origin == "before", groups)
         before = sum(group.rows for group in ahead)
         inside = (run.start for origin, _, run in owned_runs if origin in ("own", "near"))
@@ -91,11 +96,16 @@ def _pieces_of(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[tuple[str, 
     stops = owners.start + owners.length
     for whole, origin in spans:
         for run in (whole,) if whole.start == FILL else unrolled((whole,)):
-            start, stop = run.start, run.start + run.length
+            start = run.start
+            stop = run.start + run.length
             while start != FILL and start < stop:
                 i = int(np.searchsorted(stops, start, side="right"))
                 end = min(stop, int(stops[i])) if i < len(stops) else stop
-                yield origin, int(owners.block[i]) if i < len(stops) else -1, Run(start, end - start)
+                yield (
+                    origin,
+                    int(owners.block[i]) if i < len(stops) else -1,
+                    Run(start, end - start),
+                )
                 start = end
             if run.start == FILL:
                 yield origin, -1, run
@@ -117,5 +127,7 @@ def _run_texts(run: Run, most: int) -> list[str]:
         if run.stride == 0:
             return [f"{run.start} x{run.repeats}"]
         return [f"{run.start}-{stop}" + (f" step {run.stride}" if run.stride != 1 else "")]
-    ranges = ((r.start, r.start + r.length - 1) for r in itertools.islice(unrolled((run,)), most + 1))
+    ranges = (
+        (r.start, r.start + r.length - 1) for r in itertools.islice(unrolled((run,)), most + 1)
+    )
     return [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]

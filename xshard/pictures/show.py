@@ -47,7 +47,9 @@ def show(
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         value = Sharding(Layout.parse(what, maps), mesh, tuple(shape))
     elif mesh is not None or shape is not None:
-        raise PlanError(f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone")
+        raise PlanError(
+            f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone"
+        )
     if isinstance(value, Sharding):
         value = picture(value, dims)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -58,7 +60,9 @@ def show(
         notebook.display(notebook.HTML(html(value)))
         return
     if not find_spec("rich"):
-        raise XshardError("rich is not installed", hint="pip install 'xshard[cli]'; or print a plan")
+        raise XshardError(
+            "rich is not installed", hint="pip install 'xshard[cli]'; or print a plan"
+        )
     from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))

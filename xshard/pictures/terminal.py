@@ -72,7 +72,9 @@ def _(drawn: Sharding | Picture) -> RenderableType:
 @renderable.register
 def _(plan: Plan | ContractionPlan) -> RenderableType:
     explain: Any = contractions if isinstance(plan, ContractionPlan) else table
-    return Fitted(partial(_steps_text, explain.title(plan), explain.rows(plan), explain.total(plan)))
+    return Fitted(
+        partial(_steps_text, explain.title(plan), explain.rows(plan), explain.total(plan))
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Fitted:
         yield from self.parts(options.max_width)
 
 
-def _steps_text(head: str, rows: Sequence[table.Row], total: str, width: int) -> Iterator[RenderableType]:
+def _steps_text(
+    head: str, rows: Sequence[table.Row], total: str, width: int
+) -> Iterator[RenderableType]:
     """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
     yield lines_of(head, width)
     if sum(max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)) <= width:
@@ -130,8 +134,11 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
     sides, heads = (strip.texts for strip in drawn.sides)
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     texts = [[cell_text(drawn, i, j) for j in range(len(heads))] for i in range(len(sides))]
-    widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)]
-    room, bands = width - max(map(len, (corner, *sides))) - 1, [list[int]()]
+    widths = [
+        max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)
+    ]
+    room = width - max(map(len, (corner, *sides))) - 1
+    bands = [list[int]()]
     for j, wide in enumerate(widths):
         if bands[-1] and sum(widths[i] for i in bands[-1]) + wide > room:
             bands.append([])
@@ -142,7 +149,9 @@ def _grids(drawn: Picture, width: int) -> Iterator[Table]:
         for j in band:
             grid.add_column(Text(heads[j].center(widths[j])), no_wrap=True)
         for i, side in enumerate(sides):
-            styles = (_SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band)
+            styles = (
+                _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band
+            )
             cells = (texts[i][j].center(widths[j]) for j in band)
             grid.add_row(Text(f"{side} "), *map(Text, cells, styles))
         yield grid
@@ -155,10 +164,13 @@ def _style(device: int) -> str:
 
 def _legend(drawn: Picture) -> Table:
     """One line per device: coordinates, local shape, and its rows of every sharded or overlapping dim."""
-    sharding, columns = drawn.sharding, list[tuple[str, Callable[[int, int], Runs], int]]()
+    sharding = drawn.sharding
+    columns = list[tuple[str, Callable[[int, int], Runs], int]]()
     for d, dim in enumerate(sharding.layout.dims):
         if dim.overlap or dim.axes:
-            columns.append((f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}", sharding.owned, d))
+            columns.append(
+                (f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}", sharding.owned, d)
+            )
         if dim.overlap:
             held = "contributed" if isinstance(dim.overlap, Fold) else "held"
             columns.append((f"{dim.name} {held}", sharding.held, d))

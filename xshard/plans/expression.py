@@ -91,4 +91,6 @@ def check_block(
     where = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
     span = where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None
     hint += "; if blocks differ in size, pass shape= (the global shape)" if inferred else ""
-    raise ShapeError(f"{what} has shape {local_shape}, not {expected}", text=text, span=span, hint=hint)
+    raise ShapeError(
+        f"{what} has shape {local_shape}, not {expected}", text=text, span=span, hint=hint
+    )

@@ -27,9 +27,12 @@ _OWN = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")  # plans, and files that are no
 P = TypeVar("P", bound=Any)  # a kind of plan, with `to_json`
 
 
-def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None) -> P:
+def kept(
+    request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None
+) -> P:
     """The plan that an earlier run has kept for a request and options, or one that is made and kept. A file
-    counts only if the same code wrote it whole, for the same request, and its plan passes all checks."""
+    counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
+    """
     if not (folder := os.environ.get(VARIABLE)):
         return make()
     values = {field.name: getattr(request, field.name) for field in fields(request)}
@@ -59,7 +62,8 @@ def kept(request: Any, read: Callable[[str, Profile], P], make: Callable[[], P],
 
 def _bound(folder: Path) -> None:
     """Remove the older half of the plans if there are too many, and parts of a day ago; other files stay."""
-    ages, yesterday = [], time.time() - 86400
+    ages = []
+    yesterday = time.time() - 86400
     for entry in os.scandir(folder):
         match = _OWN.fullmatch(entry.name)
         with suppress(FileNotFoundError):  # another process has removed it
@@ -73,7 +77,11 @@ def _plain(value: Any) -> Any:
     """A field of a request as JSON."""
     if isinstance(value, Profile):
         return value.to_json()
-    return mesh_to_plain(value) if isinstance(value, Mesh) else getattr(value, "text", str(to_plain(value)))
+    return (
+        mesh_to_plain(value)
+        if isinstance(value, Mesh)
+        else getattr(value, "text", str(to_plain(value)))
+    )
 
 
 @lru_cache(maxsize=1)

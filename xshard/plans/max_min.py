@@ -30,17 +30,22 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
 
     def find(src: Layout, dst: Layout) -> Plan:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape
-        return find_plan(replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None))
+        return find_plan(
+            replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None)
+        )
 
     addends, copies = (with_kind(plan.src.tangent, kind) for kind in ("sum", "copy"))
     try:
         result = find(plan.dst, copies)
     except PlanError:  # the output lacks rows
         result = find(plan.src.tangent, copies)
-    cotangent, tangent = find(plan.dst.dual, addends.dual), find(addends, plan.dst.tangent)
+    cotangent = find(plan.dst.dual, addends.dual)
+    tangent = find(addends, plan.dst.tangent)
     return MaxMinPlans(result, find(addends, copies), cotangent, tangent)
 
 
 def with_kind(layout: Layout, kind: str) -> Layout:
     """The layout with its max or min tag replaced."""
-    return replace(layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags))
+    return replace(
+        layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags)
+    )

@@ -24,7 +24,15 @@ from xshard.plans.kept import kept
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
-from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
+from xshard.search.request import (
+    BOTH,
+    FORWARD,
+    OBJECTIVES,
+    Devices,
+    Request,
+    device_numbers,
+    target_of,
+)
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
@@ -54,7 +62,13 @@ class Plan(Pictured):
     Raises PlanError if the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
 
     >>> from xshard import plan
-    >>> p = plan("n/a -> n/b", src_mesh=Mesh(a=2), dst_mesh=Mesh(b=4), dst_devices=range(2, 6), shape=(8,))
+    >>> p = plan(
+    ...     "n/a -> n/b",
+    ...     src_mesh=Mesh(a=2),
+    ...     dst_mesh=Mesh(b=4),
+    ...     dst_devices=range(2, 6),
+    ...     shape=(8,),
+    ... )
     >>> [(p.src_devices[m.src], p.dst_devices[m.dst]) for m in p.transfer.messages]
     [(0, 2), (0, 3), (1, 4), (1, 5)]
     """
@@ -74,24 +88,36 @@ class Plan(Pictured):
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise PlanError(f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
+            raise PlanError(
+                f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}"
+            )
         reached = self.stages[-1].after if self.stages else self._start
         if not reached.means_the_same_as(_factored(self.target, reached.mesh)):
-            raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
+            raise PlanError(
+                f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'"
+            )
         for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
             for part in sharding.layout.tagged(*REDUCERS):
                 if (axis := sharding.mesh.origin(part)) != part:
                     reason = f"axis {axis!r} is divided and holds addends"
                     raise PlanError(reason, hint="reduce along whole axes")
-        scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
+        scaled = math.prod(
+            (s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1)
+        )
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
         starts = self.transfer.src_devices if self.transfer else None
-        object.__setattr__(self, "devices", device_numbers("source", self.mesh, self.devices or starts))
+        object.__setattr__(
+            self, "devices", device_numbers("source", self.mesh, self.devices or starts)
+        )
         if starts and self.src_devices != starts:
-            raise PlanError(f"the plan is for devices {self.src_devices}, its transfer for {starts}")
+            raise PlanError(
+                f"the plan is for devices {self.src_devices}, its transfer for {starts}"
+            )
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
+            raise PlanError(
+                f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}"
+            )
         if self.objective == BOTH:
             try:
                 _ = self.backward
@@ -150,7 +176,8 @@ class Plan(Pictured):
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Every step with the shardings around it."""
-        here, stages = self._start, []
+        here = self._start
+        stages = []
         for step in self.steps:
             after = step.after(here)
             stages.append(Stage(step, here, after))
@@ -159,8 +186,11 @@ class Plan(Pictured):
 
     def part(self, stages: Sequence[Stage]) -> Plan:
         """Some of its stages, all on one mesh, as a plan of their own."""
-        first, steps = stages[0].before, tuple(stage.step for stage in stages)
-        scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
+        first = stages[0].before
+        steps = tuple(stage.step for stage in stages)
+        scale = math.prod(
+            (step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1)
+        )
         endpoints = first.layout, stages[-1].after.layout, first.mesh
         return Plan(*endpoints, first.shape, self.dtype, steps, scale, self.profile)
 
@@ -175,7 +205,9 @@ class Plan(Pictured):
         """The request for this plan."""
         takers = self.transfer.dst_devices if self.transfer else self.devices
         endpoints = self.src, self.dst, self.mesh, self.dst_mesh, self.devices, takers
-        return Request(*endpoints, self.shape, self.dtype, self.profile, self.scale, self.memory_limit)
+        return Request(
+            *endpoints, self.shape, self.dtype, self.profile, self.scale, self.memory_limit
+        )
 
     @property
     def itemsize(self) -> int:
@@ -314,7 +346,9 @@ def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool
     if request.dst.names != request.src.names:
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
         transpose = Transpose(request.target.layout.names)
-        return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
+        return replace(
+            inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose)
+        )
     may_move = request.relabel and not request.dst.tagged(*NONLINEAR)
     try:
         plan = aimed(_as_numbered(request, by_transfer))
@@ -327,7 +361,11 @@ def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool
     if may_move and plan.bytes_received:
         relabelled = cheapest(request, _made, relabel=True)
         relabelled = relabelled and aimed(relabelled)
-        if relabelled and relabelled.cost < plan.cost and relabelled.bytes_received <= plan.bytes_received:
+        if (
+            relabelled
+            and relabelled.cost < plan.cost
+            and relabelled.bytes_received <= plan.bytes_received
+        ):
             return relabelled
     return plan
 

@@ -34,7 +34,11 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mesh):
         return dict(zip(value.axes, value.sizes, strict=True))
     if isinstance(value, Sharding):
-        return {"layout": str(value.layout), "shape": list(value.shape), **mesh_to_plain(value.mesh)}
+        return {
+            "layout": str(value.layout),
+            "shape": list(value.shape),
+            **mesh_to_plain(value.mesh),
+        }
     return str(value) if isinstance(value, Layout | Shard | Fraction) else value
 
 
@@ -101,9 +105,12 @@ def _shard(text: str) -> Shard:
 
 
 def _sharding(data: dict[str, Any]) -> Sharding:
-    mesh, split = Mesh(data["mesh"]), split_from_plain(data["split"])
+    mesh = Mesh(data["mesh"])
+    split = split_from_plain(data["split"])
     shape = from_plain(tuple[int, ...], data["shape"])
-    return Sharding(Layout.parse(data["layout"]), SubAxisMesh(mesh, split) if split else mesh, shape)
+    return Sharding(
+        Layout.parse(data["layout"]), SubAxisMesh(mesh, split) if split else mesh, shape
+    )
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {Layout: Layout.parse, Mesh: Mesh, Shard: _shard}
@@ -129,12 +136,18 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
     data = {"src": str(plan.src), "dst": str(plan.dst), **mesh_to_plain(plan.steps_mesh)}
     data["src_devices"] = [] if isinstance(plan.devices, range) else list(plan.devices)
     data |= {"shape": list(plan.shape), "dtype": plan.dtype, "scale": str(plan.scale)}
-    data |= {"profile": plan.profile.name, "memory_limit": plan.memory_limit, "objective": plan.objective}
+    data |= {
+        "profile": plan.profile.name,
+        "memory_limit": plan.memory_limit,
+        "objective": plan.objective,
+    }
     data["steps"] = [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps]
     return with_values(data | {"after": [str(stage.after.layout) for stage in plan.stages]})
 
 
-def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> tuple[dict[str, Any], list[str]]:
+def plan_from_plain(
+    data: dict[str, Any], profile: Profile | str | None
+) -> tuple[dict[str, Any], list[str]]:
     """The inverse: the arguments of `Plan`, and the layouts to which its steps should lead."""
     machine = load_profile(data["profile"] if profile is None else profile)
     _maps = maps_in(data)  # which the texts below name
@@ -153,6 +166,8 @@ def _step(data: dict[str, Any], profile: Profile) -> Step:
     if kind is None:
         hint = f"steps are: {', '.join(sorted(Step.registry))}"
         raise PlanError(f"no step {data.get('step')!r}", hint=hint)
-    values = fields_from_plain(kind, {name: value for name, value in data.items() if name != "step"})
+    values = fields_from_plain(
+        kind, {name: value for name, value in data.items() if name != "step"}
+    )
     machine = {"profile": profile} if "profile" in kind.__annotations__ else {}
     return kind(**values, **machine)

@@ -47,7 +47,9 @@ def text(plan: Plan) -> str:
     """The whole table, aligned; between two meshes with the mesh that every step leads to."""
     table: list[tuple[str, ...]] = [HEAD, *rows(plan)]
     if plan.transfer:
-        meshes = iter(["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)])
+        meshes = iter(
+            ["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)]
+        )
         table = [(step, next(meshes) if rest[0] else "", *rest) for step, *rest in table]
     return "\n".join([title(plan), "", align_columns(table), "", total(plan)])
 
@@ -58,7 +60,8 @@ def rows(plan: Plan) -> tuple[Row, ...]:
     for i, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == len(plan.stages) - 1 else stage.after.layout
-        received, seconds = format_bytes(cost.received_bytes), format_seconds(cost.seconds)
+        received = format_bytes(cost.received_bytes)
+        seconds = format_seconds(cost.seconds)
         prices = received, seconds, format_bytes(cost.peak_bytes)
         table.append(Row(str(stage.step), str(layout), _shape_text(stage.after), *prices))
         table += _phase_rows(plan, stage)
@@ -106,9 +109,13 @@ def device_ranges(devices: Sequence[int]) -> str:
 
 def total(plan: Plan) -> str:
     """The price of the whole plan, with the lower bound."""
-    received, bound = plan.bytes_received, plan.bytes_lower_bound
+    received = plan.bytes_received
+    bound = plan.bytes_lower_bound
     times = f"{received / bound:.2f}x the bound of" if bound else "the bound is"
-    sent = plan.transfer and f"sent between meshes {format_bytes(plan.transfer.sent * plan.itemsize)}, "
+    sent = (
+        plan.transfer
+        and f"sent between meshes {format_bytes(plan.transfer.sent * plan.itemsize)}, "
+    )
     seconds = format_seconds(plan.cost)
     if plan.objective != FORWARD:
         seconds += f" with the backward's {format_seconds(plan.backward.cost)}"
@@ -173,7 +180,8 @@ def _alternative_steps(
 
 def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     """Reduce sums that end, gather every dim to the common shards, slice to the goal. Normal forms."""
-    src, dst = start.layout, goal.layout
+    src = start.layout
+    dst = goal.layout
     steps: list[Step] = []
     for kind, axes in src.tags:
         over = tuple(a for a in axes if a in ended_axes(src, dst))
@@ -213,7 +221,9 @@ def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
     others = {way.name: way.plan for way in ways[1:] if way.plan and way.plan.steps != plan.steps}
     swelling = {name: other for name, other in others.items() if other.exceeds_endpoints}
     allowed = {name: other for name, other in others.items() if name not in swelling}
-    return "\n".join([_against_best(plan, allowed), *(_too_large(plan, *way) for way in swelling.items())])
+    return "\n".join(
+        [_against_best(plan, allowed), *(_too_large(plan, *way) for way in swelling.items())]
+    )
 
 
 def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
@@ -228,7 +238,9 @@ def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
     fewer = ", ".join(f"{other - own} fewer {what}" for what, own, other in costs if other > own)
     why = fewer or "cheaper launches and copies"
     saved = format_seconds(best.cost - plan.cost)
-    return f"{saved} faster than {name}, the best of the others, under '{plan.profile.name}': {why}."
+    return (
+        f"{saved} faster than {name}, the best of the others, under '{plan.profile.name}': {why}."
+    )
 
 
 def _too_large(plan: Plan, name: str, other: Plan) -> str:

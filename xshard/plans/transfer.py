@@ -31,7 +31,9 @@ class SentPieces(NamedTuple):
     group: NDArray[np.int64]
     holders: tuple[NDArray[np.int64], ...]  # of each group, positions on the source's mesh
     group_of: NDArray[np.int64]  # of every device of the source, the group that it is in
-    parts: tuple[tuple[NDArray[np.int64], tuple[Any, ...]], ...]  # by dim: numbers of boxes, and the boxes
+    parts: tuple[
+        tuple[NDArray[np.int64], tuple[Any, ...]], ...
+    ]  # by dim: numbers of boxes, and the boxes
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Transfer(Step):
     """Blocks of one sharding become blocks of another, on other devices, some of them, or the same. Every
     reduction ends: addends are added where they arrive, in the order of their devices; an element of a new
     sum goes to the first device along it. If every device has its block of `target` already, addends
-    included, nothing is sent and nothing ends: only the mesh is another. Raises MeshError, PlanError."""
+    included, nothing is sent and nothing ends: only the mesh is another. Raises MeshError, PlanError.
+    """
 
     kind: ClassVar[str] = "transfer"
     source: Sharding  # in normal form, as the target
@@ -68,7 +71,9 @@ class Transfer(Step):
     def is_in_place(self) -> bool:
         """Whether every device has its block already, so that nothing is sent."""
         return sorted(self.src_devices) == sorted(self.dst_devices) and have_same_blocks(
-            self.source, self.target, [self.src_devices.index(device) for device in self.dst_devices]
+            self.source,
+            self.target,
+            [self.src_devices.index(device) for device in self.dst_devices],
         )
 
     @property
@@ -122,15 +127,21 @@ class Transfer(Step):
         outs = [np.zeros(self.target.local_shape(d), blocks[0].dtype) for d in devices]
         written = [np.zeros(out.shape, bool) for out in outs]
         for message in self.messages:
-            box, index = blocks[message.src][message.src_index()], message.dst_index()
-            out, known = outs[message.dst], written[message.dst]
-            out[index] = np.where(known[index], REDUCERS[self.op](out[index], box), box) if self.op else box
+            box = blocks[message.src][message.src_index()]
+            index = message.dst_index()
+            out = outs[message.dst]
+            known = written[message.dst]
+            out[index] = (
+                np.where(known[index], REDUCERS[self.op](out[index], box), box) if self.op else box
+            )
             known[index] = True
         return outs
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         """As positions on the two meshes."""
-        return tuple(PairTraffic(m.src, m.dst, m.size) for m in self.messages if not self.is_kept(m))
+        return tuple(
+            PairTraffic(m.src, m.dst, m.size) for m in self.messages if not self.is_kept(m)
+        )
 
     @property
     def received(self) -> int:
@@ -159,7 +170,9 @@ class Transfer(Step):
             busiest, messages = flow.max(axis=(0, 1)).tolist()
             mean = max(map(self._node_most, flow[..., 0])) / (self.profile.node_devices or 1)
             hops.append(Hop("", busiest, messages, level, int(busiest - mean)))
-        return Traffic(self.received, int((self._elements.sum(axis=0) + self._rearranged).max()), tuple(hops))
+        return Traffic(
+            self.received, int((self._elements.sum(axis=0) + self._rearranged).max()), tuple(hops)
+        )
 
     def price(self, itemsize: int) -> Price:
         """Bytes, and the predicted time: the sum over the links of the time of the busiest device."""
@@ -230,7 +243,9 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     """For every transfer the senders of its pieces, largest first: the receiver, else who is done first."""
     sizes = itemsizes or (1,) * len(transfers)
     last = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
-    busy_s, chosen, batches = np.zeros(last + 1), [], []
+    busy_s = np.zeros(last + 1)
+    chosen = []
+    batches = []
     for t, (transfer, n) in enumerate(zip(transfers, sizes, strict=True)):
         dst, size, group, _, group_of, _ = transfer._pieces
         positions = np.full(last + 1, -1)
@@ -240,9 +255,12 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
         left = np.flatnonzero(chosen[t] < 0)
         left = left[np.lexsort((group[left], -size[left]))]
         starts = np.flatnonzero(np.diff(size[left]) | np.diff(group[left])) + 1
-        batches += [(-int(size[some[0]]) * n, t, some) for some in np.split(left, starts) if len(some)]
+        batches += [
+            (-int(size[some[0]]) * n, t, some) for some in np.split(left, starts) if len(some)
+        ]
     for minus_bytes, t, some in sorted(batches, key=lambda batch: batch[:2]):
-        pieces, profile = transfers[t]._pieces, transfers[t].profile
+        pieces = transfers[t]._pieces
+        profile = transfers[t].profile
         devices, receivers = transfers[t]._numbers
         holders = pieces.holders[pieces.group[some[0]]]
         across = are_across(profile, devices[holders], receivers[pieces.dst[some], None])
@@ -266,7 +284,9 @@ def _filled(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """For n equal pieces in turn who is done with one first; and until when all are busy then."""
     done = np.sort(busy_s)
-    levels = (n * each_s + done.cumsum()) / np.arange(1, len(done) + 1)  # the first 1, 2, ... until one time
+    levels = (n * each_s + done.cumsum()) / np.arange(
+        1, len(done) + 1
+    )  # the first 1, 2, ... until one time
     counts = np.clip((levels.min() + each_s - busy_s) / each_s, -1, n).astype(np.int64) + 1
     who = np.repeat(np.arange(len(busy_s)), counts)
     turns = np.arange(1, len(who) + 1) - np.repeat(counts.cumsum() - counts, counts)
@@ -280,24 +300,29 @@ def _filled(
 @lru_cache(maxsize=4096)
 def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     """The pieces in order of receivers, of addends, and of boxes; none unless it `sends`."""
-    mesh, dims = source.mesh, source.layout.dims
+    mesh = source.mesh
+    dims = source.layout.dims
     sums = source.layout.tagged(*REDUCERS)
-    key_of, n_addends = mesh.indices(sums), mesh.size(*sums)
+    key_of = mesh.indices(sums)
+    n_addends = mesh.size(*sums)
     for dim in dims:
         key_of = key_of * mesh.size(*dim.axes) + mesh.indices(dim.axes)
     keys, group_of = np.unique(key_of, return_inverse=True)
     holders = tuple(np.flatnonzero(group_of == i) for i in range(len(keys)))
     # The first device along a new sum contributes, the others add nothing.
     first = np.flatnonzero(sends & (target.mesh.indices(target.layout.tagged("sum")) == 0))
-    dst, key = np.repeat(first, n_addends), np.tile(np.arange(n_addends), len(first))
-    size, entries = np.ones_like(dst), list[NDArray[np.int64]]()
+    dst = np.repeat(first, n_addends)
+    key = np.tile(np.arange(n_addends), len(first))
+    size = np.ones_like(dst)
+    entries = list[NDArray[np.int64]]()
     parts = [_overlaps(source.owners(d), target.holders(d)) for d in range(len(dims))]
     for dim, here, (starts, src, elements, _) in zip(target.layout.dims, dims, parts, strict=True):
         block = target.mesh.indices(dim.axes)[dst]
         counts = (starts[1:] - starts[:-1])[block]
         row = np.repeat(np.arange(len(dst)), counts)
         entry = np.arange(len(row)) + np.repeat(starts[block] - (counts.cumsum() - counts), counts)
-        dst, size = dst[row], size[row] * elements[entry]
+        dst = dst[row]
+        size = size[row] * elements[entry]
         key = key[row] * mesh.size(*here.axes) + src[entry]
         entries = [*(before[row] for before in entries), entry]
     which = tuple(zip(entries, (part[3] for part in parts), strict=True))
@@ -307,9 +332,11 @@ def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
 @lru_cache(maxsize=4096)
 def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> tuple[Any, ...]:
     """The parts that the target's blocks of a dim take: their begins by block; each part's source block,
-    elements, and box."""
+    elements, and box.
+    """
     parts = [
-        [(i, box) for i, rows in enumerate(owned) if (box := common_segments(rows, some))] for some in wanted
+        [(i, box) for i, rows in enumerate(owned) if (box := common_segments(rows, some))]
+        for some in wanted
     ]
     starts = np.cumsum([0, *map(len, parts)])
     src, boxes = zip(*itertools.chain(*parts), strict=True) if starts[-1] else ((), ())

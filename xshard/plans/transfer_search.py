@@ -63,12 +63,15 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     limits = np.unique(lacking[lacking <= lacking.diagonal().max()])
     order = assign(limits[-1])
     assert order is not None  # all may stay
-    fewest, low, high = lacking[order, places].sum(), 0, len(limits) - 1
+    fewest = lacking[order, places].sum()
+    low = 0
+    high = len(limits) - 1
     while low < high:
         middle = (low + high) // 2
         order_found = assign(limits[middle])
         if order_found is not None and lacking[order_found, places].sum() == fewest:
-            order, high = order_found, middle
+            order = order_found
+            high = middle
         else:
             low = middle + 1
     return order
@@ -77,22 +80,31 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
 _ABOUT = 1.05  # predictions that differ by less count as equal
 
 
-def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple[tuple[Step, ...], Split]]:
+def transfer_paths(
+    request: Request, *, relabel: bool = False
+) -> Iterator[tuple[tuple[Step, ...], Split]]:
     """Every path with a transfer: steps, and the source's axes they split. Raises PlanError, DtypeError."""
     _check(request)
-    source, target, factor = request.source, request.target, request.factor
+    source = request.source
+    target = request.target
+    factor = request.factor
     for leaving, landing in itertools.product(departures(source), landings(target)):
-        src_numbers, dst_numbers = tuple(request.src_devices), tuple(request.dst_devices)
+        src_numbers = tuple(request.src_devices)
+        dst_numbers = tuple(request.dst_devices)
         if relabel:
             dst_numbers = relabelled(leaving, landing, src_numbers, dst_numbers)
         stays: tuple[tuple[Step, ...], Split] = (), ()
-        reduces, spreads = leaving.layout != source.normal, landing.layout != target.normal
+        reduces = leaving.layout != source.normal
+        spreads = landing.layout != target.normal
         first = request.between(source, leaving, src_numbers, factor)
         last = request.between(landing, target, dst_numbers, Fraction(1) if reduces else factor)
         before, src_split = solve(first) if reduces else stays
         after, dst_split = solve(last) if spreads or last.scale != 1 else stays
         endpoints = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
-        yield (*before, Transfer(*endpoints, src_numbers, dst_numbers, request.profile), *after), src_split
+        yield (
+            (*before, Transfer(*endpoints, src_numbers, dst_numbers, request.profile), *after),
+            src_split,
+        )
 
 
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
@@ -126,7 +138,8 @@ def landings(target: Sharding) -> Iterator[Sharding]:
     """Shardings to send to: the final blocks; or, of replicated rows, a part for each device."""
     normal = target.with_layout(target.normal)
     yield normal
-    mesh, sums = normal.mesh, normal.layout.tagged("sum")
+    mesh = normal.mesh
+    sums = normal.layout.tagged("sum")
     busy = *normal.layout.cut_axes, *normal.layout.tagged("max", "min")
     free = tuple(a for a in mesh.long_axes if a not in busy)
     alike = tuple(a for a in free if a not in sums)
@@ -152,12 +165,17 @@ def cheapest(
     request: Request, made: Callable[[Request, tuple[Step, ...], Split], Plan], *, relabel: bool
 ) -> Plan | None:
     """The best plan with a transfer within the memory limit, made by `made`; None if none fits."""
-    limit, free = request.memory_limit, replace(request, memory_limit=None)
+    limit = request.memory_limit
+    free = replace(request, memory_limit=None)
     plans: list[Plan] = []
     best_s = math.inf
     for way in transfer_paths(free, relabel=relabel):
         plan = made(free, *way)
-        other_s = (plan.price_of(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer)
+        other_s = (
+            plan.price_of(i).seconds
+            for i, step in enumerate(plan.steps)
+            if step is not plan.transfer
+        )
         if sum(other_s) >= best_s * _ABOUT:
             continue  # whatever the transfer costs, which is the longest to find out
         if limit is None or plan.peak_bytes <= limit:
@@ -181,5 +199,7 @@ def _between_nodes(plan: Plan) -> int:
             total += step.between_nodes
         else:
             fabric = machine.fabric(before.mesh)
-            total += (machine.node_devices or 1) * fabric.between_nodes(step.traffic(before, fabric.spans))
+            total += (machine.node_devices or 1) * fabric.between_nodes(
+                step.traffic(before, fabric.spans)
+            )
     return total

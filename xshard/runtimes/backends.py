@@ -31,7 +31,9 @@ class Backend:
     package: str  # also the name of the extra that brings it
     devices: str  # in words
     rounds: bool  # see `Profile`
-    environment: Callable[[int], dict[str, str]]  # number of devices -> the variables that a process needs
+    environment: Callable[
+        [int], dict[str, str]
+    ]  # number of devices -> the variables that a process needs
     modes: tuple[str, ...]  # the ways to run a program
     world: str = ""  # the variable in which a launcher says how many ranks there are
 
@@ -68,8 +70,12 @@ def _jax_environment(n: int) -> dict[str, str]:
 
 
 BACKENDS = {
-    "torch": Backend("torch", "gloo processes", False, lambda n: {}, ("",), "WORLD_SIZE"),  # ranks are forked
-    "jax": Backend("jax", "host devices of one process", True, _jax_environment, ("vma", "novma", "pmap")),
+    "torch": Backend(
+        "torch", "gloo processes", False, lambda n: {}, ("",), "WORLD_SIZE"
+    ),  # ranks are forked
+    "jax": Backend(
+        "jax", "host devices of one process", True, _jax_environment, ("vma", "novma", "pmap")
+    ),
 }
 
 
@@ -83,8 +89,10 @@ def backend_named(name: str) -> Backend:
 
 def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
     """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it. preload:
-    modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError."""
-    backend, n = BACKENDS[name], host_devices()
+    modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError.
+    """
+    backend = BACKENDS[name]
+    n = host_devices()
     if name == "torch":
         process = backend.process(n)
         if preload:

@@ -26,33 +26,56 @@ from xshard.planner import plan as make_plan
 from xshard.plans.plan import Plan
 from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
-from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Permute, ReduceScatter, Slice, Step
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 
 SIZES = tuple(4**i * 1024 for i in range(8))  # bytes of the larger block: 1 KiB .. 16 MiB
 HELD_OUT = 20
-DTYPE, ITEMSIZE = "float32", 4
+DTYPE = "float32"
+ITEMSIZE = 4
 _DRAWS = 20  # per held-out plan, before plans of several steps are given up
 _ROWS_CUT = 16  # per device, of a dim that is cut
 
 
 def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
     """Plans of one step each: every kind of step, over each axis and over all axes, in every size, about the
-    bytes of the larger of a device's two blocks. Raises MeshError for a mesh of one device."""
+    bytes of the larger of a device's two blocks. Raises MeshError for a mesh of one device.
+    """
     axes = _long_axes(mesh)
     groups = [(a,) for a in axes] + ([axes] if len(axes) > 1 else [])
     sent = [*(step for group in groups for step in _steps(group)), *_turns(mesh, axes)]
     # A small copy is all overhead, and the model of a local step has none.
     large = [size for size in sizes if size >= max(sizes) / 16]
-    copies = [_plan(mesh, step, size) for group in groups for step in _copies(group) for size in large]
+    copies = [
+        _plan(mesh, step, size) for group in groups for step in _copies(group) for size in large
+    ]
     return (*(_plan(mesh, step, size) for step in sent for size in sizes), *copies)
 
 
 def held_out_plans(
-    mesh: Mesh, sizes: Sequence[int] = SIZES, count: int = HELD_OUT, seed: int = 0, profile: Any = "h100"
+    mesh: Mesh,
+    sizes: Sequence[int] = SIZES,
+    count: int = HELD_OUT,
+    seed: int = 0,
+    profile: Any = "h100",
 ) -> tuple[Plan, ...]:
     """Random plans that communicate, as the planner makes them for a profile; equal seeds draw equal plans.
-    At least every third has several steps, if the mesh has such plans. Raises MeshError for one device."""
-    axes, rng, plans, singles, draws = _long_axes(mesh), random.Random(seed), list[Plan](), 0, 0
+    At least every third has several steps, if the mesh has such plans. Raises MeshError for one device.
+    """
+    axes = _long_axes(mesh)
+    rng = random.Random(seed)
+    plans = list[Plan]()
+    singles = 0
+    draws = 0
     while len(plans) < count:
         plan = _random_plan(mesh, axes, sizes, rng, profile)
         single = len(plan.steps) == 1
@@ -78,20 +101,29 @@ def _random_plan(
 
 def _long_axes(mesh: Mesh) -> tuple[str, ...]:
     if not mesh.long_axes:
-        raise MeshError(f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2")
+        raise MeshError(
+            f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2"
+        )
     return mesh.long_axes
 
 
-def _layout(first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()) -> Layout:
+def _layout(
+    first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()
+) -> Layout:
     """A layout of two dims, each cut by axes, and a sum over others."""
-    dims = tuple(Dim(name, tuple(Shard((a,)) for a in cut)) for name, cut in (("n", first), ("d", second)))
+    dims = tuple(
+        Dim(name, tuple(Shard((a,)) for a in cut)) for name, cut in (("n", first), ("d", second))
+    )
     return Layout(dims, (("sum", tuple(sums)),) if sums else ())
 
 
 def _steps(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
     """Every kind of step over a group of axes, with the layouts before and after it."""
     cut = tuple(Shard((a,)) for a in group)
-    whole, rows, columns, partial = _layout(), _layout(group), _layout((), group), _layout(sums=group)
+    whole = _layout()
+    rows = _layout(group)
+    columns = _layout((), group)
+    partial = _layout(sums=group)
     yield rows, whole, AllGather("n", cut)
     yield columns, whole, AllGather("d", cut)
     yield partial, whole, AllReduce(group)
@@ -111,7 +143,9 @@ def _copies(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
 
 def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
     """Permutations of devices: all axes change roles, and pairs of axes of one size."""
-    pairs = [((a,), (b,)) for a, b in itertools.permutations(axes, 2) if mesh.size(a) == mesh.size(b)]
+    pairs = [
+        ((a,), (b,)) for a, b in itertools.permutations(axes, 2) if mesh.size(a) == mesh.size(b)
+    ]
     for before, after in [(axes, axes[::-1])] * (len(axes) > 1) + pairs:
         yield _layout(before), _layout(after), Permute(_layout(after))
 
@@ -138,32 +172,42 @@ def _random_sides(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layo
 
 
 DISK_BYTES = 2**28  # bytes of the file
-_PIECE, _LATENCY_BYTES = 2**22, 2**12  # bytes of a read, and of one that is all latency
+_PIECE = 2**22
+_LATENCY_BYTES = 2**12  # bytes of a read, and of one that is all latency
 _DISK_ROUNDS = 5
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
     """The seconds of a small read in a folder, and the bytes per second of large ones, as a link. Raises
-    CalibrationError if it cannot be written, or if the system does not forget what it read."""
+    CalibrationError if it cannot be written, or if the system does not forget what it read.
+    """
     if not hasattr(os, "posix_fadvise"):  # of macOS, for one
         hint = "measure on Linux, or write a disk into the profile"
         raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file, ThreadPoolExecutor() as threads:
+        with (
+            tempfile.TemporaryFile(dir=folder, buffering=0) as file,
+            ThreadPoolExecutor() as threads,
+        ):
             pieces = range(0, size, _PIECE)
             for _ in pieces:
                 file.write(os.urandom(_PIECE))
             os.fsync(file.fileno())
             small = [_seconds(map, file.fileno(), [start], _LATENCY_BYTES) for start in pieces]
-            large = [_seconds(threads.map, file.fileno(), pieces, _PIECE) for _ in range(_DISK_ROUNDS)]
+            large = [
+                _seconds(threads.map, file.fileno(), pieces, _PIECE) for _ in range(_DISK_ROUNDS)
+            ]
     except OSError as error:
         hint = "a folder that can be written to"
         raise CalibrationError(f"{folder}: {error.strerror}", hint=hint) from error
-    latency_s, rate = statistics.median(small), size / statistics.median(large)
+    latency_s = statistics.median(small)
+    rate = size / statistics.median(large)
     return Link(float(f"{latency_s:.4g}"), float(f"{rate:.4g}"))
 
 
-def _seconds(on_each: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int) -> float:
+def _seconds(
+    on_each: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int
+) -> float:
     """Seconds to read so many bytes at each of these places, with nothing in memory."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
@@ -213,7 +257,8 @@ def calibrate(
     """
     used = backend_named(backend)
     files = measure_disk(disk) if disk is not None and os.environ.get("RANK", "0") == "0" else None
-    fitted, profile = fitted_plans(mesh, sizes), load_profile("h100")
+    fitted = fitted_plans(mesh, sizes)
+    profile = load_profile("h100")
     node_devices = node_processes(mesh.n_devices) if used.is_launched else None
     if (node_devices := None if node_devices == mesh.n_devices else node_devices) is not None:
         profile = replace(load_profile("gloo"), node_devices=node_devices)
@@ -224,7 +269,10 @@ def calibrate(
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
     request = mesh.n_devices, ROWS, PRODUCTS, rounds
     products = used.ask(mesh.n_devices, "worker.seconds_of_products", *request, timeout_s=timeout_s)
-    rates = ((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, products, strict=True))
+    rates = (
+        (dtype, float(f"{2 * ROWS**3 / s:.4g}"))
+        for dtype, s in zip(PRODUCTS, products, strict=True)
+    )
     profile = fit(seen, name, rounds=used.rounds, node_devices=node_devices)
     profile = replace(profile, flops_per_s=tuple(rates), disk=files)
     calibration = Calibration(profile, seen, unseen)
@@ -247,16 +295,21 @@ def measure(
         progress(len(seconds), len(plans))
         mine = order[first::batches]
         batch = [plans[i] for i in mine]
-        times = backend.ask(n_devices, "worker.seconds_of_plans", batch, rounds, timeout_s=timeout_s)
+        times = backend.ask(
+            n_devices, "worker.seconds_of_plans", batch, rounds, timeout_s=timeout_s
+        )
         seconds.update(zip(mine, times, strict=True))
     progress(len(seconds), len(plans))
     return [seconds[i] for i in range(len(plans))]
 
 
-def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, calibration: Calibration) -> str:
+def _source(
+    backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, calibration: Calibration
+) -> str:
     """How, when and on which hardware it was measured, without the name of the machine."""
     seen = median_error(calibration.fitted, calibration.profile)
-    package, devices = backend.package, f"{mesh.n_devices} {backend.devices}"
+    package = backend.package
+    devices = f"{mesh.n_devices} {backend.devices}"
     allowed = getattr(os, "sched_getaffinity", None)  # the cores that this process may use
     cores = len(allowed(0)) if allowed else os.cpu_count() or 1
     return (

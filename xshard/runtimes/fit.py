@@ -16,8 +16,11 @@ from xshard.cost.model import Link, Profile
 from xshard.errors import XshardError
 from xshard.plans.plan import Plan
 
-Column = tuple[str, str]  # launch and round of a kind; latency and seconds per byte of an axis; copy
-_SHARED, _ACROSS = "", "between nodes"  # the one link of all axes, if they share one, or of nodes
+Column = tuple[
+    str, str
+]  # launch and round of a kind; latency and seconds per byte of an axis; copy
+_SHARED = ""
+_ACROSS = "between nodes"  # the one link of all axes, if they share one, or of nodes
 _GAIN = 0.9  # axes get links of their own if the error is then smaller by this factor
 _TURNS = 30  # rounds of reweighting, after which the constants no longer change
 _FAR = 0.1  # logarithms of ratios up to here count squared
@@ -56,9 +59,12 @@ def fit(
     """The profile that predicts the samples best, by relative error. Needs scipy. rounds: see `Profile`.
     node_devices: if given, one link is inside nodes and one across; else all axes share one link, unless
     links of their own make the error smaller by a tenth or more. Raises CalibrationError if no sample sends
-    anything, for times that are not positive, and without scipy."""
+    anything, for times that are not positive, and without scipy.
+    """
     if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
-        raise CalibrationError(f"nothing to fit links to: none of {len(samples)} measurements sends anything")
+        raise CalibrationError(
+            f"nothing to fit links to: none of {len(samples)} measurements sends anything"
+        )
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
@@ -84,7 +90,8 @@ def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
     profile = _fit_once(samples, about, own)
     # The traffic of an axis depends on which axis is slower, a result of the fit: repeat until both agree.
     for _ in range(3):
-        known, profile = profile, _fit_once(samples, profile, own)
+        known = profile
+        profile = _fit_once(samples, profile, own)
         if profile.link_spans(mesh) == known.link_spans(mesh):
             break
     return profile
@@ -146,12 +153,16 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
 
     links = {}
-    for axis, latency in ((axis, latency) for (what, axis), latency in found.items() if what == "latency"):
+    for axis, latency in (
+        (axis, latency) for (what, axis), latency in found.items() if what == "latency"
+    ):
         kind = "port" if axis == _ACROSS else "switch"
         links[axis] = Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT), kind)
     across = links.pop(_ACROSS, None)
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
-    rounds = [(kind, _rounded(s)) for (what, kind), s in found.items() if what == "round" and s > _NO_TIME]
+    rounds = [
+        (kind, _rounded(s)) for (what, kind), s in found.items() if what == "round" and s > _NO_TIME
+    ]
     return replace(
         about,
         across=across,

@@ -32,14 +32,21 @@ class FunctionError(XshardError):
 
 class Process:
     """A running `python -m xshard.runtimes.server`, which calls functions of any module. environment:
-    variables that it has beside this process's. prefix: a command that runs it elsewhere."""
+    variables that it has beside this process's. prefix: a command that runs it elsewhere.
+    """
 
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self._turn = Lock()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         command = [*prefix, sys.executable, "-m", "xshard.runtimes.server"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._child = subprocess.Popen(command, **pipes, env=os.environ | environment, start_new_session=True)
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._stderr,
+        }
+        self._child = subprocess.Popen(
+            command, **pipes, env=os.environ | environment, start_new_session=True
+        )
         self._owner = os.getpid()
         atexit.register(self._leave)
 
@@ -51,7 +58,8 @@ class Process:
         """What `function(*arguments, timeout_s)` returns there. function: with its module. timeout_s: the
         longest time without progress, see `Watch`; then the process ends, with all its forks. quiet: do not
         show on standard error what it printed. Raises the XshardError that the function raises; FunctionError
-        for others, or if the process ends."""
+        for others, or if the process ends.
+        """
         with self._turn:
             heard = os.fstat(self._stderr.fileno()).st_size
             try:
@@ -62,8 +70,12 @@ class Process:
                 self.end()
                 ended = f"ended its process with status {self._child.returncode}"
                 why = f"did not finish: {error}" if isinstance(error, TimeoutError) else ended
-                raise FunctionError(f"{function} {why}", hint=self._said(heard)[-_LAST:] or None) from None
-            except BaseException:  # interrupted: its answer would be taken for that to the next question
+                raise FunctionError(
+                    f"{function} {why}", hint=self._said(heard)[-_LAST:] or None
+                ) from None
+            except (
+                BaseException
+            ):  # interrupted: its answer would be taken for that to the next question
                 self.end()
                 raise
             if not quiet and (said := self._said(heard)):
@@ -126,11 +138,18 @@ class Watch:
     """Looks at processes again and again; `why_over` says why they should be given up. spent_s: seconds of
     processor time that they have used, None where the system does not say. limit_s: the longest time without
     progress, and of processor time per core, which an idle machine cannot spend sooner. grace_s: added to the
-    limit, but not to the limit in the message."""
+    limit, but not to the limit in the message.
+    """
 
-    def __init__(self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0) -> None:
-        self._spent_s, self._stated_s, self._limit_s = spent_s, limit_s, limit_s + grace_s
-        self._start_s: float | None = None  # from the first look on: most questions are answered before it
+    def __init__(
+        self, spent_s: Callable[[], float | None], limit_s: float, grace_s: float = 0.0
+    ) -> None:
+        self._spent_s = spent_s
+        self._stated_s = limit_s
+        self._limit_s = limit_s + grace_s
+        self._start_s: float | None = (
+            None  # from the first look on: most questions are answered before it
+        )
         self._seen_s, self._since_s = 0.0, time.monotonic()
 
     @property
@@ -140,7 +159,8 @@ class Watch:
 
     def why_over(self) -> str | None:
         """None while the processes may go on."""
-        now_s, spent_s = time.monotonic(), self._spent_s()
+        now_s = time.monotonic()
+        spent_s = self._spent_s()
         if self._start_s is None:
             self._start_s = self._seen_s = spent_s or 0.0
         is_late = now_s - self._since_s > self._limit_s
@@ -150,7 +170,8 @@ class Watch:
             return f"it took more than {self._stated_s * _CORES:g} s of processor time"
         # Less than before: one of the processes has ended, which is progress.
         if not 0 <= spent_s - self._seen_s < _STILL * self._limit_s:
-            self._seen_s, self._since_s = spent_s, now_s
+            self._seen_s = spent_s
+            self._since_s = now_s
             return None
         return f"it stood still for {self._stated_s:g} s" if is_late else None
 
@@ -164,7 +185,9 @@ def processor_time(pids: Iterable[int]) -> float | None:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # it has ended
             with open(f"/proc/{pid}/stat") as stat:
-                fields = stat.read().rpartition(")")[2].split()  # what stands before is the program's name
+                fields = (
+                    stat.read().rpartition(")")[2].split()
+                )  # what stands before is the program's name
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))  # its own, and of children that have ended
     tree = [pid for pid in pids if pid in ticks]

@@ -16,7 +16,9 @@ from xshard.runtimes.processes import FunctionError
 
 def main() -> None:
     """Answer question after question."""
-    gc.set_threshold(500_000, 50, 100)  # frameworks are a million objects that stay: fewer looks at them
+    gc.set_threshold(
+        500_000, 50, 100
+    )  # frameworks are a million objects that stay: fewer looks at them
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what functions print is no answer
     while True:

@@ -21,7 +21,9 @@ from xshard.steps import Permute
 # the goal, once by cost. Complete spaces are searched to the end.
 MAX_SETTLED = 32
 
-Rank = tuple[float, float, int]  # seconds, elements held, plainness; paths are compared by their ranks
+Rank = tuple[
+    float, float, int
+]  # seconds, elements held, plainness; paths are compared by their ranks
 _WORST: Rank = (math.inf, 0, 0)
 
 
@@ -74,7 +76,9 @@ class Search:
 
     def _explored(self, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""
-        grid, start, goal = self.route.grid, self.route.start, self.route.goal
+        grid = self.route.grid
+        start = self.route.start
+        goal = self.route.goal
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
@@ -95,7 +99,11 @@ class Search:
             if state in settled:
                 continue
             settled.add(state)
-            if (nearest or best is not None) and not self.moves.complete and len(settled) > MAX_SETTLED:
+            if (
+                (nearest or best is not None)
+                and not self.moves.complete
+                and len(settled) > MAX_SETTLED
+            ):
                 break
             if nearest and round(path.seconds + self._remaining(state), 15) > least[0]:
                 continue
@@ -114,7 +122,9 @@ class Search:
                 if move.after == goal:
                     best, least = (longer, rank) if rank < least else (best, least)
                     continue
-                bound = longer.rank(self._expected(move.after) if nearest else self._remaining(move.after), 1)
+                bound = longer.rank(
+                    self._expected(move.after) if nearest else self._remaining(move.after), 1
+                )
                 if nearest or bound < least:
                     heapq.heappush(queue, (bound, next(tie), move.after, longer))
         return best
@@ -124,7 +134,9 @@ class Search:
         goal = self.route.goal
         wanted = self.route.grid.roles(goal)
         ending = sum(a not in goal.sums for a in state.sums)
-        moving = sum(role != wanted.get(axis) for axis, role in self.route.grid.roles(state).items())
+        moving = sum(
+            role != wanted.get(axis) for axis, role in self.route.grid.roles(state).items()
+        )
         return max(self._remaining(state), (ending + moving) * self._least_step)
 
     def _moves(self, state: State, path: Path, best: Path | None, nearest: bool) -> Iterator[Move]:
@@ -137,7 +149,11 @@ class Search:
         # After any other exchange at least one more step communicates: the direct exchange includes all
         # local changes. Only a sum may begin better locally.
         begins = set(self.route.goal.sums) - set(state.sums)
-        least = path.seconds + self.route.grid.profile.launch("exchange") + self.route.grid.least_latency
+        least = (
+            path.seconds
+            + self.route.grid.profile.launch("exchange")
+            + self.route.grid.least_latency
+        )
         if best is None or least + (0.0 if begins else self._remaining(state)) < best.seconds:
             yield from self.moves.exchanges(state)
 
@@ -152,12 +168,18 @@ class Search:
         if move.kind == "permute" and not self._permutes(state, move.after):
             return None
         price = move_cost(self.route.grid, move, state)
-        if self.memory_limit is not None and price.held * self.route.grid.itemsize > self.memory_limit:
+        if (
+            self.memory_limit is not None
+            and price.held * self.route.grid.itemsize > self.memory_limit
+        ):
             return None
         # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
-        seconds, held = path.seconds + price.seconds, max(path.held, price.held)
-        return Path(seconds, path.plainness + plainness, held, path.least, (*path.moves, (state, move)))
+        seconds = path.seconds + price.seconds
+        held = max(path.held, price.held)
+        return Path(
+            seconds, path.plainness + plainness, held, path.least, (*path.moves, (state, move))
+        )
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even shards, looked up for others."""
@@ -171,13 +193,19 @@ class Search:
 
     def _remaining(self, state: State) -> float:
         """A lower bound for the seconds of any path from a state to the goal."""
-        grid, goal = self.route.grid, self.route.goal
-        closer = grid.least_reducing(state, goal) if self.moves.complete and state.sums != goal.sums else 0.0
+        grid = self.route.grid
+        goal = self.route.goal
+        closer = (
+            grid.least_reducing(state, goal)
+            if self.moves.complete and state.sums != goal.sums
+            else 0.0
+        )
         return max(grid.least_seconds(state, goal), closer)
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""
-        least, path = 0, self._search()
+        least = 0
+        path = self._search()
         while path is not None:
             least = path.held * self.route.grid.itemsize
             path = replace(self, memory_limit=least - 1)._search()

@@ -129,7 +129,8 @@ class Grid:
     @remembered
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
         """The longest block of a dim under its shards, and whether all are as long."""
-        whole, parts = self.shape[dim], self.parts(cut)
+        whole = self.shape[dim]
+        parts = self.parts(cut)
         if self.is_plain(cut) and whole % parts == 0:
             return whole // parts, True
         d = Dim("", self.cut_by(cut))
@@ -160,14 +161,18 @@ class Grid:
     @remembered
     def changing(self, state: State, after: State) -> list[int]:
         """The axes that shard otherwise afterwards."""
-        old, new = self.roles(state), self.roles(after)
+        old = self.roles(state)
+        new = self.roles(after)
         return [a for a in {**old, **new} if old.get(a) != new.get(a)]
 
     def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
         """Axes with replicas in both; unless a sum ends, on faster links than the slowest that changes."""
         slowest = min((self.levels(a)[0] for a in changing), default=0)
-        free, ended = set(self.free(goal)), set(state.sums) - set(goal.sums)
-        return [a for a in self.free(state) if a in free and (ended or self.levels(a)[-1] > slowest)]
+        free = set(self.free(goal))
+        ended = set(state.sums) - set(goal.sums)
+        return [
+            a for a in self.free(state) if a in free and (ended or self.levels(a)[-1] > slowest)
+        ]
 
     def least_received(self, state: State, goal: State) -> int:
         """Fewest elements that the busiest device must receive on any path from a state to a goal."""
@@ -179,11 +184,13 @@ class Grid:
 
     def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
         """Elements that devices must receive on average if a sum ends, over links of any level or of one: see
-        `bounds.total_elements`. Devices that are connected by other links count as one."""
+        `bounds.total_elements`. Devices that are connected by other links count as one.
+        """
         axes = self.ended(state, goal), self.free(goal)
         spans = ([s.size for s in self.group(a) if level in (None, s.level)] for a in axes)
         ended, copies = map(math.prod, spans)
-        stay, n = self.parts(a for a in goal.sums if a in state.sums), self.mesh.n_devices
+        stay = self.parts(a for a in goal.sums if a in state.sums)
+        n = self.mesh.n_devices
         return least_received(math.prod(self.shape), n, ended, copies, stay) if ended > 1 else 0
 
     def ended(self, state: State, goal: State) -> tuple[int, ...]:
@@ -193,7 +200,11 @@ class Grid:
     def least_crossing(self, state: State, goal: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to a goal."""
         several = len(self.fabric.links) > 1 and self.nodes is None
-        if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
+        if (
+            not several
+            or state.sums != goal.sums
+            or not (self.is_regular(state) and self.is_regular(goal))
+        ):
             return 0.0
         near = math.prod(span.size for span in self.fabric.spans if span.level)
         return node_lack(self.shape, self._link_cuts(state), self._link_cuts(goal)) / near
@@ -201,55 +212,83 @@ class Grid:
     @remembered
     def least_seconds(self, state: State, goal: State) -> float:
         """A lower bound for the seconds of any path from a state to a goal."""
-        links, fastest = self.fabric.links, self.fastest
-        received, crossing = self.least_received(state, goal), self.least_crossing(state, goal)
+        links = self.fabric.links
+        fastest = self.fastest
+        received = self.least_received(state, goal)
+        crossing = self.least_crossing(state, goal)
         if not received:
             return 0.0
         # The slowest links may be busiest at another device than the others: steps wait for both.
         waits = links[0].latency_s if crossing else self.least_latency
-        far, near = crossing / links[0].bytes_per_s, max(0.0, received - crossing) / fastest
-        if links[0].topology == "port":  # it may carry less than the busiest device receives over it
+        far = crossing / links[0].bytes_per_s
+        near = max(0.0, received - crossing) / fastest
+        if (
+            links[0].topology == "port"
+        ):  # it may carry less than the busiest device receives over it
             near = max(0.0, received / fastest - far)
         return self.least_launch + waits + (far + near) * self.itemsize
 
     @remembered
     def least_reducing(self, state: State, goal: State) -> float:
         """A closer bound if sums end: a scatter takes turns with all others, an all-reduce two trees."""
-        links, spans = self.fabric.links, self.group(self.ended(state, goal))
+        links = self.fabric.links
+        spans = self.group(self.ended(state, goal))
         launch = min(map(self.profile.launch, ("all_reduce", "reduce_scatter", "exchange")))
-        turns = [min(s.size - 1, 2 * (s.size - 1).bit_length()) * links[s.level].latency_s for s in spans]
+        turns = [
+            min(s.size - 1, 2 * (s.size - 1).bit_length()) * links[s.level].latency_s for s in spans
+        ]
         crossing = 0 if self.nodes else self._least_reduced(state, goal, level=0)
-        received, far = self.least_received(state, goal), crossing / links[0].bytes_per_s
+        received = self.least_received(state, goal)
+        far = crossing / links[0].bytes_per_s
         near = (received - crossing) / self.fastest if links[0].topology != "port" else 0.0
         return launch + sum(turns) + (far + max(0.0, near)) * self.itemsize if received else 0.0
 
     @remembered
     def least_exchange(self, state: State, after: State) -> float:
         """A lower bound for the seconds of an exchange, without counting its traffic."""
-        ended, links, is_regular = self.ended(state, after), self.fabric.links, self.is_regular(after)
+        ended = self.ended(state, after)
+        links = self.fabric.links
+        is_regular = self.is_regular(after)
         # Of a new sum, only some devices receive.
         wanted = senders = 0 if set(after.sums) - set(state.sums) else self.parts(ended)
-        near, kept, most = self._parts_near(ended), 1, 1
+        near = self._parts_near(ended)
+        kept = 1
+        most = 1
         for d, cuts in enumerate(zip(state.cuts, after.cuts, strict=True)):
             rows, blocks, met, at_hand, nearby = self._dim_exchange(d, *cuts, is_regular)
-            wanted, senders, most = wanted * rows, senders * blocks, most * met
-            near, kept = near * nearby, kept * at_hand
+            wanted = wanted * rows
+            senders = senders * blocks
+            most = most * met
+            near = near * nearby
+            kept = kept * at_hand
         far = 0 if self.nodes and not ended else max(0, wanted - near)  # over the slowest links
         first = -(-far // max(1, most))  # messages
         seconds = wanted * (2 - self.profile.rounds) / self.profile.copy_bytes_per_s
         if links[0].topology != "port":
             seconds += far / links[0].bytes_per_s + max(0, wanted - far - kept) / self.fastest
-        waits = first * links[0].latency_s + max(not first, senders - bool(kept) - first) * self.least_latency
+        waits = (
+            first * links[0].latency_s
+            + max(not first, senders - bool(kept) - first) * self.least_latency
+        )
         return self.profile.launch("exchange") + waits + seconds * self.itemsize
 
     @remembered
-    def _dim_exchange(self, d: int, a: Cut, b: Cut, is_regular: bool) -> tuple[int, int, int, int, int]:
+    def _dim_exchange(
+        self, d: int, a: Cut, b: Cut, is_regular: bool
+    ) -> tuple[int, int, int, int, int]:
         """Rows of the longest block of a dim after an exchange; in at least how many blocks they are before;
-        at most how many in one, in its own, and in all that the slowest links do not lead to."""
-        have, want = self.length(d, a)[0], self.length(d, b)[0]
-        met, nearby = min(have, want), min(want, have * self._parts_near(self.axes_in(a)))
+        at most how many in one, in its own, and in all that the slowest links do not lead to.
+        """
+        have = self.length(d, a)[0]
+        want = self.length(d, b)[0]
+        met = min(have, want)
+        nearby = min(want, have * self._parts_near(self.axes_in(a)))
         # If contiguous shards part, the last of the old ones does not meet the first of the new ones.
-        parting = [x for x, y in zip(a, b, strict=False) if x != y] if self.is_plain(a) and is_regular else []
+        parting = (
+            [x for x, y in zip(a, b, strict=False) if x != y]
+            if self.is_plain(a) and is_regular
+            else []
+        )
         is_far = parting and not self._spans[parting[0]][0].level
         return want, -(-want // max(1, have)), met, 0 if parting else met, 0 if is_far else nearby
 
@@ -274,7 +313,9 @@ class Grid:
         return max((link.bytes_per_s for link in self.fabric.links), default=1.0)
 
     @remembered
-    def seconds(self, kind: str, traffic: Any, block: int, axes: tuple[int, ...], *in_place: bool) -> float:
+    def seconds(
+        self, kind: str, traffic: Any, block: int, axes: tuple[int, ...], *in_place: bool
+    ) -> float:
         """Seconds of a collective of blocks along some axes."""
         return self.fabric.seconds(kind, traffic(block, self.group(axes), *in_place), self.itemsize)
 
@@ -287,19 +328,24 @@ class Grid:
         most = math.prod(self.shape) * self.mesh.n_devices**2
         if not (is_node_local or begins) and most < 2**62:
             return self._counted(state, after)
-        before, there = self.sharding(state), self.sharding(after)
+        before = self.sharding(state)
+        there = self.sharding(after)
         if is_node_local:
             return node_local_traffic(before, there, self.nodes or 1)
         return traffic.counted_traffic(before, there, self.fabric.spans)
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, if it is known without counting per device."""
-        return None if self.nodes and state.sums == after.sums else self._even_exchange(state, after)
+        return (
+            None if self.nodes and state.sums == after.sums else self._even_exchange(state, after)
+        )
 
     @remembered
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
         """The same with any senders; None if shards do not divide each other, or a sum begins."""
-        if not (self.is_regular(state) and self.is_regular(after)) or set(after.sums) - set(state.sums):
+        if not (self.is_regular(state) and self.is_regular(after)) or set(after.sums) - set(
+            state.sums
+        ):
             return None
         addends = [span for a in state.sums if a not in after.sums for span in self._spans[a]]
         return digit_traffic(self.shape, self._link_cuts(state), self._link_cuts(after), addends)
@@ -332,7 +378,8 @@ class Grid:
     @remembered
     def _received_of_dim(self, d: int, a: Cut, b: Cut, fixed: tuple[str, ...]) -> np.ndarray:
         """The factors of a dim in one array: see `received_of_dim`."""
-        source, target = self._dim_end(d, a), self._dim_end(d, b)
+        source = self._dim_end(d, a)
+        target = self._dim_end(d, b)
         return np.stack(traffic.received_of_dim(source, target, fixed, self._span_axes.mesh, False))
 
     @remembered
@@ -353,7 +400,9 @@ class Grid:
         return Sharding(Layout(dims, (("sum", self.names(state.sums)),)), self.mesh, self.shape)
 
 
-MAX_SHARDS = 4096  # shards that a grid numbers: documents have other lengths at every step of a training
+MAX_SHARDS = (
+    4096  # shards that a grid numbers: documents have other lengths at every step of a training
+)
 
 
 def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:

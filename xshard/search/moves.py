@@ -44,7 +44,8 @@ class SearchRoute:
     @cached_property
     def changing(self) -> list[int]:
         """The axes with different roles on both sides."""
-        start, goal = self.start, self.goal
+        start = self.start
+        goal = self.goal
         return sorted({*self.grid.changing(start, goal), *set(start.sums) ^ set(goal.sums)})
 
     @cached_property
@@ -109,7 +110,8 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
     key = move.kind, state, move.after
     known: MoveCost | None = grid.costs.get(key)
     if known is None:
-        before, after = grid.block(state), grid.block(move.after)
+        before = grid.block(state)
+        after = grid.block(move.after)
         traffic = TRAFFIC[move.kind](grid, move, state, before, after)
         held = before + after + (traffic.copied if traffic.hops else 0)
         seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
@@ -125,17 +127,29 @@ def _innermost(move: Move, state: State) -> tuple[int, Cut]:
 
 def _along(grid: Grid, d: int, cut: Cut) -> tuple[LinkSpans, bool]:
     """The spans of some shards of a dim, and whether their pieces land in place."""
-    return grid.group(grid.axes_in(cut)), d == 0 and all(grid.shards[s].order == "block" for s in cut)
+    return grid.group(grid.axes_in(cut)), d == 0 and all(
+        grid.shards[s].order == "block" for s in cut
+    )
 
 
 TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
-    "all_gather": lambda g, m, at, before, _: gather_traffic(before, *_along(g, *_innermost(m, at))),
+    "all_gather": lambda g, m, at, before, _: gather_traffic(
+        before, *_along(g, *_innermost(m, at))
+    ),
     "all_reduce": lambda g, m, at, before, _: all_reduce_traffic(before, g.group(m.data[0])),
-    "reduce_scatter": lambda g, m, at, before, _: reduce_scatter_traffic(before, *_along(g, *m.data)),
-    "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(before, g.group(g.axes_in(m.data[3]))),
-    "permute": lambda g, m, at, before, _: permute_traffic(before, g.group(tuple(g.changing(at, m.after)))),
+    "reduce_scatter": lambda g, m, at, before, _: reduce_scatter_traffic(
+        before, *_along(g, *m.data)
+    ),
+    "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(
+        before, g.group(g.axes_in(m.data[3]))
+    ),
+    "permute": lambda g, m, at, before, _: permute_traffic(
+        before, g.group(tuple(g.changing(at, m.after)))
+    ),
     "exchange": lambda g, m, at, *_: g.exchange_traffic(at, m.after),
-    **dict.fromkeys(("slice", "embed", "mask"), lambda g, m, at, _, after: steps.Traffic(copied=after)),
+    **dict.fromkeys(
+        ("slice", "embed", "mask"), lambda g, m, at, _, after: steps.Traffic(copied=after)
+    ),
 }
 
 
@@ -145,10 +159,14 @@ STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
     "all_gather": lambda s, m, at: steps.AllGather(*_cut(s, *_innermost(m, at))),
     "all_reduce": lambda s, m, at: steps.AllReduce(s.grid.names(m.data[0]), s.op),
     "reduce_scatter": lambda s, m, _: steps.ReduceScatter(*_cut(s, *m.data), s.op),
-    "all_to_all": lambda s, m, at: steps.AllToAll(*_cut(s, *_innermost(m, at)), *_cut(s, *m.data[2:])),
+    "all_to_all": lambda s, m, at: steps.AllToAll(
+        *_cut(s, *_innermost(m, at)), *_cut(s, *m.data[2:])
+    ),
     "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
     "exchange": lambda s, m, at: s.exchange(s.layout(at), s.layout(m.after)),
-    "slice": lambda s, m, at: steps.Slice(tuple(_cut(s, d, cut) for d, cut in enumerate(m.data) if cut)),
+    "slice": lambda s, m, at: steps.Slice(
+        tuple(_cut(s, d, cut) for d, cut in enumerate(m.data) if cut)
+    ),
     "embed": lambda s, m, at: steps.Embed(*_cut(s, *_innermost(m, at))),
     "mask": lambda s, m, at: steps.Mask(s.grid.names(m.data[0])),
 }
@@ -163,17 +181,22 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
     """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
     if state == goal:
         return 0.0
-    ended, near = grid.ended(state, goal), grid.spare(state, goal, grid.changing(state, goal))
+    ended = grid.ended(state, goal)
+    near = grid.spare(state, goal, grid.changing(state, goal))
     least = min([_in_turn(grid, state, goal, axes) for axes in ([(), near] if near else [()])])
     if not set(goal.sums) - set(state.sums):
         for here, seconds in _scattered(grid, state, goal, ended):
             least = min(least, seconds + _exchange(grid, here, goal, least - seconds))
             for on_way, later in _before_gathers(grid, here, goal):
                 if (below := least - seconds - later) > 0:
-                    there = min(_exchange(grid, here, on_way, below), _in_turn(grid, here, on_way, ()))
+                    there = min(
+                        _exchange(grid, here, on_way, below), _in_turn(grid, here, on_way, ())
+                    )
                     least = min(least, seconds + there + later)
     pairs = enumerate(zip(state.cuts, goal.cuts, strict=True))
-    if state.sums == goal.sums and all(grid.length(d, a) == grid.length(d, b) for d, (a, b) in pairs):
+    if state.sums == goal.sums and all(
+        grid.length(d, a) == grid.length(d, b) for d, (a, b) in pairs
+    ):
         least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
     return least
 
@@ -192,7 +215,10 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[tuple[Sta
         for d, cut in enumerate(goal.cuts):
             if axes and grid.is_even(d, cut + axes):
                 on_way = goal.with_cut(d, cut + axes)
-                yield on_way, grid.seconds("all_gather", gather_traffic, grid.block(on_way), axes, d == 0)
+                yield (
+                    on_way,
+                    grid.seconds("all_gather", gather_traffic, grid.block(on_way), axes, d == 0),
+                )
                 break
 
 
@@ -211,7 +237,8 @@ def _scattered(grid: Grid, state: State, goal: State, ended: Cut) -> Iterator[tu
 
 def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> float:
     """Seconds of a slice, reduction, move and gather; `near` replicas take shares in between."""
-    old, new = grid.roles(state), grid.roles(goal)
+    old = grid.roles(state)
+    new = grid.roles(goal)
     ended = grid.ended(state, goal)
     cut = [a for a in ended if a in new]
     sliced = [a for a in new if a not in old and a not in state.sums]
@@ -219,7 +246,9 @@ def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> floa
     gathered = [a for a in old if a not in new and a not in goal.sums]
     # A shard in place comes inside of all that the dim keeps; others have to change places afterwards.
     moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
-    block, seconds, price = grid.block(state), 0.0, grid.seconds
+    block = grid.block(state)
+    seconds = 0.0
+    price = grid.seconds
     if sliced or near:
         block = max(1, block // grid.parts([*sliced, *near]))
         seconds += grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
@@ -236,7 +265,9 @@ def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> floa
         if block * grid.parts(moved) <= max(grid.block(state), grid.block(goal)):
             whole = price("all_gather", gather_traffic, block, axes, False)
             ways.append(whole + grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize))
-        if _permutes(grid, state, goal, grid.parts([*sliced, *near, *ended]), grid.parts([*gathered, *near])):
+        if _permutes(
+            grid, state, goal, grid.parts([*sliced, *near, *ended]), grid.parts([*gathered, *near])
+        ):
             ways.append(price("permute", permute_traffic, block, axes))
         seconds += min(ways)
     if gathered or near:

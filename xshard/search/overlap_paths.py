@@ -24,7 +24,9 @@ from xshard.steps.exchange.sources import dim_end, views
 Steps = tuple[Step, ...]
 
 
-def best_path(start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None) -> Steps:
+def best_path(
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
+) -> Steps:
     """The cheapest path. Raises PlanError if none fits the limit."""
     # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
@@ -32,12 +34,17 @@ def best_path(start: Sharding, goal: Sharding, dtype: str, profile: Profile, lim
     largest = max(start.max_local_size, goal.max_local_size)
     candidates: list[tuple[bool, float, int, int, Steps]] = []
     for steps in ways(start, goal, dtype, profile).values():
-        here, seconds, peak, block = start, 0.0, 0, 0
+        here = start
+        seconds = 0.0
+        peak = 0
+        block = 0
         for step in steps:
             after = step.after(here)
             cost = price(step, here, after, itemsize(dtype), profile)
-            seconds, peak = seconds + cost.seconds, max(peak, cost.peak_bytes)
-            here, block = after, max(block, after.max_local_size)
+            seconds = seconds + cost.seconds
+            peak = max(peak, cost.peak_bytes)
+            here = after
+            block = max(block, after.max_local_size)
         candidates.append((block > largest, seconds, len(candidates), peak, steps))
     fitting = [way for way in candidates if limit is None or way[3] <= limit]
     if not fitting:
@@ -57,7 +64,8 @@ def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
-    src, dst = source.layout, target.layout
+    src = source.layout
+    dst = target.layout
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if isinstance(a.overlap, Fold):
             check_reduction(dtype, "sum")
@@ -76,7 +84,9 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
                     check_signed(dtype)
 
 
-def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile) -> Steps:
+def _one_by_one(
+    start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile
+) -> Steps:
     bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
     # Local steps run while blocks are small: overlaps are trimmed first, folds begin last.
     dropped = _layouts(bare, start, one_by_one=Fold)
@@ -88,8 +98,10 @@ def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, p
 
 def _layouts(start: Sharding, goal: Sharding, one_by_one: type | tuple[type, ...]) -> list[Layout]:
     """Layouts from `start` to `goal`: overlaps of some kinds one at a time, then the rest at once."""
-    bare, full = start.layout, goal.layout
-    dims, layouts = list(bare.dims), [bare]
+    bare = start.layout
+    full = goal.layout
+    dims = list(bare.dims)
+    layouts = [bare]
     changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
     rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
     for group in (*_in_turn(goal, [d for d in changed if d not in rest]), rest):
@@ -116,7 +128,11 @@ def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
         if end.kind == "pole":
             yield rolled_dim(dims, d, end, goal.shape)
         if end.sign < 0:
-            yield from (i for i, dim in enumerate(dims) if any(other.value for other in ends_of(dim.overlap)))
+            yield from (
+                i
+                for i, dim in enumerate(dims)
+                if any(other.value for other in ends_of(dim.overlap))
+            )
 
 
 def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
@@ -137,7 +153,9 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
     shape = tuple(bare.max_local_shape[d] if d in fixed else n for d, n in enumerate(bare.shape))
 
     def plain(sharding: Sharding) -> Sharding:
-        dims = tuple(Dim(dim.name) if d in fixed else dim for d, dim in enumerate(sharding.layout.dims))
+        dims = tuple(
+            Dim(dim.name) if d in fixed else dim for d, dim in enumerate(sharding.layout.dims)
+        )
         return Sharding(replace(sharding.layout, dims=dims), free, shape)
 
     def restored(step: Step) -> Step:
@@ -159,7 +177,8 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
 
 def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     """Raise PlanError for rows that only the destination has, or contributions that it would lose."""
-    src, dst = dim_end(source, d), dim_end(target, d)
+    src = dim_end(source, d)
+    dst = dim_end(target, d)
     name = src.dim.name
     if src.dim.overlap is not None and not isinstance(src.dim.overlap, Fold):
         # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.

@@ -18,7 +18,8 @@ from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
 
 Devices = tuple[int, ...] | range
-FORWARD, BOTH = "forward", "forward+backward"
+FORWARD = "forward"
+BOTH = "forward+backward"
 OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
 
 
@@ -30,22 +31,29 @@ class Request:
     dst: Layout
     src_mesh: Mesh
     dst_mesh: Mesh
-    src_devices: Devices  # the number of every device, in the order of its mesh; a range for 0, 1, 2, ...
+    src_devices: (
+        Devices  # the number of every device, in the order of its mesh; a range for 0, 1, 2, ...
+    )
     dst_devices: Devices
     shape: tuple[int, ...]
     dtype: str
     profile: Profile
-    scale: Fraction | None = None  # to multiply by; None: by the layouts, 1/n for a mean over n that ends
+    scale: Fraction | None = (
+        None  # to multiply by; None: by the layouts, 1/n for a mean over n that ends
+    )
     memory_limit: int | None = None  # bytes that no device may exceed
     relabel: bool = False  # devices may change places in `dst_mesh`
 
     def __post_init__(self) -> None:
         for end, name in (("src", "source"), ("dst", "destination")):
-            mesh, devices = getattr(self, f"{end}_mesh"), getattr(self, f"{end}_devices")
+            mesh = getattr(self, f"{end}_mesh")
+            devices = getattr(self, f"{end}_devices")
             object.__setattr__(self, f"{end}_devices", device_numbers(name, mesh, devices))
 
     @classmethod
-    def on(cls, mesh: Mesh, src: Layout, dst: Layout, *array: Any, devices: Devices = ()) -> Request:
+    def on(
+        cls, mesh: Mesh, src: Layout, dst: Layout, *array: Any, devices: Devices = ()
+    ) -> Request:
         """On one mesh. array: its shape, dtype and profile, and more."""
         numbers = devices or range(mesh.n_devices)
         return cls(src, dst, mesh, mesh, numbers, numbers, *array)
@@ -73,7 +81,14 @@ class Request:
     @property
     def adjoint(self) -> Request:
         """Between the dual layouts, from the destination back. Raises LinearityError for a max or min."""
-        back = self.dst.dual, self.src.dual, self.dst_mesh, self.src_mesh, self.dst_devices, self.src_devices
+        back = (
+            self.dst.dual,
+            self.src.dual,
+            self.dst_mesh,
+            self.src_mesh,
+            self.dst_devices,
+            self.src_devices,
+        )
         left = self.dtype, self.profile, self.scale, self.memory_limit, self.relabel
         return Request(*back, self.target.shape, *left)
 
@@ -89,7 +104,9 @@ class Request:
 
     def batched(self, n: int) -> Request:
         """For an array with one more dim, whole and leading, of length `n`; it has no memory limit."""
-        dim = Dim(f"_batch{len(self.shape)}")  # no two dims have this name: nested batches have more dims
+        dim = Dim(
+            f"_batch{len(self.shape)}"
+        )  # no two dims have this name: nested batches have more dims
         src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (self.src, self.dst))
         return replace(self, src=src, dst=dst, shape=(n, *self.shape), memory_limit=None)
 
@@ -108,7 +125,8 @@ class Request:
         common = refine(self.src_mesh, self.dst_mesh)
         if common is None:
             return None
-        src, dst = factored(self.src, dict(common.src)), factored(self.dst, dict(common.dst))
+        src = factored(self.src, dict(common.src))
+        dst = factored(self.dst, dict(common.dst))
         mesh = common.mesh
         machine = refined(self.profile, common)
         return replace(self, src=src, dst=dst, src_mesh=mesh, dst_mesh=mesh, profile=machine)
@@ -136,5 +154,7 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         raise MeshError(reason, hint="one number per device, in the order of the mesh")
     if len(set(numbers)) != len(numbers):
         twice = next(n for n in numbers if numbers.count(n) > 1)
-        raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")
+        raise MeshError(
+            f"device {twice} twice in the {end}", hint="a device has one place in a mesh"
+        )
     return whole if numbers == tuple(whole) else numbers

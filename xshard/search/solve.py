@@ -16,15 +16,30 @@ from xshard.search.a_star import Path, Search
 from xshard.search.moves import SearchRoute, Space
 from xshard.search.request import Request
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
-from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    Embed,
+    Exchange,
+    Mask,
+    Permute,
+    Retag,
+    Scale,
+    Slice,
+    Step,
+)
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 
 @lru_cache(maxsize=4096)
 def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     """The cheapest steps on one mesh, and the axes that they split. Raises PlanError, DtypeError."""
-    source, target, dtype, profile = request.source, request.target, request.dtype, request.machine
-    factor, memory_limit = request.factor, request.memory_limit
+    source = request.source
+    target = request.target
+    dtype = request.dtype
+    profile = request.machine
+    factor = request.factor
+    memory_limit = request.memory_limit
     check_moves(source, target, dtype)
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     endpoints = without_copies(start), without_copies(respelled(goal, start))
@@ -44,7 +59,9 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
 
 
 @lru_cache(maxsize=4096)
-def best_path(route: SearchRoute, memory_limit: int | None = None, scaled: int = 0) -> Path | SubAxisPath:
+def best_path(
+    route: SearchRoute, memory_limit: int | None = None, scaled: int = 0
+) -> Path | SubAxisPath:
     """The cheapest path, for all names of dims and copies. Raises PlanError if none fits the limit."""
     path = Search(route, memory_limit, scaled=scaled).path()
     return best_sub_axis_path(route, path, memory_limit) or path
@@ -54,14 +71,16 @@ def respelled(goal: Sharding, start: Sharding) -> Sharding:
     """The goal with every dim as the start has it if that means the same, over the same axes."""
     pairs = enumerate(zip(start.layout.dims, goal.layout.dims, strict=True))
     dims = (
-        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b for d, (a, b) in pairs
+        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b
+        for d, (a, b) in pairs
     )
     return goal.with_layout(replace(goal.layout, dims=tuple(dims)))
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these layouts is defined."""
-    src, dst = source.layout, target.layout
+    src = source.layout
+    dst = target.layout
     overlap_paths.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
         if kind != "copy" and not set(axes) <= set(dst.tagged(kind)):
@@ -70,7 +89,9 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
-            raise PlanError(f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not", hint=hint)
+            raise PlanError(
+                f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not", hint=hint
+            )
     if not src.is_linear and dst.tagged("sum", "mean"):
         reason = f"between '{src}' and '{dst}' a max ends and a sum begins"
         raise PlanError(reason, hint="reduce first, then redistribute")
@@ -97,7 +118,8 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)
-    here, result = start, []
+    here = start
+    result = []
     for i, step in enumerate(steps):
         later = {a for s in steps[i + 1 :] for a in _consumed(s)}
         copies = tuple(a for a in wanted if a not in later)
@@ -111,7 +133,9 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
         result.append(step)
         here = step.after(here)
     have = here.layout.tagged("copy")
-    copies, replicas = (tuple(a for a in x if a not in y) for x, y in ((wanted, have), (have, wanted)))
+    copies, replicas = (
+        tuple(a for a in x if a not in y) for x, y in ((wanted, have), (have, wanted))
+    )
     retag = Retag(copies, replicas)
     return (*result, retag) if retag != Retag() else tuple(result)
 

@@ -1,6 +1,7 @@
 """Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest. If shards
 over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the other half is
-gathered. Every dim is sharded into the least common multiple of its parts, by free axes."""
+gathered. Every dim is sharded into the least common multiple of its parts, by free axes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 Cuts = tuple[Cut, ...]
-Needs = tuple[Sequence[int], Sequence[int]]  # on both sides, the factor by which every dim is sharded further
+Needs = tuple[
+    Sequence[int], Sequence[int]
+]  # on both sides, the factor by which every dim is sharded further
 Moves = tuple[tuple[State, Move], ...]
 
 
@@ -39,7 +42,9 @@ class SubAxisPath:
         return mesh.split if isinstance(mesh, SubAxisMesh) else ()
 
 
-def best_sub_axis_path(route: SearchRoute, path: Path, memory_limit: int | None) -> SubAxisPath | None:
+def best_sub_axis_path(
+    route: SearchRoute, path: Path, memory_limit: int | None
+) -> SubAxisPath | None:
     """The cheapest slice, permutation and gathers over sub-axes, if cheaper than `path` on whole axes."""
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
@@ -71,7 +76,9 @@ def _needs(route: SearchRoute) -> tuple[list[int], list[int]] | None:
         return None
     needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
     for end, more in zip(endpoints, needs, strict=True):
-        if math.prod(more) > route.grid.parts(a for a in route.grid.free(end) if a in route.changing):
+        if math.prod(more) > route.grid.parts(
+            a for a in route.grid.free(end) if a in route.changing
+        ):
             return None
     return needs[0], needs[1]
 
@@ -108,7 +115,8 @@ def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int
 
 def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     """The same path with sub-axes merged that stay side by side. route: on whole axes."""
-    fine, passed = path.route.grid, [move.after.cuts for _, move in path.moves]
+    fine = path.route.grid
+    passed = [move.after.cuts for _, move in path.moves]
     groups: dict[str, list[list[int]]] = {}  # of every whole axis, the parts that stay side by side
     for number, part in enumerate(fine.axes):
         known = groups.setdefault(fine.mesh.origin(part), [])
@@ -116,17 +124,22 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
             known[-1].append(number)
         else:
             known.append([number])
-    split = tuple((axis, tuple(map(fine.parts, groups[axis]))) for axis, _ in path.split if groups[axis][1:])
+    split = tuple(
+        (axis, tuple(map(fine.parts, groups[axis]))) for axis, _ in path.split if groups[axis][1:]
+    )
     fewer = _divided(route, split) if split else route
     # The first of the merged sub-axes stands for all; both meshes have the axes in the same order.
     first = {parts[0]: number for number, parts in enumerate(chain.from_iterable(groups.values()))}
 
     def together(state: State) -> State:
-        return State(tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums)
+        return State(
+            tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums
+        )
 
     moves: list[tuple[State, Move]] = []
     for before, move in path.moves:
-        here, after = together(before), together(move.after)
+        here = together(before)
+        after = together(move.after)
         data = move.data
         if move.kind == "slice":
             data = tuple(b[len(a) :] for a, b in zip(here.cuts, after.cuts, strict=True))
@@ -145,7 +158,8 @@ def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
 
 def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     """The route on a mesh with these axes split."""
-    grid, mesh = route.grid, SubAxisMesh(route.grid.mesh, split)
+    grid = route.grid
+    mesh = SubAxisMesh(route.grid.mesh, split)
     fine = (mesh.factored(grid.sharding(end)) for end in (route.start, route.goal))
     start, goal = (end.with_layout(end.normal) for end in fine)
     return Space(start, goal, grid.itemsize, grid.profile).route
@@ -155,9 +169,12 @@ def _cheapest(
     route: SearchRoute, needs: Needs, axes: list[int], limit: float, below: float
 ) -> SubAxisPath | None:
     """The cheapest such path over some axes in less than `below` seconds. limit: most elements held."""
-    start, goal = route.start, route.goal
+    start = route.start
+    goal = route.goal
     slices, gathers = (
-        list(islice(_new_cuts(route, [a for a in route.grid.free(end) if a in axes], more), MAX_WAYS))
+        list(
+            islice(_new_cuts(route, [a for a in route.grid.free(end) if a in axes], more), MAX_WAYS)
+        )
         for end, more in zip((start, goal), needs, strict=True)
     )
     best: SubAxisPath | None = None
@@ -175,7 +192,8 @@ def _cheapest(
             first = (*slicing, (here, Move("permute", (), there)))
             total = _priced(route, first, limit) + priced[last]
             if total < below * (1 - LEAST_GAIN):
-                best, below = SubAxisPath(total, route, (*first, *orders[last])), total
+                best = SubAxisPath(total, route, (*first, *orders[last]))
+                below = total
     return best
 
 
@@ -189,7 +207,9 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
         for cut in reversed(list(combinations(free, n))):
             if route.grid.parts(cut) != needs[0]:
                 continue
-            kinds = tuple((route.grid.mesh.origin(route.grid.axes[a]), route.grid.levels(a)) for a in cut)
+            kinds = tuple(
+                (route.grid.mesh.origin(route.grid.axes[a]), route.grid.levels(a)) for a in cut
+            )
             if kinds in alike:
                 continue
             alike.add(kinds)

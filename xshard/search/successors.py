@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from itertools import combinations, combinations_with_replacement, pairwise, permutations, product, takewhile
+from itertools import (
+    combinations,
+    combinations_with_replacement,
+    pairwise,
+    permutations,
+    product,
+    takewhile,
+)
 
 from xshard.search.grid import Cut, State, remembered
 from xshard.search.moves import Move, SearchRoute
 
 # Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
-COMPLETE_AXES, COMPLETE_DIMS, COMPLETE_DEVICES = 3, 3, 64
+COMPLETE_AXES = 3
+COMPLETE_DIMS = 3
+COMPLETE_DEVICES = 64
 MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a large space
 
 
@@ -18,7 +27,9 @@ class Moves:
     """The moves of one route, generated in a fixed order."""
 
     def __init__(self, route: SearchRoute) -> None:
-        self.grid, self.goal, start = route.grid, route.goal, route.start
+        self.grid = route.grid
+        self.goal = route.goal
+        start = route.start
         self.dims = range(len(start.cuts))
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
@@ -50,8 +61,15 @@ class Moves:
         new_cuts = self._all_new_cuts if self.complete else self._some_new_cuts
         for new in dict.fromkeys(new_cuts(state, free)):
             axes = [a for cut in new for a in self.grid.axes_in(cut)]
-            if axes and len(set(axes)) == len(axes) and set(axes) <= set(free) and self._may_cut(state, new):
-                yield Move("slice", new, State(tuple(map(tuple.__add__, state.cuts, new)), state.sums))
+            if (
+                axes
+                and len(set(axes)) == len(axes)
+                and set(axes) <= set(free)
+                and self._may_cut(state, new)
+            ):
+                yield Move(
+                    "slice", new, State(tuple(map(tuple.__add__, state.cuts, new)), state.sums)
+                )
 
     def _may_cut(self, state: State, new: tuple[Cut, ...]) -> bool:
         """Whether new shards are the goal's, or even; other shards are a detour."""
@@ -142,7 +160,8 @@ class Moves:
 
     def _permutes(self, state: State) -> Iterator[Move]:
         """Rearrangements that keep the length of every block: the goal itself, else others."""
-        grid, n_found = self.grid, 0
+        grid = self.grid
+        n_found = 0
         pairs = enumerate(zip(state.cuts, self.goal.cuts, strict=True))
         fits = all(grid.length(d, cut)[0] == grid.length(d, aim)[0] for d, (cut, aim) in pairs)
         if state.sums == self.goal.sums and fits:
@@ -150,7 +169,10 @@ class Moves:
         if not grid.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
-        parts = [self.grid.parts(cut[len(pin) :]) for cut, pin in zip(state.cuts, self.pinned, strict=True)]
+        parts = [
+            self.grid.parts(cut[len(pin) :])
+            for cut, pin in zip(state.cuts, self.pinned, strict=True)
+        ]
         for cuts in self._arrangements(0, usable, parts):
             if cuts not in (state.cuts, self.goal.cuts):
                 yield Move("permute", (), State(cuts, state.sums))
@@ -179,16 +201,21 @@ class Moves:
     @remembered
     def _all_cuts(self, sums: tuple[int, ...]) -> list[tuple[Cut, ...]]:
         """Every way to shard the dims evenly by axes that hold no addends."""
-        every, usable = list[tuple[Cut, ...]](), [a for a in self.usable if a not in sums]
+        every = list[tuple[Cut, ...]]()
+        usable = [a for a in self.usable if a not in sums]
         for places in product((-1, *self.dims), repeat=len(usable)):
-            chosen = [tuple(a for a, p in zip(usable, places, strict=True) if p == d) for d in self.dims]
+            chosen = [
+                tuple(a for a, p in zip(usable, places, strict=True) if p == d) for d in self.dims
+            ]
             for tails in product(*map(permutations, chosen)):
                 cuts = tuple(map(tuple.__add__, self.pinned, tails))
                 if all(map(self.grid.is_even, self.dims, cuts)):
                     every.append(cuts)
         return every
 
-    def _arrangements(self, d: int, usable: tuple[int, ...], parts: list[int]) -> Iterator[tuple[Cut, ...]]:
+    def _arrangements(
+        self, d: int, usable: tuple[int, ...], parts: list[int]
+    ) -> Iterator[tuple[Cut, ...]]:
         """Ways to shard the dims from `d` on into as many parts as now, the goal's leading shards first."""
         if d == len(parts):
             yield ()
@@ -206,12 +233,18 @@ class Moves:
         goal = self.goal.cuts[d][len(self.pinned[d]) :]
         for n in range(len(goal), -1, -1):
             lead = goal[:n]
-            if not self.grid.is_plain(lead) or not set(lead) <= set(usable) or parts % self.grid.parts(lead):
+            if (
+                not self.grid.is_plain(lead)
+                or not set(lead) <= set(usable)
+                or parts % self.grid.parts(lead)
+            ):
                 continue
             rest = [a for a in usable if a not in lead]
             for k in range(len(rest) + 1):
                 # The order of axes that the goal does not have there does not matter.
-                yield from (lead + c for c in combinations(rest, k) if self.grid.parts(lead + c) == parts)
+                yield from (
+                    lead + c for c in combinations(rest, k) if self.grid.parts(lead + c) == parts
+                )
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """All of the axes first, then fewer; on large spaces all of them and each alone."""

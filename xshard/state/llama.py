@@ -16,7 +16,9 @@ _GATE_UP = [f"{_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up")]
 def to_flax() -> Names:
     """Names to the Flax model in transformers: kernels are [in, out]."""
     return Names(
-        rename("**.{self_attn,mlp}.*_proj.weight", "**.{self_attn,mlp}.*_proj.kernel", "o i -> i o"),
+        rename(
+            "**.{self_attn,mlp}.*_proj.weight", "**.{self_attn,mlp}.*_proj.kernel", "o i -> i o"
+        ),
         rename("lm_head.weight", "lm_head.kernel", "o i -> i o", optional=True),
         rename("model.embed_tokens.weight", "model.embed_tokens.embedding"),
         rename("**", "**"),
@@ -35,8 +37,10 @@ def to_fused(heads: int, kv_heads: int, head: int) -> Names:
 
 def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
     """Names to Megatron core's: q, k and v by groups of heads; gate and up in `linear_fc1`."""
-    layer, rows = "decoder.layers.*.", (heads // kv_heads * head, head, head)
-    qkv, fc1 = f"{layer}self_attention.linear_qkv", f"{layer}mlp.linear_fc1"
+    layer = "decoder.layers.*."
+    rows = (heads // kv_heads * head, head, head)
+    qkv = f"{layer}self_attention.linear_qkv"
+    fc1 = f"{layer}mlp.linear_fc1"
     return Names(
         concat(_QKV, f"{qkv}.weight", rows=rows),
         Names(split(f"{fc1}.weight", _GATE_UP)).inverse.relations,
@@ -53,11 +57,17 @@ def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
 
 def named(text: str) -> Names:
     """The names `"llama-to-flax"`, `"llama-to-megatron:32,8,128"`, or to Llama. Raises XshardError."""
-    makers: dict[str, Callable[..., Names]] = {"flax": to_flax, "fused": to_fused, "megatron": to_megatron}
+    makers: dict[str, Callable[..., Names]] = {
+        "flax": to_flax,
+        "fused": to_fused,
+        "megatron": to_megatron,
+    }
     name, _, numbers = text.partition(":")
     sizes = [int(n) for n in numbers.split(",") if n.strip().isdecimal()]
     for other, maker in makers.items():
-        if name in (f"llama-to-{other}", f"{other}-to-llama") and len(sizes) == (0 if other == "flax" else 3):
+        if name in (f"llama-to-{other}", f"{other}-to-llama") and len(sizes) == (
+            0 if other == "flax" else 3
+        ):
             return maker(*sizes) if name.startswith("llama") else maker(*sizes).inverse
     known = [f"llama-to-{other}" for other in makers]
     hint = f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "

@@ -22,7 +22,12 @@ Counts = Sequence[int] | None
 
 
 def rename(
-    src: str, dst: str, order: str | None = None, *, dtype: str | None = None, optional: bool = False
+    src: str,
+    dst: str,
+    order: str | None = None,
+    *,
+    dtype: str | None = None,
+    optional: bool = False,
 ) -> Iterator[Relation]:
     """Rename arrays, and permute their dims.
 
@@ -36,7 +41,8 @@ def rename(
     >>> {name: array.shape for name, array in names.resolve({"a.q": (4, 2), "a.k": (1, 2)}).items()}
     {'a.query': (2, 4), 'a.key': (2, 1)}
     """
-    left, right = spellings(src), spellings(dst)
+    left = spellings(src)
+    right = spellings(dst)
     if len(left) != len(right):
         reason = f"'{src}' stands for {len(left)} names, '{dst}' for {len(right)}"
         raise XshardError(reason, hint="as many alternatives in both")
@@ -53,13 +59,19 @@ def concat(
     groups of heads of grouped queries, or (1, 1) for alternation; by default all rows of each. order:
     permutes the dims of every part first, as in "o i -> i o"; `dim` counts after that.
 
-    >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve({"a.gate": (4, 2), "a.up": (4, 2)})
+    >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve(
+    ...     {"a.gate": (4, 2), "a.up": (4, 2)}
+    ... )
     >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.rows
     ((8, 2), (Run(start=4, length=4, repeats=1, stride=0),))
     """
     if rows is not None and (len(rows) != len(srcs) or min(rows, default=1) < 1):
-        raise XshardError(f"rows {list(rows)} for {len(srcs)} arrays", hint="a number >= 1 for each of them")
-    yield Relation(tuple(srcs), dst, _permutation(order), dim, None if rows is None else tuple(rows))
+        raise XshardError(
+            f"rows {list(rows)} for {len(srcs)} arrays", hint="a number >= 1 for each of them"
+        )
+    yield Relation(
+        tuple(srcs), dst, _permutation(order), dim, None if rows is None else tuple(rows)
+    )
 
 
 def split(
@@ -92,14 +104,21 @@ class Names:
     ...     concat(["layers.*.q", "layers.*.k"], "layers_*.qk"),
     ...     rename("**", "**"),
     ... )
-    >>> shapes = {"layers.0.out.weight": (4, 2), "layers.0.q": (8,), "layers.0.k": (2,), "norm": (4,)}
+    >>> shapes = {
+    ...     "layers.0.out.weight": (4, 2),
+    ...     "layers.0.q": (8,),
+    ...     "layers.0.k": (2,),
+    ...     "norm": (4,),
+    ... }
     >>> {name: array.shape for name, array in to_flax.resolve(shapes).items()}
     {'layers_0.out.kernel': (2, 4), 'layers_0.qk': (10,), 'norm': (4,)}
     """
 
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
         self.relations: tuple[Relation, ...] = tuple(
-            relation for some in relations for relation in ((some,) if isinstance(some, Relation) else some)
+            relation
+            for some in relations
+            for relation in ((some,) if isinstance(some, Relation) else some)
         )
         self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
         for relation in self.relations:
@@ -149,7 +168,9 @@ class Names:
                     source_shapes.append(left.pop(name))
                 kinds = sorted({dtypes[name] if dtypes else "float32" for name in sources})
                 if len(kinds) > 1:
-                    raise ShapeError(f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}")
+                    raise ShapeError(
+                        f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}"
+                    )
                 new = make_targets(relation, sources, names, source_shapes, self._joined)
                 for name, shape, pieces in new:
                     if name in targets:
@@ -158,7 +179,9 @@ class Names:
                     makers[name] = relation
                     targets[name] = TargetArray(shape, relation.dtype or kinds[0], pieces)
         if left or unused:
-            reasons = [f"no relation for {len(left)} names: {', '.join(list(left)[:8])}"] if left else []
+            reasons = (
+                [f"no relation for {len(left)} names: {', '.join(list(left)[:8])}"] if left else []
+            )
             reasons += [f"'{relation}' fits no name" for relation in unused]
             hints = [nearest(relation.sides[0][0], shapes) for relation in unused]
             hints.append("rename('**', '**') keeps all others as they are")
@@ -173,7 +196,9 @@ class Names:
     def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """New numpy arrays by target name, from global source arrays.
 
-        >>> kernels = Names(rename("w", "kernel", "o i -> i o")).apply({"w": np.arange(6).reshape(2, 3)})
+        >>> kernels = Names(rename("w", "kernel", "o i -> i o")).apply(
+        ...     {"w": np.arange(6).reshape(2, 3)}
+        ... )
         >>> kernels["kernel"].shape
         (3, 2)
         """
@@ -190,10 +215,12 @@ class Names:
 
 def names_to_json(names: Names) -> list[dict[str, Any]]:
     """Names as JSON, for files and the command line: the fields of each relation that are not the default."""
-    defaults, relations = fields_to_plain(Relation((), "")), []
+    defaults = fields_to_plain(Relation((), ""))
+    relations = []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
-            known, whole = names._joined.items(), relation.whole
+            known = names._joined.items()
+            whole = relation.whole
             joined = ((*array, n) for array, n in known if match_stars(whole, array[0]) is not None)
             relation = replace(relation, joined=tuple(joined))
         relations.append(fields_to_plain(relation))
@@ -211,7 +238,9 @@ def names_from_json(data: Any) -> Names:
         except XshardError as error:
             hint = 'as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
             hint += "order, dim, rows, stacks, splits, dtype, optional, equal and joined"
-            raise XshardError(f"{shown(each)} is not a relation: {error.reason}", hint=hint) from None
+            raise XshardError(
+                f"{shown(each)} is not a relation: {error.reason}", hint=hint
+            ) from None
         relations.append(Relation(**fields))
     return Names(*relations)
 
@@ -229,7 +258,9 @@ def _check_patterns(relation: Relation) -> None:
     if relation.stacks:
         stars[0].pop()
     if any(each != stars[-1] for each in stars):
-        reason = f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}"
+        reason = (
+            f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}"
+        )
         hint = "each star stands for the same text on both sides: as many on each side, in the same order"
         raise XshardError(reason, hint=hint)
 

@@ -20,7 +20,8 @@ def reporting(
 ) -> Iterator[Callable[[int], object]]:
     """Yield a callback for the bytes done since its last call. progress: None shows a bar for a large
     `total`, if stderr is a terminal and rich is installed. is_seen: this process shows the bar. Raises
-    XshardError for True without rich."""
+    XshardError for True without rich.
+    """
     done = 0
 
     def report(n_bytes: int) -> None:
@@ -31,7 +32,9 @@ def reporting(
 
     has_rich = find_spec("rich") is not None
     if progress is True and not has_rich:
-        raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out")
+        raise XshardError(
+            "progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out"
+        )
     if progress is None:
         progress = total >= LARGE_BYTES and sys.stderr.isatty() and has_rich
     if progress is not True:

@@ -12,7 +12,9 @@ from xshard.layout.runs import Run, Runs, as_index, interval, n_rows
 from xshard.rules import fill_stars, match_stars
 
 Shape = tuple[int, ...]
-Joined = Mapping[tuple[str, Shape], tuple[int, ...]]  # a joined array -> the rows of each of its parts
+Joined = Mapping[
+    tuple[str, Shape], tuple[int, ...]
+]  # a joined array -> the rows of each of its parts
 
 
 class ArrayPart(NamedTuple):
@@ -27,7 +29,11 @@ class ArrayPart(NamedTuple):
         """The shape of the array -> the shape of the part."""
         if (d := self.dim) is None:
             return shape
-        return (*shape[:d], 1, *shape[d:]) if self.adds else (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
+        return (
+            (*shape[:d], 1, *shape[d:])
+            if self.adds
+            else (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
+        )
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:
@@ -64,7 +70,8 @@ class Relation:
     the parts in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
     new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: the
     targets'. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
-    in JSON, the shape of each array that was joined, and the rows of its parts."""
+    in JSON, the shape of each array that was joined, and the rows of its parts.
+    """
 
     parts: tuple[str, ...]
     whole: str
@@ -76,7 +83,9 @@ class Relation:
     dtype: str | None = None
     optional: bool = False
     equal: bool = False
-    joined: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=(), compare=False)
+    joined: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(
+        default=(), compare=False
+    )
 
     @property
     def inverse(self) -> Relation:
@@ -95,7 +104,9 @@ class Relation:
         return " -> ".join(map(", ".join, self.sides))
 
 
-def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tuple[list[str], list[str]]]:
+def applications(
+    relation: Relation, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[list[str], list[str]]]:
     """Each use of a relation for these arrays: the names of its sources and of its targets."""
     src, dst = relation.sides
     matches = [(name, stars) for name in shapes if (stars := match_stars(src[0], name)) is not None]
@@ -108,19 +119,27 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tu
             yield [fill_stars(p, stars) for p in src], [fill_stars(p, stars) for p in dst]
     elif relation.splits:
         for name, stars in matches:
-            yield [name], [fill_stars(dst[0], (*stars, str(i))) for i in range(shapes[name][relation.dim])]
+            yield (
+                [name],
+                [fill_stars(dst[0], (*stars, str(i))) for i in range(shapes[name][relation.dim])],
+            )
     else:
         members = Counter(tuple(outer) for _, (*outer, _) in matches)
         for stars, n in members.items():
-            yield [fill_stars(src[0], (*stars, str(i))) for i in range(n)], [fill_stars(dst[0], stars)]
+            yield (
+                [fill_stars(src[0], (*stars, str(i))) for i in range(n)],
+                [fill_stars(dst[0], stars)],
+            )
 
 
 def make_targets(
     relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape], joined: Joined
 ) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
     """The name, shape and parts of each array that one use makes. shapes: the sources'. joined: the rows of
-    parts of arrays that were joined before; a split without `rows` follows them."""
-    d, new = relation.dim, relation.stacks
+    parts of arrays that were joined before; a split without `rows` follows them.
+    """
+    d = relation.dim
+    new = relation.stacks
     added = new and relation.splits  # the dim of the whole that parts lack
     order = relation.order or tuple(range(len(shapes[0]) - added))
     if any(len(shape) - added != len(order) for shape in shapes):
@@ -129,8 +148,12 @@ def make_targets(
         is_known = new or relation.rows or relation.equal or len(targets) == 1
         lengths = () if is_known else joined.get((sources[0], shapes[0]), ())
         if not is_known and not lengths:
-            reason = f"{relation}: {sources[0]} of shape {shapes[0]} does not say the rows of each part"
-            hint = "give rows=, write split() for equal parts, or resolve the parts before the inverse"
+            reason = (
+                f"{relation}: {sources[0]} of shape {shapes[0]} does not say the rows of each part"
+            )
+            hint = (
+                "give rows=, write split() for equal parts, or resolve the parts before the inverse"
+            )
             raise ShapeError(reason, hint=hint)
         parts = _parts_of_whole(relation, sources[0], shapes[0], len(targets), lengths)
         for name, part in zip(targets, parts, strict=True):
@@ -140,7 +163,11 @@ def make_targets(
         return
     permuted = [tuple(shape[i] for i in order) for shape in shapes]
     if len(permuted) == 1 and not new:
-        yield targets[0], permuted[0], (PartMapping(ArrayPart(sources[0]), ArrayPart(targets[0]), order),)
+        yield (
+            targets[0],
+            permuted[0],
+            (PartMapping(ArrayPart(sources[0]), ArrayPart(targets[0]), order),),
+        )
         return
     others = {(*shape[:d], *shape[d + (not new) :]) for shape in permuted}
     if len(others) > 1 or not 0 <= d < len(order) + new:
@@ -149,7 +176,9 @@ def make_targets(
     lengths = tuple(1 if new else shape[d] for shape in permuted)
     whole = (*rest[:d], sum(lengths), *rest[d:])
     parts = _parts_of_whole(relation, targets[0], whole, len(lengths), lengths)
-    pieces = (_mapping(name, part, order, relation) for name, part in zip(sources, parts, strict=True))
+    pieces = (
+        _mapping(name, part, order, relation) for name, part in zip(sources, parts, strict=True)
+    )
     yield targets[0], whole, tuple(pieces)
 
 
@@ -174,9 +203,13 @@ def _parts_of_whole(
     rows = relation.rows or ((shape[d] // n,) * n if relation.equal else lengths)
     group = sum(rows)
     n_groups = shape[d] // group if group else 0
-    if n_groups * group != shape[d] or (lengths and [n_groups * each for each in rows] != [*lengths]):
+    if n_groups * group != shape[d] or (
+        lengths and [n_groups * each for each in rows] != [*lengths]
+    ):
         reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows"
-        raise ShapeError(f"{relation}: {reason}", hint="rows= has the rows of each part that come in turn")
+        raise ShapeError(
+            f"{relation}: {reason}", hint="rows= has the rows of each part that come in turn"
+        )
     starts = [sum(rows[:i]) for i in range(n)]
     turns = (n_groups, group) if n_groups > 1 else ()
     runs = [Run(start, each, *turns) for start, each in zip(starts, rows, strict=True)]

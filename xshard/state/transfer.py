@@ -60,15 +60,21 @@ def plan_transfer(
     kinds = dtypes or dict.fromkeys(shapes, "float32")
     senders = tuple(device_numbers("source", src_mesh, src_devices))
     devices = senders, tuple(device_numbers("destination", dst_mesh, dst_devices))
-    src_layouts, dst_layouts, targets = _layouts(rules, names, global_shapes, kinds, (src_mesh, dst_mesh))
-    sources, machine, arrays = {}, load_profile(profile), []
+    src_layouts, dst_layouts, targets = _layouts(
+        rules, names, global_shapes, kinds, (src_mesh, dst_mesh)
+    )
+    sources = {}
+    machine = load_profile(profile)
+    arrays = []
     for name, shape in global_shapes.items():
         with located(trees.place_of(name)):
             sources[name] = SourceArray(Sharding(src_layouts[name], src_mesh, shape), kinds[name])
     for name, target in targets.items():
         with located(trees.place_of(name)):
             sharding = Sharding(dst_layouts[name], dst_mesh, target.shape)
-            moves = tuple(_move(p, sources, sharding, target.dtype, devices, machine) for p in target.pieces)
+            moves = tuple(
+                _move(p, sources, sharding, target.dtype, devices, machine) for p in target.pieces
+            )
         arrays.append(ArrayPlan(name, sharding, target.dtype, moves))
     arrays = _balanced(arrays)
     limit = arguments.limit_of(bucket_bytes, "bucket_bytes")
@@ -78,7 +84,11 @@ def plan_transfer(
 
 
 def _layouts(
-    rules: Any, names: Names | None, shapes: Mapping[str, Shape], dtypes: Dtypes, meshes: tuple[Mesh, Mesh]
+    rules: Any,
+    names: Names | None,
+    shapes: Mapping[str, Shape],
+    dtypes: Dtypes,
+    meshes: tuple[Mesh, Mesh],
 ) -> tuple[dict[str, Layout], dict[str, Layout], dict[str, TargetArray]]:
     """The layouts of all source arrays, the layouts of all target arrays, and the target arrays."""
     if isinstance(rules, list | tuple) and len(rules) == 2:
@@ -90,15 +100,20 @@ def _layouts(
         return src, dst, targets
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
-        raise NotationError("with names=, the two sides of an arrow are about different arrays", hint=hint)
-    src, dst, targets = {}, {}, {}
+        raise NotationError(
+            "with names=, the two sides of an arrow are about different arrays", hint=hint
+        )
+    src = {}
+    dst = {}
+    targets = {}
     for name, rule in Rules(rules).match(list(shapes)).items():
         with located(trees.place_of(name)):
             *sides, text = sides_or_one(rule)
             for layout, mesh in zip(sides, meshes, strict=True):
                 check_axes(layout, mesh, text)
             src[name], dst[name] = (layout.resolved(len(shapes[name])) for layout in sides)
-        order, whole = tuple(map(src[name].names.index, dst[name].names)), ArrayPart(name)
+        order = tuple(map(src[name].names.index, dst[name].names))
+        whole = ArrayPart(name)
         shape = tuple(shapes[name][i] for i in order)
         targets[name] = TargetArray(shape, dtypes[name], (PartMapping(whole, whole, order),))
     return src, dst, targets
@@ -138,7 +153,9 @@ def _balanced(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
 
     def moved(move: PartMove) -> PartMove:
         senders = next(senders_of)
-        steps = tuple(replace(s, senders=senders) if s is move.transfer else s for s in move.plan.steps)
+        steps = tuple(
+            replace(s, senders=senders) if s is move.transfer else s for s in move.plan.steps
+        )
         return move._replace(plan=replace(move.plan, steps=steps))
 
     return [replace(array, moves=tuple(map(moved, array.moves))) for array in arrays]

@@ -42,13 +42,17 @@ class PartSharding:
         if not self.rows:
             return self.part.numpy_index
         assert self.part.dim is not None
-        return self.part._replace(rows=self.rows[self.whole.dim_device(self.part.dim, device)]).numpy_index
+        return self.part._replace(
+            rows=self.rows[self.whole.dim_device(self.part.dim, device)]
+        ).numpy_index
 
 
 @lru_cache(maxsize=65536)
 def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap."""
-    d, dims, shape = part.dim, whole.layout.dims, part.part_shape(whole.shape)
+    d = part.dim
+    dims = whole.layout.dims
+    shape = part.part_shape(whole.shape)
     if d is None:
         return PartSharding(whole, part, whole)
     if part.adds:
@@ -56,7 +60,9 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
         return PartSharding(whole, part, Sharding(layout, whole.mesh, shape))
     if dims[d].overlap is not None:
         hint = "trim before, widen after"
-        raise PlanError(f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout", hint=hint)
+        raise PlanError(
+            f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout", hint=hint
+        )
     # Rows in both, with their start in the part and in the block.
     segments = [common_segments(part.rows, rows) for rows in whole.owners(d)]
     held = tuple(merge_adjacent(Run(s.src, s.length) for s in some) for some in segments)
@@ -82,7 +88,8 @@ def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length
 
 def _as_one_run(runs: Sequence[Run]) -> Runs:
     """Runs of one length at one stride as one run, which an index reaches without a copy."""
-    starts, lengths = [run.start for run in runs], {run.length for run in runs}
+    starts = [run.start for run in runs]
+    lengths = {run.length for run in runs}
     strides = {b - a for a, b in itertools.pairwise(starts)}
     if len(lengths) == len(strides) == 1 and min(strides) > 0:
         return (Run(starts[0], lengths.pop(), len(runs), strides.pop()),)
@@ -135,9 +142,12 @@ class ArrayPlan:
                     devices = np.array(plan.dst_devices)
                 else:
                     src, dst, elements = _pairs_of(stage.step, stage.before)
-                    sender, receiver = devices[src], devices[dst]
+                    sender = devices[src]
+                    receiver = devices[dst]
                 some = sender != receiver
-                messages.append(np.stack([sender[some], receiver[some], elements[some] * plan.itemsize]))
+                messages.append(
+                    np.stack([sender[some], receiver[some], elements[some] * plan.itemsize])
+                )
         return np.concatenate(messages, axis=1)
 
     @cached_property
@@ -163,7 +173,9 @@ class ArrayPlan:
             shardings = plan.source, plan.target.in_order(plan.src.names)
             normal = (sharding.with_layout(sharding.normal) for sharding in shardings)
             lacking = lacking_elements(*normal, plan.src_devices, plan.dst_devices)
-            n_bytes.update(dict(zip(plan.dst_devices, (lacking * plan.itemsize).tolist(), strict=True)))
+            n_bytes.update(
+                dict(zip(plan.dst_devices, (lacking * plan.itemsize).tolist(), strict=True))
+            )
         return n_bytes
 
     @property
@@ -217,7 +229,9 @@ class TreePlan:
         return f"TreePlan({len(self.arrays)} arrays, {self.src_mesh!r}, {self.dst_mesh!r})"
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("", "here", "there", "dtype", "received", "bound", "messages")]
+        rows: list[tuple[str, ...]] = [
+            ("", "here", "there", "dtype", "received", "bound", "messages")
+        ]
         for array in self.arrays:
             layouts = dict.fromkeys(str(move.src.whole.layout) for move in array.moves)
             dtypes = dict.fromkeys((*(move.plan.dtype for move in array.moves), array.dtype))

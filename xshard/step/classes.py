@@ -70,10 +70,16 @@ def letters(n: int, prefix: str = "r") -> list[str]:
 
 
 def placed(
-    shapes: Shapes, out: Shape, places: Places, kind: str = "linear", whole: Collection[str] = (), **work: Any
+    shapes: Shapes,
+    out: Shape,
+    places: Places,
+    kind: str = "linear",
+    whole: Collection[str] = (),
+    **work: Any,
 ) -> Written:
     """Dims at places of the result, or None; dims of other lengths are broadcast, or whole."""
-    arrays, odd = list[list[str]](), {*whole}
+    arrays = list[list[str]]()
+    odd = {*whole}
     for k, shape in enumerate(shapes):
         arrays.append([])
         for d, (n, j) in enumerate(zip(shape, places[k], strict=True)):
@@ -88,14 +94,23 @@ def aligned(
     shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
 ) -> Written:
     """The last dims are the result's."""
-    return placed(shapes, out, [range(len(out) - len(s), len(out)) for s in shapes], kind, whole, **work)
+    return placed(
+        shapes, out, [range(len(out) - len(s), len(out)) for s in shapes], kind, whole, **work
+    )
 
 
 def along(
-    shapes: Shapes, out: Shape, dims: int | Shape, kind: str = "pointwise", *, sums: bool = False, **work: Any
+    shapes: Shapes,
+    out: Shape,
+    dims: int | Shape,
+    kind: str = "pointwise",
+    *,
+    sums: bool = False,
+    **work: Any,
 ) -> Written:
     """Some dims of the first operand are whole, or sums; all others are the result's, in their order."""
-    ndim, left = len(shapes[0]), iter(range(len(out)))
+    ndim = len(shapes[0])
+    left = iter(range(len(out)))
     named = {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
     places = [next(left) if len(out) == ndim or d not in named else None for d in range(ndim)]
     each = [places if len(s) == ndim else [None] * len(s) for s in shapes]
@@ -119,7 +134,9 @@ def view(before: Shape, after: Shape) -> Written:
     return Written(arrays, "linear", whole, FREE, lengths | there)
 
 
-def convolution(shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()) -> Written:
+def convolution(
+    shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
+) -> Written:
     """Windows are whole, and channels, if they are in groups of several.
 
     orders: the numbers of batch, channels (a kernel's: result's, operand's) and windows in every array.

@@ -53,7 +53,8 @@ class Cost:
         under = np.tile(-np.eye(t, t + 1), (len(above) // t, 1))
         exceeded = np.append(np.zeros((limits, t)), -np.ones((limits, 1)), 1)
         table = np.block([[above, under], [self.limited @ vectors.T, exceeded]])
-        most, all_shares = np.repeat([0.0, 1.0], [len(above), limits]), np.arange(n + t + 1)[None] < n
+        most = np.repeat([0.0, 1.0], [len(above), limits])
+        all_shares = np.arange(n + t + 1)[None] < n
         seconds = np.concatenate([vectors @ self.linear / scale, np.ones(t), [TOO_MUCH]])
         solved = optimizer().linprog(seconds, table, most, all_shares, [1.0])
         shares, worth = np.split(-solved.ineqlin.marginals, [-limits])
@@ -69,7 +70,9 @@ class Cost:
         shares: for each maximum 1 in all of its rows, then the worth of each limit.
         """
         of_rows, worth = np.split(shares, [-len(self.limited)])
-        weights = np.einsum("rt, t, trp -> p", of_rows.reshape(-1, len(self.times)), self.times, self.maxima)
+        weights = np.einsum(
+            "rt, t, trp -> p", of_rows.reshape(-1, len(self.times)), self.times, self.maxima
+        )
         return weights + self.linear + worth @ self.limited, float(worth.sum())
 
 
@@ -87,7 +90,12 @@ class Pairs(NamedTuple):
 
 
 def solve_program(
-    values: Sequence[Floats], pairs: Iterable[Pairs], cost: Cost, scale: float, most_nodes: int, gap: float
+    values: Sequence[Floats],
+    pairs: Iterable[Pairs],
+    cost: Cost,
+    scale: float,
+    most_nodes: int,
+    gap: float,
 ) -> tuple[list[int] | None, float]:
     """The cheapest assignment within all limits, None if none is found, and a lower bound of the cost of all.
 
@@ -97,10 +105,15 @@ def solve_program(
     """
     from scipy import sparse
 
-    scipy, starts, n_nodes = optimizer(), np.cumsum([0, *map(len, values)]), len(values)
-    n, rows = int(starts[-1]), n_nodes
+    scipy = optimizer()
+    starts = np.cumsum([0, *map(len, values)])
+    n_nodes = len(values)
+    n = int(starts[-1])
+    rows = n_nodes
     parts = [sparse.csc_array(np.concatenate(values).T)]
-    same = [(np.repeat(np.arange(n_nodes), np.diff(starts)), np.arange(n), np.ones(n))]  # shares: 1 in all
+    same = [
+        (np.repeat(np.arange(n_nodes), np.diff(starts)), np.arange(n), np.ones(n))
+    ]  # shares: 1 in all
     for nodes, indices, which, tables, banned in pairs:
         used = [np.isin(np.arange(size), i) for size, i in zip(banned.shape, indices, strict=True)]
         row, column = np.nonzero(~banned & used[0][:, None] & used[1])
@@ -113,14 +126,20 @@ def solve_program(
             rows += size
         n += len(row)
     row, column, sign = map(np.concatenate, zip(*same, strict=True))
-    table, t = sparse.hstack(parts).tocsr(), len(cost.times)
+    table = sparse.hstack(parts).tocsr()
+    t = len(cost.times)
     above = [sparse.hstack([each @ table, -sparse.eye_array(t)]) for each in cost.weighed(scale)]
     limited = sparse.hstack([cost.limited @ table, sparse.csr_array((len(cost.limited), t))])
-    equal, ones = sparse.csr_array((sign, (row, column)), shape=(rows, n + t)), np.arange(rows) < n_nodes
+    equal = sparse.csr_array((sign, (row, column)), shape=(rows, n + t))
+    ones = np.arange(rows) < n_nodes
     solved = scipy.milp(
         np.append(cost.linear @ table / scale, np.ones(t)),
         integrality=np.arange(n + t) < starts[-1],  # flows are whole where options are
-        constraints=[(sparse.vstack(above), -np.inf, 0), (limited, -np.inf, 1), (equal, ones, ones)],
+        constraints=[
+            (sparse.vstack(above), -np.inf, 0),
+            (limited, -np.inf, 1),
+            (equal, ones, ones),
+        ],
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
     bound = np.inf if solved.status == 2 else scale * (solved.mip_dual_bound or 0.0)
@@ -130,9 +149,11 @@ def solve_program(
 
 
 def optimizer() -> Any:
-    """scipy's optimizers. Raises PlanError without scipy."""
+    """Scipy's optimizers. Raises PlanError without scipy."""
     try:
         from scipy import optimize
     except ImportError:
-        raise PlanError("a search needs scipy", hint="pip install scipy, or xshard[suggest]") from None
+        raise PlanError(
+            "a search needs scipy", hint="pip install scipy, or xshard[suggest]"
+        ) from None
     return optimize

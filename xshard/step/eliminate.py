@@ -28,11 +28,15 @@ class Bucket(NamedTuple):
 
     def least(self) -> Floats:
         """The minimum of the sum, which is made a few rows at a time if it is large: caches hold these."""
-        shape, axis = np.broadcast_shapes(*(table.shape for table in self.tables)), self.axis
-        some, least = max(1, ROWS * shape[axis] // math.prod(shape)), np.array(np.inf)
+        shape = np.broadcast_shapes(*(table.shape for table in self.tables))
+        axis = self.axis
+        some = max(1, ROWS * shape[axis] // math.prod(shape))
+        least = np.array(np.inf)
         for i in range(0, shape[axis], some):
             rows = (*[slice(None)] * axis, slice(i, i + some))
-            least = np.minimum(least, np.asarray(sum(table[rows] for table in self.tables)).min(axis))
+            least = np.minimum(
+                least, np.asarray(sum(table[rows] for table in self.tables)).min(axis)
+            )
         return least
 
     def best(self, values: Sequence[int]) -> int:
@@ -53,13 +57,19 @@ def minimum(
     A variable with tables that are too large together is minimized over in two parts, each with its own
     value: then the sum is a lower bound, and the values need not reach it.
 
-    >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5, 5], [0, 3]])})[:2]
+    >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5, 5], [0, 3]])})[
+    ...     :2
+    ... ]
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
     tables: list[_Table] = [((v,), table, -1) for v, table in enumerate(unary)]
-    tables += [(edge, t, -1) if edge[0] < edge[1] else (edge[::-1], t.T, -1) for edge, t in pairs.items()]
-    entries, changed, buckets = dict[int, int](), list(range(len(sizes))), list[Bucket]()
+    tables += [
+        (edge, t, -1) if edge[0] < edge[1] else (edge[::-1], t.T, -1) for edge, t in pairs.items()
+    ]
+    entries = dict[int, int]()
+    changed = list(range(len(sizes)))
+    buckets = list[Bucket]()
 
     def joint(tables: Sequence[_Table]) -> tuple[list[int], int]:
         scope = sorted({v for each, *_ in tables for v in each})
@@ -72,12 +82,17 @@ def minimum(
         tables = [each for each in tables if v not in each[0]]
         del entries[v]
         changed = [w for w in joint(mine)[0] if w != v]
-        while mine:  # the smallest tables are added up first, so that few sums are over the whole scope
-            part, rest = mine[:1], list[_Table]()
+        while (
+            mine
+        ):  # the smallest tables are added up first, so that few sums are over the whole scope
+            part = mine[:1]
+            rest = list[_Table]()
             for each in mine[1:]:
                 (part if joint([*part, each])[1] <= MOST else rest).append(each)
             scope = joint(part)[0]
-            shaped = [t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1]]
+            shaped = [
+                t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1]
+            ]
             bucket = Bucket(v, scope, shaped, [i for *_, i in part[::-1]])
             tables.append(([w for w in scope if w != v], bucket.least(), len(buckets)))
             mine = rest
@@ -90,7 +105,8 @@ def minimum(
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     """How much more than the minimum any sum is at least, with each value of every variable."""
-    more, outside = dict[int, Floats](), dict[int, Floats]()  # outside: the rest beside a bucket's minimum
+    more = dict[int, Floats]()
+    outside = dict[int, Floats]()  # outside: the rest beside a bucket's minimum
     for number, bucket in reversed(list(enumerate(buckets))):
         total = np.asarray(sum(bucket.tables) + outside.pop(number, 0.0))
         for i, least in zip(bucket.parts, bucket.tables, strict=True):

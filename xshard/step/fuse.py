@@ -27,7 +27,8 @@ def fused(step: TrainingStep) -> TrainingStep:
     A place where a rule can move an array beside a product stays. A chain of light operations counts as one
     kernel: it reads its operands and writes its result.
     """
-    ops, changed = {op.name: _keeping(op, step) for op in step.ops}, True
+    ops = {op.name: _keeping(op, step) for op in step.ops}
+    changed = True
     while changed:
         changed = False
         for name in list(ops):
@@ -35,13 +36,16 @@ def fused(step: TrainingStep) -> TrainingStep:
             while k < len(ops[name].operands):
                 first = ops.get(ops[name].operands[k])
                 if first and _may_join(ops, first, ops[name], k, step):
-                    ops[name], changed = _joined(first, ops[name], k, step), True
+                    ops[name] = _joined(first, ops[name], k, step)
+                    changed = True
                     if not _uses(ops, first):
                         del ops[first.name]
                 else:
                     k += 1
     parameters = {**step.parameters}
-    for op in reversed(ops.values()):  # a parameter has the dims of the first operation that uses it
+    for op in reversed(
+        ops.values()
+    ):  # a parameter has the dims of the first operation that uses it
         used = zip(op.operands, op.arrays, strict=False)
         parameters |= {name: str(array) for name, array in used if name in parameters}
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
@@ -49,7 +53,8 @@ def fused(step: TrainingStep) -> TrainingStep:
 
 def _keeping(op: Op, step: TrainingStep) -> Op:
     """The operation with the operands that gradients need: for a product with a constant the constant."""
-    n, reached = len(op.operands), {i for i, name in enumerate(op.operands) if name in step.differentiable}
+    n = len(op.operands)
+    reached = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     own = [i for i in op.kept if i < n or not step.is_kept(op.name)]
     return replace(op, keeps=tuple(i for i in own if reached - ({i} if n > 1 else set())))
 
@@ -66,7 +71,8 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
     """Whether an operation may become one with a consumer of its result, as operand k."""
     if first.times != second.times or {first.kind, second.kind} & {"carry", "share", "opaque"}:
         return False
-    only, anywhere = _uses(ops, first) == 1, step.moves_anywhere
+    only = _uses(ops, first) == 1
+    anywhere = step.moves_anywhere
     enters = k == 0 and step.module(second, left=False)
     is_place = not anywhere and bool(enters or step.module(first, left=True))
     if _is_free(first):
@@ -76,15 +82,23 @@ def _may_join(ops: Mapping[str, Op], first: Op, second: Op, k: int, step: Traini
         return only and not is_place and after <= before
     light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
     # Modules with parameters stay apart, as each has its own rule; so do those without inputs, for no rule.
-    own = [{x.rpartition(".")[0] for x in op.operands if x in step.parameters} for op in (first, second)]
-    is_apart = own[0] != own[1] if all(own) else is_place and {*first.operands[:1]} & {*step.parameters}
+    own = [
+        {x.rpartition(".")[0] for x in op.operands if x in step.parameters}
+        for op in (first, second)
+    ]
+    is_apart = (
+        own[0] != own[1] if all(own) else is_place and {*first.operands[:1]} & {*step.parameters}
+    )
     return only and first.kind in LIGHT and light and (anywhere or not is_apart)
 
 
 def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     """Two operations as one, with the pairs of rules that agree between them."""
-    arrays, start, m = [*first.every, *second.every], len(first.every), len(first.operands)
-    spans, result = [_spans(array, step.lengths) for array in arrays], start + len(second.operands)
+    arrays = [*first.every, *second.every]
+    start = len(first.every)
+    m = len(first.operands)
+    spans = [_spans(array, step.lengths) for array in arrays]
+    result = start + len(second.operands)
     # The operands of the first stand where its result was, or lead where they enter a module.
     entered = [step.module(op, left=False) for op in (first, second)]
     rest = [start + i for i in range(len(second.operands)) if i != k]
@@ -93,14 +107,19 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
     name = {**dict(enumerate(first.operands)), **dict(enumerate(second.operands, start))}
     equal = [(m, start + k), *((i, j) for i, j in combinations(order, 2) if name[i] == name[j])]
     order = [i for i in order if i not in {j for _, j in equal}]
-    same = [row for row in first.axis_rules if row[m] == REPLICAS and first.kind == "source"]  # no gradient
+    same = [
+        row for row in first.axis_rules if row[m] == REPLICAS and first.kind == "source"
+    ]  # no gradient
     copies = ((COPY,) * start, *((*row[:m], COPY, *row[m + 1 :]) for row in same))
     pairs = product((*first.axis_rules, *copies), second.axis_rules)
-    rows, keeps = [(*a, *b) for a, b in pairs], {*first.kept, *(start + i for i in second.kept)}
+    rows = [(*a, *b) for a, b in pairs]
+    keeps = {*first.kept, *(start + i for i in second.kept)}
     for i, j in equal:
         rows = _same(rows, spans, i, j)
         keeps |= {i} if j in keeps else set()
-    shown, views, inner = [*order, result], [op for op in (first, second) if _is_free(op)], 0
+    shown = [*order, result]
+    views = [op for op in (first, second) if _is_free(op)]
+    inner = 0
     if m in keeps:  # the array between them; a view of an array is that array
         keeps |= {*range(m)} if first in views else {result} if views else set()
         inner = 0 if views else _elements([arrays[m]], step.lengths)
@@ -117,12 +136,18 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
         split |= {(arrays[i].dims[d].name, held): None} if max(held) >= 0 else {}
     columns = (held for _, held in split)
     rules = ((*(row[i] for i in shown), *more) for row, *more in zip(rows, *columns, strict=True))
-    base = max(second, first, key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"))
-    kind, accesses = base.kind, base.accesses
+    base = max(
+        second,
+        first,
+        key=lambda op: (op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"),
+    )
+    kind = base.kind
+    accesses = base.accesses
     if kind in LIGHT and not views:
         accesses = None
     elif kind in LIGHT and not order:
-        kind, accesses = "source", 0.0
+        kind = "source"
+        accesses = 0.0
     space = _elements([arrays[i] for i in shown], step.lengths)
     spaces = [(op, _elements(op.arrays, step.lengths)) for op in (first, second)]
     return Op(
@@ -145,7 +170,9 @@ def _joined(first: Op, second: Op, k: int, step: TrainingStep) -> Op:
 def _same(rows: Rows, spans: Sequence[Spans], i: int, j: int) -> Rows:
     """The rules that do the same in two arrays: they shard parts of one dim that overlap, or have one tag."""
     equal = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
-    for (a, (d, low, high)), (b, (e, start, end)) in product(enumerate(spans[i]), enumerate(spans[j])):
+    for (a, (d, low, high)), (b, (e, start, end)) in product(
+        enumerate(spans[i]), enumerate(spans[j])
+    ):
         equal |= {(a, b)} if d == e and low < end and start < high else set()
     return [row for row in rows if (row[i], row[j]) in equal]
 
@@ -161,4 +188,6 @@ def _spans(array: Layout, lengths: Mapping[str, int]) -> Spans:
 
 def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
     """Elements of the space of all dims."""
-    return math.prod(lengths[name] for name in {name for array in arrays for name in dims_of(array)})
+    return math.prod(
+        lengths[name] for name in {name for array in arrays for name in dims_of(array)}
+    )

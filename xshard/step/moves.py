@@ -14,9 +14,22 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.op import COPY, REPLICAS, SUM, Flags, Floats, Ints, Ways, layout_of, product, without_copies
+from xshard.step.op import (
+    COPY,
+    REPLICAS,
+    SUM,
+    Flags,
+    Floats,
+    Ints,
+    Ways,
+    layout_of,
+    product,
+    without_copies,
+)
 
-Ends = tuple[tuple[int, tuple[int, int]], ...]  # an axis, and what it does before a move and after it
+Ends = tuple[
+    tuple[int, tuple[int, int]], ...
+]  # an axis, and what it does before a move and after it
 Line = tuple[int, float, int, float]  # elements and seconds at both ends of a range
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
@@ -45,9 +58,13 @@ class MovePrices:
         if pairs[0] == pairs[1]:
             return 0.0
         apart = {a for a, (here, there) in enumerate(endpoints) if here == there == SUM}
-        for d in range(len(lengths)):  # nothing moves along the outermost axes that shard a dim at both ends
+        for d in range(
+            len(lengths)
+        ):  # nothing moves along the outermost axes that shard a dim at both ends
             touching = [a for a, pair in enumerate(endpoints) if d in pair]
-            differ = next((i for i, a in enumerate(touching) if endpoints[a] != (d, d)), len(touching))
+            differ = next(
+                (i for i, a in enumerate(touching) if endpoints[a] != (d, d)), len(touching)
+            )
             apart |= set(touching[:differ])
         blocks = math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
         elements = math.prod(lengths) / share / blocks
@@ -71,11 +88,13 @@ class MovePrices:
 
         All moves between the same layouts have one table, whatever the step and the number of micro-batches.
         """
-        key, elements = (src.tobytes(), dst.tobytes(), shape, is_linear, share), math.prod(shape)
+        key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
+        elements = math.prod(shape)
         if key not in self._tables:
             start, each = self.bounds(src, dst)
             back, each_back = self.bounds(dual(dst), dual(src))
-            forward, backward = share * start + each * elements, share * back + each_back * elements
+            forward = share * start + each * elements
+            backward = share * back + each_back * elements
             seconds = np.stack([forward, backward.T * is_linear])
             self._tables[key] = seconds, np.zeros(start.shape, bool)
         return self._tables[key]
@@ -88,7 +107,8 @@ class MovePrices:
         """
         axes, sizes, links, far = self._levels
         src, dst = (without_copies(ways)[:, axes] for ways in (src, dst))
-        received, across = _received(src, dst, sizes), np.zeros((len(src), len(dst)))
+        received = _received(src, dst, sizes)
+        across = np.zeros((len(src), len(dst)))
         if far.any():
             here, there = (np.where(far, ways, REPLICAS) for ways in (src, dst))
             across = _received(here, there, np.where(far, sizes, 1)) / np.prod(sizes[~far])
@@ -107,7 +127,8 @@ class MovePrices:
     @cached_property
     def _levels(self) -> tuple[list[int], Floats, list[Link], Flags]:
         """For every axis, in parts if some of its devices share a node: number, size, link, is it slow."""
-        fabric, axes = self.profile.fabric(self.mesh), self.mesh.axes
+        fabric = self.profile.fabric(self.mesh)
+        axes = self.mesh.axes
         spans = sorted(fabric.spans, key=lambda span: (axes.index(span.axis), -span.stride))
         links = [fabric.links[span.level] for span in spans]
         fastest = max(link.bytes_per_s for link in links)
@@ -120,13 +141,16 @@ class MovePrices:
 def _line(mesh: Mesh, dtype: str, profile: Profile, ends: Ends, first: bool, octave: int) -> Line:
     """A move that only some axes take part in. first: nothing but dims of length 1 is before its dims."""
     axes = tuple(mesh.axes[a] for a, _ in ends)
-    part, sizes = Mesh({axis: mesh.size(axis) for axis in axes}), [mesh.sizes[a] for a, _ in ends]
+    part = Mesh({axis: mesh.size(axis) for axis in axes})
+    sizes = [mesh.sizes[a] for a, _ in ends]
     touched = sorted({d for _, pair in ends for d in pair if d >= 0})
     shape = [math.prod(n for n, (_, e) in zip(sizes, ends, strict=True) if d in e) for d in touched]
     shape = [*([] if first else [LEADING]), *shape]
     place = {d: i + (not first) for i, d in enumerate(touched)}
     names = [f"d{i}" for i in range(len(shape) + 1)]
-    src, dst = (layout_of([place.get(pair[i], pair[i]) for _, pair in ends], names, axes) for i in (0, 1))
+    src, dst = (
+        layout_of([place.get(pair[i], pair[i]) for _, pair in ends], names, axes) for i in (0, 1)
+    )
     each = math.prod(shape) * part.n_devices  # so many rows of another dim fit all axes
     rows = (max(1, 2 ** (octave + i) // each) * part.n_devices for i in (0, OCTAVES // 2, OCTAVES))
     small, middle, large = ((*shape, n) for n in rows)
@@ -140,18 +164,22 @@ def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
     """The share of an array that the busiest device receives at least."""
     overlap = np.ones((len(src), len(dst)))
     for d in range(max(src.max(initial=0), dst.max(initial=0)) + 1):
-        here, there = (src == d)[:, None], (dst == d)[None]
+        here = (src == d)[:, None]
+        there = (dst == d)[None]
         longer = np.maximum(product(here, sizes), product(there, sizes))
-        only_here, only_there = here & ~there, there & ~here
+        only_here = here & ~there
+        only_there = there & ~here
         one_alone = np.logical_or.accumulate(only_here | only_there, -1)  # at this axis or before
         apart = (here & there & one_alone).any(-1) | (only_here.any(-1) & only_there.any(-1))
         overlap *= np.where(apart, 0, 1 / longer)
-    before, after = (src == SUM)[:, None], (dst == SUM)[None]
+    before = (src == SUM)[:, None]
+    after = (dst == SUM)[None]
     addends = product(before & ~after, sizes)
     copies = product(dst == REPLICAS, sizes)[None]
     summed = product(before & after, sizes) * (addends - 1 + copies - 1) / sizes.prod()
     begun = product(after & ~before, sizes)
-    block, held = 1 / product(dst >= 0, sizes)[None], 1 / product(src >= 0, sizes)[:, None]
+    block = 1 / product(dst >= 0, sizes)[None]
+    held = 1 / product(src >= 0, sizes)[:, None]
     moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
     return np.where(addends > 1, summed, moved)
 
@@ -184,7 +212,9 @@ class Edge:
 
     def __post_init__(self, moved: tuple[int, int], more: Mapping[int, Floats]) -> None:
         src, dst = self.layouts
-        self._seconds, self._planned = self.moves.table(src, dst, self.shape, self.is_linear, self.share)
+        self._seconds, self._planned = self.moves.table(
+            src, dst, self.shape, self.is_linear, self.share
+        )
         self.parts = np.array([*more, *moved])
         self._more = np.array([*more.values()]).reshape(-1, *self._planned.shape)
         plain = dst if self.is_linear else without_copies(dst)
@@ -197,18 +227,27 @@ class Edge:
 
     def of(self, i: Ints, j: Ints) -> Floats:
         """The parts of moves from rows to columns."""
-        return np.concatenate([self._more[:, i, j], (self.shares[:, :, i] * self._seconds[:, i, j]).sum(1)])
+        return np.concatenate(
+            [self._more[:, i, j], (self.shares[:, :, i] * self._seconds[:, i, j]).sum(1)]
+        )
 
     def plan(self, i: int, j: int) -> float:
         """Plan the move from option i to option j; by how many seconds it is more than was known."""
-        i, j = int(self.indices[0][i]), int(self.indices[1][j])
+        i = int(self.indices[0][i])
+        j = int(self.indices[1][j])
         if self._planned[i, j] or self.banned[i, j]:
             return 0.0
-        src, dst = self.layouts[0][i], self.layouts[1][j]
+        src = self.layouts[0][i]
+        dst = self.layouts[1][j]
         forward = self.moves.price(src, dst, self.shape, self.share)
-        back = self.moves.price(dual(dst), dual(src), self.shape, self.share) if self.is_linear else 0.0
+        back = (
+            self.moves.price(dual(dst), dual(src), self.shape, self.share)
+            if self.is_linear
+            else 0.0
+        )
         late = forward + back - self._seconds[:, i, j].sum()
-        self._seconds[:, i, j], self._planned[i, j] = (forward, back), True
+        self._seconds[:, i, j] = (forward, back)
+        self._planned[i, j] = True
         return float(late)
 
     def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:

@@ -19,7 +19,9 @@ from xshard.errors import NotationError, PlanError, located
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
-REPLICAS, SUM, COPY = -1, -2, -3  # ways of an axis in an array, beside a position: the dim that it shards
+REPLICAS = -1
+SUM = -2
+COPY = -3  # ways of an axis in an array, beside a position: the dim that it shards
 TAGS = {"sum": SUM, "copy": COPY}
 Ints = NDArray[np.int64]
 Ways = Ints  # [layouts, axes]: per axis the dim of the array that it shards, or a tag
@@ -119,7 +121,9 @@ class Op:
                 raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
             if (n := len(self.arrays) - 1) != len(self.operands):
                 reason = f"{n} operands and {len(self.operands)} names: {', '.join(self.operands)}"
-                raise NotationError(reason, text=self.text, hint="one name for each operand before the arrow")
+                raise NotationError(
+                    reason, text=self.text, hint="one name for each operand before the arrow"
+                )
             known = dict.fromkeys(dim for dims in self.dims for dim in dims)
             if unknown := [dim for dim in self.whole if dim not in known]:
                 reason = f"no dim {unknown[0]!r}"
@@ -149,13 +153,16 @@ class Op:
     @property
     def kept(self) -> Sequence[int]:
         """The numbers of operands that the backward pass needs; the result's is the one after them."""
-        return range(len(self.operands) * KINDS[self.kind].saves) if self.keeps is None else self.keeps
+        return (
+            range(len(self.operands) * KINDS[self.kind].saves) if self.keeps is None else self.keeps
+        )
 
     @cached_property
     def axis_rules(self) -> tuple[tuple[int, ...], ...]:
         """For each rule of one axis the dim that it shards in `every` array, or a tag; the last is idle."""
         *operands, result = self.dims
-        idle, kind = (REPLICAS,) * len(self.every), KINDS[self.kind]
+        idle = (REPLICAS,) * len(self.every)
+        kind = KINDS[self.kind]
         if self.rules is not None or self.kind == "opaque":
             return (*(self.rules or ()), idle)
         rules = []
@@ -217,28 +224,42 @@ def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
 
 def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Ints:
     """All combinations of rules, one per axis, that divide all dims evenly -> [options, arrays, axes]."""
-    table, n_axes = np.array(op.axis_rules), len(mesh.axes)
+    table = np.array(op.axis_rules)
+    n_axes = len(mesh.axes)
     chosen = np.indices((len(table),) * n_axes).reshape(n_axes, -1).T
-    ways, fits = np.swapaxes(table[chosen], 1, 2).copy(), np.ones(len(chosen), bool)
+    ways = np.swapaxes(table[chosen], 1, 2).copy()
+    fits = np.ones(len(chosen), bool)
     for j, array in enumerate(op.every):
         ways[:, j], fitting = _in_array(ways[:, j], array, lengths, mesh)
         fits &= fitting
     ways = ways[fits, : len(op.arrays)]
-    first = np.unique(ways, axis=0, return_index=True)[1]  # rules over dims that are one are the same layouts
+    first = np.unique(ways, axis=0, return_index=True)[
+        1
+    ]  # rules over dims that are one are the same layouts
     return ways[np.sort(first)]
 
 
-def _in_array(ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh) -> tuple[Ways, Flags]:
+def _in_array(
+    ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh
+) -> tuple[Ways, Flags]:
     """Layouts of dims -> layouts of the array that has some of them as one dim, and which are possible."""
-    grouped, fits, axes, d = ways.copy(), np.ones(len(ways), bool), np.arange(len(mesh.axes)), 0
-    for group, dim in enumerate(array.dims):  # sharded once those before it are down to 1, by later axes
-        down, last = np.ones(len(ways), bool), np.full(len(ways), -1)
+    grouped = ways.copy()
+    fits = np.ones(len(ways), bool)
+    axes = np.arange(len(mesh.axes))
+    d = 0
+    for group, dim in enumerate(
+        array.dims
+    ):  # sharded once those before it are down to 1, by later axes
+        down = np.ones(len(ways), bool)
+        last = np.full(len(ways), -1)
         for name in parts_of(dim):
             here = ways == d
-            factor, any_here = product(here, mesh.sizes), here.any(-1)
+            factor = product(here, mesh.sizes)
+            any_here = here.any(-1)
             first = np.where(here, axes, len(axes)).min(-1)
             fits &= (lengths[name] % factor == 0) & (~any_here | (down & (first > last)))
-            down, last = down & (factor == lengths[name]), np.maximum(last, np.where(here, axes, -1).max(-1))
+            down = down & (factor == lengths[name])
+            last = np.maximum(last, np.where(here, axes, -1).max(-1))
             grouped[here] = group
             d += 1
     return grouped, fits

@@ -24,7 +24,17 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.cost import Cost
 from xshard.step.moves import Edge, MovePrices
-from xshard.step.op import COPY, REPLICAS, Floats, Ints, Op, distinct, options_of, product, without_copies
+from xshard.step.op import (
+    COPY,
+    REPLICAS,
+    Floats,
+    Ints,
+    Op,
+    distinct,
+    options_of,
+    product,
+    without_copies,
+)
 from xshard.step.step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, *_ = PARTS = range(11)
@@ -74,7 +84,9 @@ class StepProblem:
     def _block(self) -> Mapping[str, int]:
         """The number of each operation's block, in which all run equally often, one after another."""
         begins = (before.times != op.times for before, op in pairwise(self.step.ops))
-        return dict(zip((op.name for op in self.step.ops), accumulate(begins, initial=0), strict=True))
+        return dict(
+            zip((op.name for op in self.step.ops), accumulate(begins, initial=0), strict=True)
+        )
 
     @cached_property
     def times(self) -> Ints:
@@ -106,7 +118,9 @@ class StepProblem:
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:
             return ["".join(parts_of(dim)) for dim in dims]
-        return list({1: "n", 2: "oi", 3: "eoi"}.get(len(dims), "")) or [f"d{i}" for i in range(len(dims))]
+        return list({1: "n", 2: "oi", 3: "eoi"}.get(len(dims), "")) or [
+            f"d{i}" for i in range(len(dims))
+        ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of an array of one micro-batch."""
@@ -128,30 +142,44 @@ class StepProblem:
         return each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
 
     def _stored(self, name: str) -> Node:
-        shape, names, size = self.shape(name), self.names(name), itemsize(self.step.dtype)
+        shape = self.shape(name)
+        names = self.names(name)
+        size = itemsize(self.step.dtype)
         storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
         ways = options_of(storing, dict(zip(names, shape, strict=True)), self.mesh)
         if name in self.step.inputs:
             return Node(name, ways, np.zeros((len(ways), len(self.unit))))
-        kept, ways = np.repeat((EACH, KEPT), len(ways)), np.tile(ways, (2, 1, 1))
+        kept = np.repeat((EACH, KEPT), len(ways))
+        ways = np.tile(ways, (2, 1, 1))
         values = np.zeros((len(ways), len(self.unit)))
-        first, gradient = self.step.consumers(name)[0], max(FULL, size)
+        first = self.step.consumers(name)[0]
+        gradient = max(FULL, size)
         of_layer = self._bytes(ways[:, -1], shape, gradient)
-        values[:, self.part(first, GRADIENTS)] = of_layer * ((kept == EACH) | (self.micro_batches == 1))
+        values[:, self.part(first, GRADIENTS)] = of_layer * (
+            (kept == EACH) | (self.micro_batches == 1)
+        )
         local = of_layer * first.times / gradient
         values[:, WEIGHTS] = size * local
-        values[:, STATE] = gradient * (2 + (size < FULL)) * local  # moments, and a copy in full precision
-        touched = 7 * gradient  # itself, both moments and the parameter are read, the last three written
+        values[:, STATE] = (
+            gradient * (2 + (size < FULL)) * local
+        )  # moments, and a copy in full precision
+        touched = (
+            7 * gradient
+        )  # itself, both moments and the parameter are read, the last three written
         values[:, OPTIMIZER] = touched * local / (2 * self.moves.profile.copy_bytes_per_s)
         return Node(name, ways, values, kept)
 
     def _node(self, op: Op) -> Node:
-        ways, work, step = options_of(op, self.lengths, self.mesh), op.work, self.step
-        values, recomputed = np.zeros((len(ways), len(self.unit))), self.recompute and op.times > 1
+        ways = options_of(op, self.lengths, self.mesh)
+        work = op.work
+        step = self.step
+        values = np.zeros((len(ways), len(self.unit)))
+        recomputed = self.recompute and op.times > 1
         shapes = [shape_of(array, self.lengths) for array in op.arrays]
         local = [self._bytes(ways[:, j], s, itemsize(step.dtype)) for j, s in enumerate(shapes)]
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
-        profile, split = self.moves.profile, product(np.any(ways >= 0, 1), self.mesh.sizes)
+        profile = self.moves.profile
+        split = product(np.any(ways >= 0, 1), self.mesh.sizes)
         rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
@@ -160,7 +188,9 @@ class StepProblem:
         saved = sum(local[i] for i in op.kept if i == len(kept) or kept[i])
         saved = saved + itemsize(step.dtype) * op.inner * space / split
         entering = [i for i, maker in enumerate(makers) if maker and maker.times != op.times]
-        on_the_way = sum(2 * local[i] for i in entering if op.operands[i] in step.differentiable)  # gradients
+        on_the_way = sum(
+            2 * local[i] for i in entering if op.operands[i] in step.differentiable
+        )  # gradients
         if op.kind == "loss":
             on_the_way = on_the_way + local[0]  # of the logits
             saved *= 3 if itemsize(step.dtype) < FULL else 1  # in float32, too
@@ -181,27 +211,47 @@ class StepProblem:
         return edges
 
     def _edge(self, name: str, op: Op, k: int, often: float) -> Edge:
-        numbers, step = (self.number[name], self.number[op.name]), self.step
+        numbers = (self.number[name], self.number[op.name])
+        step = self.step
         src, dst = (self.nodes[i] for i in numbers)
         rows, (used, columns) = distinct(src.ways[:, -1]), distinct(dst.ways[:, k])
         place, enters = self._place(name, op, k)
-        once, more = np.ones(len(rows[0])), dict[int, Floats]()
+        once = np.ones(len(rows[0]))
+        more = dict[int, Floats]()
         again = once * (self.recompute and op.times > 1)
         if src.kept is not None:
-            rows, again = (src.ways[:, -1], np.arange(len(src.ways))), (src.kept == EACH) * 1.0
-            once, more = np.maximum(again, 1 / self.micro_batches), self._bytes_of_parameter(src, op, k, used)
+            rows = (src.ways[:, -1], np.arange(len(src.ways)))
+            again = (src.kept == EACH) * 1.0
+            once = np.maximum(again, 1 / self.micro_batches)
+            more = self._bytes_of_parameter(src, op, k, used)
         elif op.kind == "loss":  # the gradient of the logits on arrival
             arrives = self._bytes(rows[0], self.shape(name), itemsize(step.dtype))[:, None]
             more = {self.part(op, AGAIN): arrives * (rows[0][:, None] != used).any(-1)}
-        is_linear, share = name in step.differentiable, 1.0
+        is_linear = name in step.differentiable
+        share = 1.0
         if src.kept is not None and not step.moves_anywhere:  # XLA sends every array on its own
             share = math.prod(self.shape(name)) / self._together[self._bucket(name)]
-        if name in step.by_name and not is_linear and not enters:  # without a gradient a copy is a replica
+        if (
+            name in step.by_name and not is_linear and not enters
+        ):  # without a gradient a copy is a replica
             used = without_copies(used)
-        moved, shares = (self.part(op, MOVED), self.part(op, MOVED_BACK)), [[once, 0 * once], [again, once]]
-        indices, layouts, often_by_rows = (rows[1], columns), (rows[0], used), often * np.array(shares)
+        moved = (self.part(op, MOVED), self.part(op, MOVED_BACK))
+        shares = [[once, 0 * once], [again, once]]
+        indices = (rows[1], columns)
+        layouts = (rows[0], used)
+        often_by_rows = often * np.array(shares)
         how = share, is_linear, place, enters
-        return Edge(numbers, indices, layouts, self.shape(name), self.moves, moved, often_by_rows, more, *how)
+        return Edge(
+            numbers,
+            indices,
+            layouts,
+            self.shape(name),
+            self.moves,
+            moved,
+            often_by_rows,
+            more,
+            *how,
+        )
 
     def _place(self, name: str, op: Op, k: int) -> tuple[str, bool]:
         """The module or array at which a rule can move an operand, "" for none; whether it enters there."""
@@ -210,22 +260,29 @@ class StepProblem:
             is_first = op.again and name != op.again  # of repeated blocks
             return spellings(entered)[0].replace("*", "0") if is_first else entered, True
         own = name if name in step.parameters or step.moves_anywhere else ""
-        is_alone = name in step.by_name and len(step.consumers(name)) == op.operands.count(name) == 1
+        is_alone = (
+            name in step.by_name and len(step.consumers(name)) == op.operands.count(name) == 1
+        )
         return (is_alone and step.module(step.by_name[name], left=True)) or own, False
 
     def _bytes_of_parameter(self, src: Node, op: Op, k: int, used: Ints) -> dict[int, Floats]:
         """Parts for each option of a parameter and each layout in which an operation uses it."""
-        size, gradient = itemsize(self.step.dtype), max(FULL, itemsize(self.step.dtype))
+        size = itemsize(self.step.dtype)
+        gradient = max(FULL, itemsize(self.step.dtype))
         halfway = np.where(self.moves.far, used, src.ways)  # slow links are first
-        own = np.where(used == REPLICAS, src.ways, used)  # of equal gradients, before others are added
+        own = np.where(
+            used == REPLICAS, src.ways, used
+        )  # of equal gradients, before others are added
         shape = shape_of(op.arrays[k], self.lengths)
         whole, received, sent = (self._bytes(ways, shape, size) for ways in (used, halfway, own))
         stored = self._bytes(src.ways, self.shape(src.name), size)
         gathered = (src.ways != without_copies(used)).any(-1)
         twice = (halfway != src.ways).any(-1) & (halfway != used).any(-1)
         later = ((src.ways == REPLICAS) & (used == COPY)).any(-1)
-        kept, is_first = np.asarray(src.kept), self.step.consumers(src.name)[0] is op
-        each, once = (kept == EACH)[:, None], is_first * (kept == KEPT)[:, None]
+        kept = np.asarray(src.kept)
+        is_first = self.step.consumers(src.name)[0] is op
+        each = (kept == EACH)[:, None]
+        once = is_first * (kept == KEPT)[:, None]
         more = {
             RECEIVED: each * gathered * (2 * whole + twice * received),
             SENT: each * gathered * (whole + 2 * sent),
@@ -264,7 +321,9 @@ class StepProblem:
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
         """Seconds of a step as a function of parts; no device may hold more bytes than the limit."""
         hidden = self.overlap if overlap is None else overlap
-        work, moved = (self.of_blocks[:, [*two]] for two in ((COMPUTED, COMPUTED_BACK), (MOVED, MOVED_BACK)))
+        work, moved = (
+            self.of_blocks[:, [*two]] for two in ((COMPUTED, COMPUTED_BACK), (MOVED, MOVED_BACK))
+        )
         maxima = np.stack([work + (1 - hidden) * moved, moved], 2).reshape(-1, 2, len(self.unit))
         times = self.micro_batches * np.repeat(self.times, 2).astype(float)
         return Cost(self.unit[OPTIMIZER], times, maxima, self.moments / limit)
@@ -278,7 +337,9 @@ class StepProblem:
         they were not.
         """
         every = self.of_blocks * self.times[:, None, None]
-        saved, again, received, sent, gathered, gradients, sums = (every[:, i] for i in PARTS[SAVED:])
+        saved, again, received, sent, gathered, gradients, sums = (
+            every[:, i] for i in PARTS[SAVED:]
+        )
         many = self.micro_batches > 1
         there = gathered if many else gradients  # with sums, after the backward pass
         always = self.unit[[WEIGHTS, STATE]].sum(0) + many * gradients.sum(0)
@@ -301,6 +362,10 @@ class StepProblem:
         most = self.moments[(self.moments @ vector).argmax()] * vector
         saved, *running, gathered, gradients, sums = (self.of_blocks @ most).sum(0)[SAVED:]
         held = {"parameters": most[WEIGHTS] + gathered, "gradients": gradients + sums}
-        held |= {"optimizer state": most[STATE], "activations": saved, "while a block runs": sum(running)}
+        held |= {
+            "optimizer state": most[STATE],
+            "activations": saved,
+            "while a block runs": sum(running),
+        }
         held = {kind: int(n) for kind, n in held.items()}
         return {kind: float(s) for kind, s in seconds.items()}, held

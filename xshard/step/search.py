@@ -49,10 +49,13 @@ class StepSearch:
     def __post_init__(self) -> None:
         self.cost = self.problem.cost(self.limit)
         n_maxima, n_rows = self.cost.maxima.shape[:2]
-        rows, limits = np.full(n_maxima * n_rows, 1 / n_rows), np.zeros(len(self.cost.limited))
+        rows = np.full(n_maxima * n_rows, 1 / n_rows)
+        limits = np.zeros(len(self.cost.limited))
         self.proof = np.append(rows, limits)  # the shares of the bound
         self.left = self.left or [np.arange(len(node.ways)) for node in self.problem.nodes]
-        self.live = self.left  # without options with which every assignment takes more than the cutoff
+        self.live = (
+            self.left
+        )  # without options with which every assignment takes more than the cutoff
 
     def offer(self, assignment: Sequence[int]) -> float:
         """Plan the moves of an assignment, keep it if it is the best; the seconds that planning added."""
@@ -69,13 +72,17 @@ class StepSearch:
         """Offer the assignment with the fewest seconds if half of all moves overlaps, whatever it holds."""
         n = len(self.cost.limited)
         self.offer(self.least(np.append(self.proof[:-n], np.full(n, 1 / n)))[1])
-        if not self.vectors:  # the bound of large tables may be of moves that do not exist; whole arrays stay
+        if (
+            not self.vectors
+        ):  # the bound of large tables may be of moves that do not exist; whole arrays stay
             nodes = zip(self.left, self.problem.nodes, strict=True)
             self.offer([int(o[(n.ways[o] != REPLICAS).sum((1, 2)).argmin()]) for o, n in nodes])
 
     def within(self, flags: Sequence[Flags]) -> StepSearch:
         """A search among some of the options, with the assignment to start with if there is one."""
-        left = [options[allowed[options]] for options, allowed in zip(self.left, flags, strict=True)]
+        left = [
+            options[allowed[options]] for options, allowed in zip(self.left, flags, strict=True)
+        ]
         search = StepSearch(self.problem, self.limit, left)
         if all(map(len, left)):
             search.start()
@@ -85,16 +92,21 @@ class StepSearch:
         """Raise the bound as far as weights can, with a pause after each of them."""
         if not self.vectors:
             self.start()
-        narrow = np.inf  # the seconds between the bound and the cutoff when options were left out last
+        narrow = (
+            np.inf
+        )  # the seconds between the bound and the cutoff when options were left out last
         for _ in range(ROUNDS if self.vectors else 0):
             value, shares = self.cost.mixture(np.array(list(self.vectors.values())))
-            shares, late = STAY * self.proof + (1 - STAY) * shares, np.inf
+            shares = STAY * self.proof + (1 - STAY) * shares
+            late = np.inf
             while late > max(CLOSE * value, NEAR * (value - self.bound)):
                 least, assignment, buckets = self.least(shares)
                 if least > self.bound:
-                    self.bound, self.proof = least, shares
+                    self.bound = least
+                    self.proof = shares
                     if 0 < self.cutoff - self.bound < CUT * narrow:
-                        narrow, more = self.cutoff - self.bound, excess(buckets)
+                        narrow = self.cutoff - self.bound
+                        more = excess(buckets)
                         self.live = [own[more[v] <= narrow] for v, own in enumerate(self.live)]
                 del buckets  # the search pauses here, beside others
                 yield
@@ -105,13 +117,20 @@ class StepSearch:
     def least(self, shares: Floats) -> tuple[float, list[int], list[Bucket]]:
         """A bound by shares, an assignment that has it, and the tables in between."""
         weights, spared = self.cost.weights(shares)
-        unary = [node.values[own] @ weights for node, own in zip(self.problem.nodes, self.live, strict=True)]
+        unary = [
+            node.values[own] @ weights
+            for node, own in zip(self.problem.nodes, self.live, strict=True)
+        ]
         pairs = dict[tuple[int, int], Floats]()
         for edge in self.problem.edges:
             table = edge.weighed(weights, *(self.live[node] for node in edge.nodes))
             pairs[edge.nodes] = pairs.get(edge.nodes, 0.0) + table
         value, chosen, buckets = minimum(unary, pairs)
-        return value - spared, [int(own[i]) for own, i in zip(self.live, chosen, strict=True)], buckets
+        return (
+            value - spared,
+            [int(own[i]) for own, i in zip(self.live, chosen, strict=True)],
+            buckets,
+        )
 
     def close(self, gap: float) -> None:
         """Bring the bound to within a share of the best by an integer program of what may be better."""
@@ -125,7 +144,9 @@ class StepSearch:
                 self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(map(len, left)) > MOST_OPTIONS:
                 return
-            before, late, pairs = self.seconds, 0.0, list[Pairs]()
+            before = self.seconds
+            late = 0.0
+            pairs = list[Pairs]()
             for edge in self.problem.edges:
                 rows, columns = (i[left[n]] for i, n in zip(edge.indices, edge.nodes, strict=True))
                 tables = edge.of(*np.indices(edge.banned.shape))
@@ -143,11 +164,18 @@ class StepSearch:
         """Make the best assignments better by the best change at one node, as long as one saves something."""
         ranks = {each: float(self.cost.rank(vector, OVER)) for each, vector in self.vectors.items()}
         for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
-            here, rank, change = list(start), np.inf, list(start)
-            while (now := float(self.cost.rank(self.problem.vectors(change)[0]))) < (1 - CLOSE) * rank:
-                here, rank, least = change, now, np.inf
+            here = list(start)
+            rank = np.inf
+            change = list(start)
+            while (now := float(self.cost.rank(self.problem.vectors(change)[0]))) < (
+                1 - CLOSE
+            ) * rank:
+                here = change
+                rank = now
+                least = np.inf
                 for node, own in enumerate(self.live):
                     each = self.cost.rank(self.problem.vectors(here, node))[own]
                     if each.min() < least:
-                        least, change = each.min(), [*here[:node], int(own[each.argmin()]), *here[node + 1 :]]
+                        least = each.min()
+                        change = [*here[:node], int(own[each.argmin()]), *here[node + 1 :]]
                 self.offer(change)

@@ -30,7 +30,9 @@ class TrainingStep:
     >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
     >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
     >>> lengths = {"b": 64, "c": 128, "f": 512}
-    >>> print(TrainingStep([up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}))
+    >>> print(
+    ...     TrainingStep([up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"})
+    ... )
     up    contraction  b c, f c -> b f  x, up.weight
     loss  loss         b f ->           up
     """
@@ -48,7 +50,9 @@ class TrainingStep:
         object.__setattr__(self, "dtype", name_of(self.dtype))
         for dim, n in self.lengths.items():
             if (whole_number(n) or 0) < 1:
-                raise ShapeError(f"dim {dim!r} has length {n!r}", hint="a length is a whole number >= 1")
+                raise ShapeError(
+                    f"dim {dim!r} has length {n!r}", hint="a length is a whole number >= 1"
+                )
         known = [*self.inputs, *self.parameters]
         for op in self.ops:
             with located(f"operation {op.name}"):
@@ -70,8 +74,12 @@ class TrainingStep:
             raise PlanError(f"no array {name!r}", hint=hint)
         here, there = (shape_of(each, self.lengths) for each in (array, self.arrays[name]))
         if here != there:
-            hint = "an array has the same lengths, by position, where it is made and where it is used"
-            raise ShapeError(f"{name} is '{self.arrays[name]}' {there}, used as '{array}' {here}", hint=hint)
+            hint = (
+                "an array has the same lengths, by position, where it is made and where it is used"
+            )
+            raise ShapeError(
+                f"{name} is '{self.arrays[name]}' {there}, used as '{array}' {here}", hint=hint
+            )
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
@@ -107,31 +115,45 @@ class TrainingStep:
     def is_kept(self, name: str) -> bool:
         """Whether the backward pass of an operation needs this operand."""
         consumers = self.consumers(name)
-        return any(name in (c.operands[i] for i in c.kept if i < len(c.operands)) for c in consumers)
+        return any(
+            name in (c.operands[i] for i in c.kept if i < len(c.operands)) for c in consumers
+        )
 
     @cached_property
     def with_shares(self) -> TrainingStep:
         """The step with a `share` after each activation that several operations keep: it is moved once."""
-        ops, renamed = list[Op](), dict[tuple[str, str], str]()
+        ops = list[Op]()
+        renamed = dict[tuple[str, str], str]()
         for op in self.ops:
-            ops.append(replace(op, operands=tuple(renamed.get((o, op.name), o) for o in op.operands)))
-            keep = {c.name for c in self.consumers(op.name) if KINDS[c.kind].saves and c.kind != "share"}
+            ops.append(
+                replace(op, operands=tuple(renamed.get((o, op.name), o) for o in op.operands))
+            )
+            keep = {
+                c.name for c in self.consumers(op.name) if KINDS[c.kind].saves and c.kind != "share"
+            }
             if len(keep) > 1:
-                text, name = f"{op.arrays[-1]} {ARROW} {op.arrays[-1]}", f"{op.name} (shared)"
+                text = f"{op.arrays[-1]} {ARROW} {op.arrays[-1]}"
+                name = f"{op.name} (shared)"
                 keeps = (0,) if self.is_kept(op.name) else ()
-                ops.append(Op(name, text, (op.name,), kind="share", times=op.times, enters="", keeps=keeps))
+                ops.append(
+                    Op(name, text, (op.name,), kind="share", times=op.times, enters="", keeps=keeps)
+                )
                 renamed |= {(op.name, consumer): name for consumer in keep}
         return replace(self, ops=ops) if renamed else self
 
     def __str__(self) -> str:
         kinds = [f"{op.kind} x {op.times}" if op.times > 1 else op.kind for op in self.ops]
         rows = zip(self.ops, kinds, strict=True)
-        return align_columns([(op.name, kind, op.text, ", ".join(op.operands)) for op, kind in rows])
+        return align_columns(
+            [(op.name, kind, op.text, ", ".join(op.operands)) for op, kind in rows]
+        )
 
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
     """The lengths of the dims of an array. Raises ShapeError for a dim without a length."""
     for name in dims_of(array):
         if name not in lengths:
-            raise ShapeError(f"dim {name!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}")
+            raise ShapeError(
+                f"dim {name!r} lacks a length", hint=f"lengths are: {', '.join(lengths)}"
+            )
     return tuple(math.prod(lengths[name] for name in parts_of(dim)) for dim in array.dims)

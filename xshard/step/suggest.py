@@ -59,7 +59,9 @@ def suggest(
     >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
     >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
     >>> lengths = {"b": 4096, "c": 8192, "f": 8192}
-    >>> step = TrainingStep([up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"})
+    >>> step = TrainingStep(
+    ...     [up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}
+    ... )
     >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
     >>> plan.parameters["up.weight"], plan.gap < 0.005
     ('o/dp/tp i', True)
@@ -72,7 +74,8 @@ def suggest(
     if np.isinf([moves.profile.flops(step.dtype), moves.profile.copy_bytes_per_s]).any():
         hint = "give flops_per_s and copy_bytes_per_s; `xshard calibrate` measures them"
         raise ProfileError(f"profile {moves.profile.name!r} lacks rates of operations", hint=hint)
-    searches, by_hand = list[StepSearch](), dict[str, StepPlan]()
+    searches = list[StepSearch]()
+    by_hand = dict[str, StepPlan]()
     for problem in problems(step, moves, micro_batches, recompute, overlap):
         try:
             searches.append(StepSearch(problem, limit, fixed_options(problem, fixed or {})))
@@ -89,8 +92,11 @@ def suggest(
                 plans.append(StepPlan(search, vector))
         if plans:
             by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
-    best, running = min(s.seconds for s in searches), {search: search.rounds() for search in searches}
-    while running:  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
+    best = min(s.seconds for s in searches)
+    running = {search: search.rounds() for search in searches}
+    while (
+        running
+    ):  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
         search = min(running, key=lambda s: s.bound)
         search.cutoff = best
         if search.bound >= best or next(running[search], True):
@@ -111,14 +117,19 @@ def suggest(
         least_text = format_bytes(int(least / (1 - HEADROOM)))
         hint = f"the least that was found is {least_text}; more devices hold more"
         raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
-    fastest, bound = min(searches, key=lambda s: s.seconds), min(best, *(s.bound for s in searches))
+    fastest = min(searches, key=lambda s: s.seconds)
+    bound = min(best, *(s.bound for s in searches))
     fitting = (plan.seconds() for plan in by_hand.values() if plan.fits)
     most = min(best * (1 + SIMPLER), max(bound / (1 - SIMPLER), best * (1 + gap)), *fitting)
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
 def problems(
-    step: TrainingStep, moves: MovePrices, micro_batches: int | None, recompute: bool | None, overlap: float
+    step: TrainingStep,
+    moves: MovePrices,
+    micro_batches: int | None,
+    recompute: bool | None,
+    overlap: float,
 ) -> Iterable[StepProblem]:
     """The numbers of micro-batches that divide the batch, with and without computing activations again."""
     batch = step.lengths[step.batch]
@@ -128,5 +139,9 @@ def problems(
             hint = f"{step.batch} is {batch}: {', '.join(map(str, numbers))} divide it"
             raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
         numbers = [micro_batches]
-    again = [False, True] if recompute is None and any(op.times > 1 for op in step.ops) else [bool(recompute)]
+    again = (
+        [False, True]
+        if recompute is None and any(op.times > 1 for op in step.ops)
+        else [bool(recompute)]
+    )
     yield from (StepProblem(step, moves, n, each, overlap) for n in numbers for each in again)

@@ -62,14 +62,19 @@ class Suggestion(Pictured):
         problem = self.search.problem
         vector = problem.vectors(self.assignment)[0]
         self.parameters, self.inputs, self.outputs, self.once = written(problem, self.assignment)
-        self.micro_batches, self.recompute = problem.micro_batches, problem.recompute
-        self.seconds, (self.parts, self.memory) = float(self.search.cost.of(vector)), problem.summary(vector)
+        self.micro_batches = problem.micro_batches
+        self.recompute = problem.recompute
+        self.seconds, (self.parts, self.memory) = (
+            float(self.search.cost.of(vector)),
+            problem.summary(vector),
+        )
         self.gap = 1 - self.bound / self.seconds
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
         """The layouts of every array where it is made or stored, and where it is used first."""
-        problem, edges = self.search.problem, reversed(self.search.problem.edges)
+        problem = self.search.problem
+        edges = reversed(self.search.problem.edges)
         return {problem.nodes[e.nodes[0]].name: ends_of(problem, e, self.assignment) for e in edges}
 
     def why(self, name: str) -> str:
@@ -77,13 +82,17 @@ class Suggestion(Pictured):
 
         Raises PlanError for another name.
         """
-        problem, number, chosen = self.search.problem, self.search.problem.number, list(self.assignment)
+        problem = self.search.problem
+        number = self.search.problem.number
+        chosen = list(self.assignment)
         if name not in number:
             hint = f"{did_you_mean(name, number)}names are: {listed(list(number))}"
             raise PlanError(f"no array {name!r} in the step", hint=hint)
-        i, node = number[name], problem.nodes[number[name]]
+        i = number[name]
+        node = problem.nodes[number[name]]
         others = (node.ways[:, -1] != node.ways[chosen[i], -1]).any(-1)
-        left, here = list(self.search.left), f"{name}: {self._stated(i, chosen[i])}"
+        left = list(self.search.left)
+        here = f"{name}: {self._stated(i, chosen[i])}"
         left[i] = left[i][others[left[i]]]
         if not len(left[i]):
             return f"{here}, without another layout"
@@ -100,7 +109,8 @@ class Suggestion(Pictured):
 
     def _stated(self, i: int, option: int) -> str:
         """An option of a node as text."""
-        problem, node = self.search.problem, self.search.problem.nodes[i]
+        problem = self.search.problem
+        node = self.search.problem.nodes[i]
         text = str(layout_of(node.ways[option, -1], problem.names(node.name), problem.mesh.axes))
         if node.kept is None or "/" not in text:
             return text
@@ -118,14 +128,20 @@ class Suggestion(Pictured):
         Nothing moves that no rule names. Raises PlanError for rules that cannot be run.
         """
         stated = {"parameters": parameters, "inputs": inputs, "outputs": outputs}
-        rules = {name: getattr(self, name) if own is None else Rules(own) for name, own in stated.items()}
+        rules = {
+            name: getattr(self, name) if own is None else Rules(own) for name, own in stated.items()
+        }
         problem = replace(self.search.problem)
-        left = limited(problem, StepRules(**rules, once=self.once if once is None else once), self.unused)
+        left = limited(
+            problem, StepRules(**rules, once=self.once if once is None else once), self.unused
+        )
         search = StepSearch(problem, np.inf, left)
         list(search.rounds())
         search.improve()
         if search.best is None:
-            hint = "a layout that no rule moves has to be the same in all operations that it reaches"
+            hint = (
+                "a layout that no rule moves has to be the same in all operations that it reaches"
+            )
             raise PlanError("no plan follows these rules", hint=hint)
         return Suggestion(search, search.best, search.bound, {})
 
@@ -154,14 +170,19 @@ class Suggestion(Pictured):
         """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
         own = self.search.problem.overlap
         mine = StepPlan(self.search, self.search.problem.vectors(self.assignment)[0])
-        by_hand = sorted(self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds()))
+        by_hand = sorted(
+            self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds())
+        )
         plans = {"suggested": mine, **dict(by_hand)}
         shares = sorted({0.0, own, 1.0})
         rows = [("overlap", *(f"{share:g}" for share in shares), "bytes", "")]
         for name, plan in plans.items():
             seconds = (format_seconds(plan.seconds(share)) for share in shares)
-            rows.append((name, *seconds, format_bytes(plan.bytes), "" if plan.fits else "does not fit"))
-        lines, fitting = [align_columns(rows)], [name for name, plan in plans.items() if plan.fits]
+            rows.append(
+                (name, *seconds, format_bytes(plan.bytes), "" if plan.fits else "does not fit")
+            )
+        lines = [align_columns(rows)]
+        fitting = [name for name, plan in plans.items() if plan.fits]
         more = plans[fitting[1]].seconds() / self.seconds - 1 if fitting[1:] else np.inf
         if more <= SAME:
             lines.append(f"{fitting[1]} is within {more:.1%}: little to gain")

@@ -46,7 +46,8 @@ class Trace:
         for n in shape:
             self._fresh("b" if n == self.batch and not names else f"s{n}", n, names)
         self.inputs.append(name)
-        self.dims[name], self.shapes[name] = [[each] for each in names], (*shape,)
+        self.dims[name] = [[each] for each in names]
+        self.shapes[name] = (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
@@ -54,9 +55,12 @@ class Trace:
         self.shapes[name] = (*shape,)
         return name
 
-    def add(self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **how: Any) -> str:
+    def add(
+        self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **how: Any
+    ) -> str:
         """An operation inside a module, the shape of its result, and fields of `Op`; returns its name."""
-        operands, how = operands[: len(op.arrays) - 1], {**op.work, "enters": "", "leaves": "", **how}
+        operands = operands[: len(op.arrays) - 1]
+        how = {**op.work, "enters": "", "leaves": "", **how}
         arrays = [[dim.strip("()").split() for dim in dims] for dims in op.arrays]
         shapes = [*(self.shapes[o] for o in operands), shape]
         sizes = dict(op.lengths)
@@ -67,8 +71,11 @@ class Trace:
             for dim, names in zip(dims, self.dims.get(operand, ()), strict=False):
                 for letter, split in self._factors(dim, names, sizes).items():
                     factors[letter] = max(factors[letter], split, key=_rank)
-        taken, letters = list[str](), dict.fromkeys(x for dims in arrays for dim in dims for x in dim)
-        meaning = {x: [self._fresh(known or f"n{n}", n, taken) for known, n in factors[x]] for x in letters}
+        taken = list[str]()
+        letters = dict.fromkeys(x for dims in arrays for dim in dims for x in dim)
+        meaning = {
+            x: [self._fresh(known or f"n{n}", n, taken) for known, n in factors[x]] for x in letters
+        }
         named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
         for operand, own in zip(operands, named, strict=False):
             self.dims.setdefault(operand, own)
@@ -76,14 +83,20 @@ class Trace:
         whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
         text = Written([[*map(grouped, names)] for names in named]).text
         step_op = Op(name, text, tuple(operands), op.kind, whole, **how)
-        first = {names[0] for names in meaning.values()}  # an axis shards the first of several names
-        self.ops.append(replace(step_op, rules=_linked(step_op, op.links, first)) if op.links else step_op)
-        self.dims[name], self.shapes[name] = named[-1], (*shape,)
+        first = {
+            names[0] for names in meaning.values()
+        }  # an axis shards the first of several names
+        self.ops.append(
+            replace(step_op, rules=_linked(step_op, op.links, first)) if op.links else step_op
+        )
+        self.dims[name] = named[-1]
+        self.shapes[name] = (*shape,)
         return name
 
     def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
         """The step that ends in some operations, with all that they need."""
-        needed, ops = set(last), list[Op]()
+        needed = set(last)
+        ops = list[Op]()
         for op in reversed(self.ops):
             if op.name in needed:
                 needed.update(op.operands)
@@ -121,8 +134,13 @@ def _linked(op: Op, links: int, first: set[str]) -> tuple[tuple[int, ...], ...]:
     """
     *operands, result = op.dims
     own = {name for dims in (*operands[:-links], result) for name in dims}
-    rules, beside, others = list[tuple[int, ...]](), operands[-links:], first - own
-    free = [[REPLICAS, SUM, COPY, *(d for d, name in enumerate(dims) if name in others)] for dims in beside]
+    rules = list[tuple[int, ...]]()
+    beside = operands[-links:]
+    others = first - own
+    free = [
+        [REPLICAS, SUM, COPY, *(d for d, name in enumerate(dims) if name in others)]
+        for dims in beside
+    ]
     for rule in op.axis_rules:
         named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
         if named <= own & first:

@@ -22,7 +22,11 @@ Blocks = Sequence[Block]
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 FREE = ("retag", "transpose")  # kinds of local steps that return a view
-REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+}
 
 
 class Step(ABC):
@@ -68,7 +72,9 @@ def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout
     """The layout without `shards`, which must be the innermost shards of `dim`. Raises PlanError."""
     d = layout.dim(dim) if dim in layout.names else None
     if d is None or not shards or d.shards[-len(shards) :] != shards:
-        raise PlanError(f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
+        raise PlanError(
+            f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'"
+        )
     return _with_shards(layout, dim, d.shards[: -len(shards)])
 
 
@@ -85,7 +91,9 @@ def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     """The layout with all tags of these axes removed."""
-    tags: Tags = tuple((kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags)
+    tags: Tags = tuple(
+        (kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags
+    )
     return replace(layout, tags=tags)
 
 
@@ -113,7 +121,9 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     for cut_by in (outer, outer + shards):
         whole = replace(d, shards=cut_by)
         if not block_length(whole, sharding.shape[index], sharding.mesh.sizes_of(whole.axes))[1]:
-            raise PlanError(f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
+            raise PlanError(
+                f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly"
+            )
 
 
 def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
@@ -152,4 +162,6 @@ def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
 
 
 def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    return replace(layout, dims=tuple(replace(d, shards=shards) if d.name == dim else d for d in layout.dims))
+    return replace(
+        layout, dims=tuple(replace(d, shards=shards) if d.name == dim else d for d in layout.dims)
+    )

@@ -14,7 +14,15 @@ from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
 from xshard.steps.base import Block, Blocks, DimCut, Step, axes_of, even_parts, put_rows, take_rows
-from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
+from xshard.steps.traffic import (
+    Hop,
+    LinkSpans,
+    PairTraffic,
+    Traffic,
+    pairs_in_groups,
+    rings,
+    slowest_first,
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,15 @@ class AllGather(Step):
         return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after, at = self.after(before), before.dim_index(self.dim)
+        after = self.after(before)
+        at = before.dim_index(self.dim)
         parts = even_parts(before, self.dim, self.shards)
         results = []
         for device in range(before.mesh.n_devices):
             out = np.empty(after.local_shape(device), blocks[device].dtype)
-            for part, member in zip(parts, before.mesh.group(device, axes_of(self.shards)), strict=True):
+            for part, member in zip(
+                parts, before.mesh.group(device, axes_of(self.shards)), strict=True
+            ):
                 put_rows(out, at, part, blocks[member])
             results.append(out)
         return results
@@ -60,7 +71,8 @@ class AllGather(Step):
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Traffic of an all-gather of `block` elements: the slowest link first, while blocks are small."""
-    whole, hops = block, []
+    whole = block
+    hops = []
     for span in rings(group):
         n = span.size
         hops.append(Hop(span.axis, (n - 1) * whole, n - 1, span.level))
@@ -70,7 +82,9 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
 
 def _rounds(group: LinkSpans) -> int:
     """The rounds of a gather in which the devices of each level pass on what they have, in one ring."""
-    return sum(math.prod(s.size for s in near) - 1 for _, near in groupby(group, key=lambda s: s.level))
+    return sum(
+        math.prod(s.size for s in near) - 1 for _, near in groupby(group, key=lambda s: s.level)
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,9 @@ class Slice(Step):
         results = []
         for device, block in enumerate(blocks):
             for dim, shards in self.cuts:
-                block = take_rows(block, before.dim_index(dim), base.own_part(before, dim, shards, device))
+                block = take_rows(
+                    block, before.dim_index(dim), base.own_part(before, dim, shards, device)
+                )
             results.append(block)
         return results
 
@@ -133,28 +149,34 @@ class AllToAll(Step):
         return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        mesh, after = before.mesh, self.after(before)
-        src, dst = before.dim_index(self.src_dim), before.dim_index(self.dst_dim)
+        mesh = before.mesh
+        after = self.after(before)
+        src = before.dim_index(self.src_dim)
+        dst = before.dim_index(self.dst_dim)
         src_parts = even_parts(before, self.src_dim, self.src_shards)
         dst_parts = even_parts(before, self.dst_dim, self.dst_shards)
         results = []
         for device in range(mesh.n_devices):
             out = np.empty(after.local_shape(device), blocks[device].dtype)
             mine = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
-            for part, member in zip(src_parts, mesh.group(device, axes_of(self.src_shards)), strict=True):
+            for part, member in zip(
+                src_parts, mesh.group(device, axes_of(self.src_shards)), strict=True
+            ):
                 put_rows(out, src, part, take_rows(blocks[member], dst, mine))
             results.append(out)
         return results
 
     def __str__(self) -> str:
-        src, dst = base.shards_text(self.src_shards), base.shards_text(self.dst_shards)
+        src = base.shards_text(self.src_shards)
+        dst = base.shards_text(self.dst_shards)
         return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
     """Traffic of an all-to-all of blocks of `block` elements; each span carries what differs along it."""
     left = math.prod(span.size for span in group)
-    piece, hops = block // left, []
+    piece = block // left
+    hops = []
     for span in group:
         peers = left - left // span.size
         hops.append(Hop(span.axis, peers * piece, peers, span.level))
@@ -180,16 +202,22 @@ class AllReduce(Step):
         return before.with_layout(base.freed(layout, self.axes, self.copies))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return all_reduce_traffic(before.max_local_size, slowest_first(before.mesh, self.axes, spans))
+        return all_reduce_traffic(
+            before.max_local_size, slowest_first(before.mesh, self.axes, spans)
+        )
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        share = -(-2 * before.max_local_size // before.mesh.size(*self.axes))  # scattered, then gathered
+        share = -(
+            -2 * before.max_local_size // before.mesh.size(*self.axes)
+        )  # scattered, then gathered
         return pairs_in_groups(before.mesh, self.axes, share)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
         groups = (mesh.group(device, self.axes) for device in range(mesh.n_devices))
-        return [base.reduce_blocks(self.op, [blocks[member] for member in group]) for group in groups]
+        return [
+            base.reduce_blocks(self.op, [blocks[member] for member in group]) for group in groups
+        ]
 
     def __str__(self) -> str:
         return f"all_reduce {self.op}({','.join(self.axes)})"
@@ -221,8 +249,11 @@ class ReduceScatter(Step):
         return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        mesh, d, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
-        parts, results = even_parts(before, self.dim, self.shards), []
+        mesh = before.mesh
+        d = before.dim_index(self.dim)
+        axes = axes_of(self.shards)
+        parts = even_parts(before, self.dim, self.shards)
+        results = []
         for device in range(mesh.n_devices):
             part = parts[mesh.index(device, axes)]
             addends = [take_rows(blocks[member], d, part) for member in mesh.group(device, axes)]
@@ -235,7 +266,8 @@ class ReduceScatter(Step):
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     """Traffic of an all-reduce: reduce-scatter, fastest link first, and all-gather back, by a tree."""
-    hops, n = [], 1
+    hops = []
+    n = 1
     for span in reversed(group):
         size = span.size
         received = -(-2 * (size - 1) * block // (size * n))

@@ -12,7 +12,16 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
-from xshard.steps.base import Block, Blocks, Step, axes_of, own_part, put_rows, shards_text, take_free
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    Step,
+    axes_of,
+    own_part,
+    put_rows,
+    shards_text,
+    take_free,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Embed(Step):
         return before.with_layout(base.with_tag(layout, "sum", axes_of(self.shards)))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after, at = self.after(before), before.dim_index(self.dim)
+        after = self.after(before)
+        at = before.dim_index(self.dim)
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
@@ -51,11 +61,17 @@ class Mask(Step):
     axes: tuple[str, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        return before.with_layout(base.with_tag(take_free(before.layout, self.axes), "sum", self.axes))
+        return before.with_layout(
+            base.with_tag(take_free(before.layout, self.axes), "sum", self.axes)
+        )
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        firsts = (not before.mesh.index(device, self.axes) for device in range(before.mesh.n_devices))
-        return [b.copy() if first else np.zeros_like(b) for b, first in zip(blocks, firsts, strict=True)]
+        firsts = (
+            not before.mesh.index(device, self.axes) for device in range(before.mesh.n_devices)
+        )
+        return [
+            b.copy() if first else np.zeros_like(b) for b, first in zip(blocks, firsts, strict=True)
+        ]
 
     def __str__(self) -> str:
         return f"mask sum({','.join(self.axes)})"
@@ -100,10 +116,13 @@ class Scale(Step):
         return before
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        numerator, denominator = self.factor.numerator, self.factor.denominator
+        numerator = self.factor.numerator
+        denominator = self.factor.denominator
         # Division is exact where the result is representable; a rounded reciprocal is not.
         kinds = [(b, b.dtype.type) for b in blocks]
-        return [np.divide(b * kind(numerator), kind(denominator)).astype(b.dtype) for b, kind in kinds]
+        return [
+            np.divide(b * kind(numerator), kind(denominator)).astype(b.dtype) for b, kind in kinds
+        ]
 
     def __str__(self) -> str:
         return f"scale {self.factor}"

@@ -24,13 +24,17 @@ class Permute(Step):
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
-        sums, sums_after = (without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after))
+        sums, sums_after = (
+            without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after)
+        )
         if sums != sums_after:
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
         if before.even_cuts is None or after.even_cuts is None:
             senders(before, after)  # raises where blocks differ
         elif before.max_local_shape != after.max_local_shape:
-            raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
+            raise PlanError(
+                f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'"
+            )
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
@@ -53,8 +57,11 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     """Traffic of a permutation over `moved`, the axes with another role afterwards."""
     if not moved:
         return Traffic()
-    axis, level = moved[0].axis, moved[0].level
-    far, near = (math.prod(s.size for s in moved if (s.level == level) == is_far) for is_far in (True, False))
+    axis = moved[0].axis
+    level = moved[0].level
+    far, near = (
+        math.prod(s.size for s in moved if (s.level == level) == is_far) for is_far in (True, False)
+    )
     return Traffic(block, 0, (Hop(axis, block, 1, level, 0 if near % far else block // far),))
 
 
@@ -65,7 +72,9 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
     receivers: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device, (held, wanted) in enumerate(zip(block_keys(before), block_keys(after), strict=True)):
+    for device, (held, wanted) in enumerate(
+        zip(block_keys(before), block_keys(after), strict=True)
+    ):
         here = mesh.index(device, still)
         holders[here, *held].append(device)
         receivers[here, *wanted].append(device)
@@ -73,9 +82,13 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     for key, takers in receivers.items():
         givers = holders.get(key, [])
         if len(givers) != len(takers):
-            raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
+            raise PlanError(
+                f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'"
+            )
         stay = set(takers) & set(givers)
-        movers = zip((t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True)
+        movers = zip(
+            (t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True
+        )
         for taker, giver in [*((d, d) for d in stay), *movers]:
             result[taker] = giver
     return tuple(result)

@@ -94,7 +94,9 @@ class Phases:
     numbers: Sequence[int]
 
     @classmethod
-    def along(cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]) -> Phases:
+    def along(
+        cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]
+    ) -> Phases:
         """spans: the spans of all axes of the mesh, the slowest first."""
         known = reversed([span for span in spans if span.axis in axes and span.size > 1])
         levels = tuple(tuple(level) for _, level in groupby(known, key=lambda span: span.level))
@@ -115,7 +117,9 @@ class Phases:
         """The devices reached by the links of a level and slower ones, in the order of their blocks."""
         if level == len(self.levels):
             return (device,)
-        return tuple(d for near in self.members(device, level) for d in self.reached(near, level + 1))
+        return tuple(
+            d for near in self.members(device, level) for d in self.reached(near, level + 1)
+        )
 
     def _place(self, device: int, left_out: int) -> list[int]:
         """Coordinates of a device along the spans of all levels but one."""

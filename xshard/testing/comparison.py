@@ -48,18 +48,22 @@ def mismatches(
     problem: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons. runs: one
-    device first; an array that differs there is then compared with the function's own result on one."""
+    device first; an array that differs there is then compared with the function's own result on one.
+    """
     arguments = dict(zip(problem.names, problem.values, strict=True))
     arrays = truth.outputs.values(), truth.gradients.values(), truth.updated.values()
     largest = dict(zip(KINDS, map(largest_value, arrays), strict=True))
-    wrong, compared = list(_wrong_derivatives(problem, truth, runs[0].runtime)), len(truth.derivatives)
+    wrong = list(_wrong_derivatives(problem, truth, runs[0].runtime))
+    compared = len(truth.derivatives)
     draws = truth.draws or any(run.answer.draws for run in runs)
 
     def differs(array: ComparedArray, want: Devices, runtime: str, against: str) -> Mismatch | None:
         nonlocal compared
         compared += 1
         subject = Subject(array.kind, array.name, runtime, array.sharding.mesh, against)
-        mismatch = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
+        mismatch = find_mismatch(
+            subject, array.got, want, array.blocks, tol, largest[array.kind], arguments
+        )
         if mismatch is not None:
             wrong.append(_explained(mismatch, wrong, draws))
         return mismatch
@@ -68,15 +72,22 @@ def mismatches(
     right: dict[tuple[str, str, str, str], ComparedArray] = {}
     for run in runs:
         for array in _arrays(problem, truth, run):
-            place, against = (run.runtime, array.kind, array.name), truth.source
+            place = (run.runtime, array.kind, array.name)
+            against = truth.source
             if place in alone:
-                array, against = replace(array, whole=alone[place]), f"{run.runtime} on one device"
+                array = replace(array, whole=alone[place])
+                against = f"{run.runtime} on one device"
             mismatch = differs(array, array.want, run.runtime, against)
             if mismatch is None:
                 right[str(run.mesh), *place] = array
             elif run.mesh.n_devices == 1 and not mismatch.problem:
                 alone[place] = whole(array.got, array.blocks)
-    for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
+    for (
+        mesh,
+        runtime,
+        kind,
+        name,
+    ), array in right.items():  # both are right, and may differ all the same
         other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
         if other is not None and (SIDES[1], kind, name) not in alone:
             differs(array, other.got, runtime, SIDES[1])
@@ -90,7 +101,9 @@ def _wrong_derivatives(problem: Problem, truth: Truth, runtime: str) -> Iterator
         subject = Subject("gradient", problem.names[i], runtime, truth.mesh, DIFFERENCES)
         sharding = Sharding(Layout.parse("direction"), truth.mesh, got[0].shape)
         tolerance = max(DERIVATIVE, rounding([problem.values[i].dtype.name]))
-        if wrong := find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {}):
+        if wrong := find_mismatch(
+            subject, got, want, sharding, tolerance, max(100 * size, most), {}
+        ):
             yield _explained(wrong, (), truth.draws)
 
 
@@ -106,19 +119,26 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch], draws: bool) -> Mism
 
 def _arrays(problem: Problem, truth: Truth, run: RunAnswer) -> Iterator[ComparedArray]:
     """Every array of a run."""
-    answer, shardings = run.answer, problem.shardings(run.mesh)
+    answer = run.answer
+    shardings = problem.shardings(run.mesh)
     for name, got in answer.outputs.items():
         whole = truth.outputs[name]
-        yield ComparedArray("output", name, got, whole, Sharding(truth.layouts[name], run.mesh, whole.shape))
+        yield ComparedArray(
+            "output", name, got, whole, Sharding(truth.layouts[name], run.mesh, whole.shape)
+        )
     for i, got in (answer.gradients or {}).items():
         yield ComparedArray("gradient", problem.names[i], got, truth.gradients[i], shardings[i])
     for i, got in answer.updated.items():
         yield ComparedArray("parameter", problem.names[i], got, truth.updated[i], shardings[i])
 
 
-def whole_of(problem: Problem, truth: Truth, run: RunAnswer, kind: str, name: str) -> tuple[Block, Block]:
+def whole_of(
+    problem: Problem, truth: Truth, run: RunAnswer, kind: str, name: str
+) -> tuple[Block, Block]:
     """The whole array that blocks of a run stand for, and the one that they should; in double precision."""
-    (array,) = (each for each in _arrays(problem, truth, run) if (each.kind, each.name) == (kind, name))
+    (array,) = (
+        each for each in _arrays(problem, truth, run) if (each.kind, each.name) == (kind, name)
+    )
     return in_double(whole(array.got, array.blocks)), in_double(array.whole)
 
 
@@ -134,14 +154,18 @@ _LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
-def explained(found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | None) -> Iterator[Mismatch]:
+def explained(
+    found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | None
+) -> Iterator[Mismatch]:
     """The mismatches; those without a cause have the one that a trial of their run shows."""
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
     tried: dict[Side, Cause | None] = {}
     for runtime, mesh in dict.fromkeys(map(_run, found)):
         own = [m for m in found if _run(m) == (runtime, mesh)]
         if wrong := [m for m in own if m.subject.kind == "output"]:
-            if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
+            if (
+                any(map(_is_open, wrong)) and runtime not in tried
+            ):  # on the first mesh that shows it
                 tried[runtime] = _transposition(runs, truth, tol, runtime, mesh)
             causes[runtime, mesh] = tried.get(runtime) or _OUTPUT
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
@@ -154,18 +178,26 @@ def explained(found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | 
 
 def located(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> Iterator[Mismatch]:
     """Mismatches of a function with itself on one device, with the first wrong redistribution. One without
-    a cause of its own has the redistribution's, or a law by which the error grows with the devices."""
+    a cause of its own has the redistribution's, or a law by which the error grows with the devices.
+    """
     several = [m for m in found if m.subject.against != DIFFERENCES]
     wrong, first = _first_wrong(several[0].subject, runs, truth) if several else (None, "")
     earlier: dict[tuple[str, str], Cause] = {}
     for m in found:
-        kind, mesh, array = m.subject.kind, m.subject.mesh, (m.subject.kind, m.subject.name)
+        kind = m.subject.kind
+        mesh = m.subject.mesh
+        array = (m.subject.kind, m.subject.name)
         here = [other for other in several if other.subject.mesh == mesh]
-        is_first, cause = m in several and mesh == several[0].subject.mesh, m.cause
+        is_first = m in several and mesh == several[0].subject.mesh
+        cause = m.cause
         if not m.problem and (cause is None or cause.name == "one addend"):
             shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
             cause = shown or earlier.get(array) or _law(m, runs, truth) or cause
-        if cause is None and kind == "gradient" and any(other.subject.kind == "output" for other in here):
+        if (
+            cause is None
+            and kind == "gradient"
+            and any(other.subject.kind == "output" for other in here)
+        ):
             cause = _OUTPUT
         elif cause is None:  # a factor per device shows in gradients alone
             causes = (other.cause for other in here if other.cause is not None)
@@ -177,12 +209,15 @@ def located(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> Iterator[Mis
 
 def _first_wrong(wrong: Subject, runs: Runs, truth: Truth) -> tuple[Mismatch | None, str]:
     """The first redistribution with a wrong block (cotangent if only gradients are wrong), and a sentence."""
-    runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
+    runtime = _side(wrong)
+    mesh = wrong.mesh
+    back = wrong.kind != "output"
     try:
         one, many = (runs.seen(runtime, each, truth) for each in (truth.mesh, mesh))
     except XshardError:
         return None, ""
-    arguments, before = dict(zip(runs.problem.names, runs.problem.values, strict=True)), ""
+    arguments = dict(zip(runs.problem.names, runs.problem.values, strict=True))
+    before = ""
     for a, b in zip(in_turn(one, 1, back), in_turn(many, mesh.n_devices, back), strict=False):
         if a.check.text != b.check.text:
             break
@@ -196,16 +231,21 @@ def _first_wrong(wrong: Subject, runs: Runs, truth: Truth) -> tuple[Mismatch | N
 
 def _law(m: Mismatch, runs: Runs, truth: Truth) -> Cause | None:
     """A cause by how the error grows along an axis, on which two and three devices are run."""
-    kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
+    kind = m.subject.kind
+    name = m.subject.name
+    mesh = m.subject.mesh
     for axis in mesh.long_axes:
         try:
             meshes = [Mesh({a: n if a == axis else 1 for a in mesh.axes}) for n in (2, 3)]
             own = [runs.run(_side(m.subject), each, truth) for each in meshes]
-            (two, want), (three, _) = (whole_of(runs.problem, truth, run, kind, name) for run in own)
+            (two, want), (three, _) = (
+                whole_of(runs.problem, truth, run, kind, name) for run in own
+            )
         except XshardError:
             continue
         for power, of in ((1, "a part"), (2, "of a sum of squares a part")):
-            first, then = two**power - want**power, three**power - want**power
+            first = two**power - want**power
+            then = three**power - want**power
             slack = _LAW * np.abs(then).max(initial=0)
             if slack and np.allclose(then, 2 * first, 0, slack):
                 text = f"{of} is counted once on every device along {axis}, so the error grows"
@@ -225,17 +265,25 @@ def _run(m: Mismatch) -> tuple[Side, Mesh]:
 
 def _is_open(m: Mismatch) -> bool:
     """True if nothing explains it, or only statistics explain a gradient."""
-    by_statistics = m.subject.kind == "gradient" and m.cause is not None and m.cause.name == "one addend"
+    by_statistics = (
+        m.subject.kind == "gradient" and m.cause is not None and m.cause.name == "one addend"
+    )
     return not m.problem and (m.cause is None or by_statistics)
 
 
-def _transposition(runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh) -> Cause | None:
+def _transposition(
+    runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
+) -> Cause | None:
     """The outputs are right if square arguments are transposed, one of them or all."""
     problem = runs.problem
-    square = [i for i, x in enumerate(problem.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
+    square = [
+        i for i, x in enumerate(problem.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
+    ]
     sets = islice((s for n in range(1, len(square)) for s in combinations(square, n)), _MOST)
     for numbers in (*sets, square) if square else ():
-        values = tuple(np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(problem.values))
+        values = tuple(
+            np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(problem.values)
+        )
         try:
             run = replace(runs, problem=replace(problem, values=values)).run(runtime, mesh, truth)
         except XshardError:
@@ -252,10 +300,14 @@ def _replica(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | Non
         seen = runs.seen(runtime, mesh, truth)
     except XshardError:
         return None
-    moves = (each for cotangents in (False, True) for each in in_turn(seen, mesh.n_devices, cotangents))
+    moves = (
+        each for cotangents in (False, True) for each in in_turn(seen, mesh.n_devices, cotangents)
+    )
     fault = next((fault for each in moves if (fault := each.replica_fault)), None)
     if fault is None:
         return None
     reason, text, _, *rest = (line.strip() for line in str(fault).splitlines())
     said = "; ".join((f"{reason} {text}", *rest))
-    return Cause("replica", f"gathered as a replica, and used by each device in its own way: {said}")
+    return Cause(
+        "replica", f"gathered as a replica, and used by each device in its own way: {said}"
+    )

@@ -57,7 +57,9 @@ def assert_equivalent(
     >>> import numpy as np
     >>> def double(x):
     ...     return 2 * x
-    >>> assert_equivalent(double, double, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+    >>> assert_equivalent(
+    ...     double, double, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2"
+    ... )
     """
     checked = problem(torch_fn, args, layouts, mesh)
     update = updates_of(checked, args, parameters, optimisers)
@@ -65,11 +67,15 @@ def assert_equivalent(
     comparison = Runs(checked, sent, update, check_vma, timeout_s, tuple(preload))
     alone = mesh_of_ones(checked.meshes)
     if reference is None:
-        truth, meshes = comparison.truth("torch", sent["torch"], alone), (alone, *checked.meshes)
+        truth = comparison.truth("torch", sent["torch"], alone)
+        meshes = (alone, *checked.meshes)
     else:
-        truth, meshes = comparison.truth(reference_runtime, packed(reference), Mesh()), checked.meshes
+        truth = comparison.truth(reference_runtime, packed(reference), Mesh())
+        meshes = checked.meshes
     with ThreadPoolExecutor() as at_once:
-        torch_runs = at_once.submit(lambda: [comparison.run("torch", m, truth) for m in checked.meshes])
+        torch_runs = at_once.submit(
+            lambda: [comparison.run("torch", m, truth) for m in checked.meshes]
+        )
         jax_runs = at_once.submit(lambda: [comparison.run("jax", m, truth) for m in meshes])
         runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
     wrong, compared = mismatches(checked, truth, runs, tol)
@@ -111,7 +117,9 @@ def assert_mesh_invariant(
     """
     checked = problem(function, args, layouts, mesh)
     sent = packed(function)
-    comparison = Runs(checked, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
+    comparison = Runs(
+        checked, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences
+    )
     truth = comparison.truth(framework, sent, mesh_of_ones(checked.meshes))
     runs = [comparison.run(framework, each, truth) for each in checked.meshes]
     wrong, compared = mismatches(checked, truth, runs, tol)

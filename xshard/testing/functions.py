@@ -59,7 +59,11 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
 
 
 def _sorted_children(tree: Tree) -> dict[Any, Any] | None:
-    return {key: tree[key] for key in sorted(tree, key=str)} if isinstance(tree, dict) else children(tree)
+    return (
+        {key: tree[key] for key in sorted(tree, key=str)}
+        if isinstance(tree, dict)
+        else children(tree)
+    )
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
@@ -85,13 +89,17 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: str) -> dict[str, Any]:
+def named_outputs(
+    returned: Tree, results: dict[str, Result] | None, runtime: str
+) -> dict[str, Any]:
     """The outputs by name. Raises StructureError if the reference has others."""
     outputs = leaves(returned, OUTPUT)
     if results is not None and list(outputs) != list(results):
         own, others = (", ".join(names) or "nothing" for names in (outputs, results))
         what = f"the {runtime} function returns {own}, the reference returns {others}"
-        raise StructureError(what, hint="dicts, lists and tuples of arrays with the same names on both sides")
+        raise StructureError(
+            what, hint="dicts, lists and tuples of arrays with the same names on both sides"
+        )
     return outputs
 
 
@@ -101,16 +109,23 @@ _STEPS = (1e-5, 1e-7)
 
 
 def derivatives(
-    loss: Callable[[Sequence[Block]], float], inputs: Sequence[Block], gradients: Mapping[int, Devices]
+    loss: Callable[[Sequence[Block]], float],
+    inputs: Sequence[Block],
+    gradients: Mapping[int, Devices],
 ) -> Slopes:
     """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
-    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are."""
+    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are.
+    """
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
     by_input: Slopes = {}
     for i, (block,) in gradients.items():
-        rng, gradient, x = np.random.default_rng((13, i)), in_double(block), wide[i]
+        rng = np.random.default_rng((13, i))
+        gradient = in_double(block)
+        x = wide[i]
         length = float(np.abs(x).max(initial=0)) or 1.0
-        got, want, size = np.zeros(_DIRECTIONS), np.zeros(_DIRECTIONS), 0.0
+        got = np.zeros(_DIRECTIONS)
+        want = np.zeros(_DIRECTIONS)
+        size = 0.0
         for k in range(_DIRECTIONS):
             v = length * rng.normal(size=x.shape)
             if x.dtype.kind == "c":
@@ -118,7 +133,9 @@ def derivatives(
             got[k] = np.vdot(gradient, v).real
             size = max(size, float(np.linalg.norm(gradient * v)))
             for step in _STEPS:
-                after, before = (loss([*wide[:i], x + s * v, *wide[i + 1 :]]) for s in (step, -step))
+                after, before = (
+                    loss([*wide[:i], x + s * v, *wide[i + 1 :]]) for s in (step, -step)
+                )
                 slope = (after - before) / (2 * step)
                 if step == _STEPS[0] or abs(slope - got[k]) < abs(want[k] - got[k]):
                     want[k] = slope

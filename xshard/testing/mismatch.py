@@ -72,7 +72,11 @@ class Mismatch:
 
 
 def find_mismatch(
-    subject: Subject, got: Sequence[Block], want: Sequence[Block], sharding: Sharding, *evidence: Any
+    subject: Subject,
+    got: Sequence[Block],
+    want: Sequence[Block],
+    sharding: Sharding,
+    *evidence: Any,
 ) -> Mismatch | None:
     """Blocks of one array against blocks of another under the same layout, or None. evidence: see `Case`."""
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -85,13 +89,15 @@ def find_mismatch(
 def _problem(got: Block, want: Block, sharding: Sharding) -> str:
     """The mismatch of a block's shape or dtype, or nothing."""
     if got.shape != want.shape:
-        array, hint = f"the block of a {sharding.shape} array under '{sharding.layout}'", ""
+        array = f"the block of a {sharding.shape} array under '{sharding.layout}'"
+        hint = ""
         if got.shape == sharding.shape:
             hint = ": the whole array, where a block was meant"
         elif want.shape == sharding.shape and got.size < want.size:
             hint = ": a part of the array, where all of it was meant"
         return f"shape {got.shape} in place of {want.shape}, {array}{hint}"
-    a, b = got.dtype, want.dtype
+    a = got.dtype
+    b = want.dtype
     # The width of whole numbers may differ: JAX has no 64-bit ones by default.
     if a != b and not (a.kind in "iu" and b.kind in "iu"):
         return f"{a.name} in place of {b.name}"
@@ -102,15 +108,20 @@ def located(subject: Subject, case: Case) -> Mismatch:
     """The report of blocks that do not agree: the largest error, and the likely cause."""
     blocks = zip(case.got, case.want, case.wrong, strict=True)
     gaps = ((np.abs(in_double(a) - in_double(b)), mask) for a, b, mask in blocks)
-    errors = [np.where(mask, np.nan_to_num(gap, nan=np.inf), -1) for gap, mask in gaps]  # NaN is the largest
+    errors = [
+        np.where(mask, np.nan_to_num(gap, nan=np.inf), -1) for gap, mask in gaps
+    ]  # NaN is the largest
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
     index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
     rows = tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index))
     got, want = (in_double(blocks[device])[index].item() for blocks in (case.got, case.want))
     counts = sum(int(mask.sum()) for mask in case.wrong), sum(mask.size for mask in case.wrong)
-    error, names, wrong = float(errors[device][index]), case.sharding.layout.names, case.whole_wrong
+    error = float(errors[device][index])
+    names = case.sharding.layout.names
+    wrong = case.whole_wrong
     right = "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in enumerate(names))
-    largest, cause = (device, index, rows, got, want, error), likely_cause(case)
+    largest = (device, index, rows, got, want, error)
+    cause = likely_cause(case)
     return Mismatch(subject, *largest, *counts, case.wrong_devices, cause=cause, right=right)
 
 
@@ -118,7 +129,8 @@ class EquivalenceError(AssertionError):
     """Two functions that should be equal are not; `mismatches` has every array that differs."""
 
     def __init__(self, mismatches: Sequence[Mismatch], compared: int) -> None:
-        self.mismatches, self.compared = tuple(mismatches), compared
+        self.mismatches = tuple(mismatches)
+        self.compared = compared
         super().__init__(self._text())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -128,7 +140,9 @@ class EquivalenceError(AssertionError):
         parts = [f"{len(self.mismatches)} of {self.compared} comparisons differ"]
         alone = [m for m in self.mismatches if m.subject.mesh.n_devices == 1]
         if any(m.subject.against != DIFFERENCES for m in alone):
-            parts.append("they differ on one device already: the functions differ, not their sharding")
+            parts.append(
+                "they differ on one device already: the functions differ, not their sharding"
+            )
         parts += map(mismatch_text, self.mismatches[:_SHOWN])
         if (more := len(self.mismatches) - _SHOWN) > 0:
             parts.append(f"and {more} more: .mismatches has all")
@@ -140,13 +154,16 @@ class EquivalenceError(AssertionError):
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(
+            title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for head in ("", "array", "run", "device", "index", "got", "wanted"):
             table.add_column(head, overflow="fold")
         causes: dict[str, list[str]] = {}
         for number, m in enumerate(self.mismatches, start=1):
             kind = m.subject.kind if m.subject.kind != "output" else ""
-            array, run = f"{kind} {m.subject.name}".strip(), f"{m.subject.runtime} {m.subject.mesh}"
+            array = f"{kind} {m.subject.name}".strip()
+            run = f"{m.subject.runtime} {m.subject.mesh}"
             values = _index(m.global_index), _value(m.got), _value(m.want)
             right = f"right rows: {m.right}" if m.right else ""
             why = "; first wrong: ".join(filter(None, (m.problem or m.likely_cause, m.first)))
@@ -178,7 +195,9 @@ def _devices(m: Mismatch) -> str:
     n = m.subject.mesh.n_devices
     if len(m.wrong_devices) == n:
         return "on every device" if n > 1 else "on the one device"
-    return f"on device{'s' * (len(m.wrong_devices) > 1)} {', '.join(map(str, m.wrong_devices))} of {n}"
+    return (
+        f"on device{'s' * (len(m.wrong_devices) > 1)} {', '.join(map(str, m.wrong_devices))} of {n}"
+    )
 
 
 def _index(index: tuple[int, ...] | None) -> str:

@@ -26,7 +26,10 @@ from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
 
 Arrays = Mapping[str, Block]
-_HIDDEN_ORDERS = ("block", "zigzag")  # orders of a cut along an axis that an expression does not name
+_HIDDEN_ORDERS = (
+    "block",
+    "zigzag",
+)  # orders of a cut along an axis that an expression does not name
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,8 @@ class Seen:
     @property
     def replica_fault(self) -> ReplicaError | None:
         """The error that `check_replicated=True` would have raised."""
-        mesh, axes = self.check.mesh, self.check.axes
+        mesh = self.check.mesh
+        axes = self.check.axes
         differences = np.zeros((mesh.n_devices, len(axes), 2))
         for device, (a, axis) in itertools.product(range(mesh.n_devices), enumerate(axes)):
             group = np.nan_to_num([in_double(self.blocks[d]) for d in mesh.group(device, (axis,))])
@@ -68,7 +72,9 @@ class Recorder:
 def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
     """The recorded calls of every rank, with its own blocks -> calls with the blocks of all."""
     calls = zip(*ranks, strict=False)
-    return [replace(call[0], blocks=dict(ChainMap(*(part.blocks for part in call)))) for call in calls]
+    return [
+        replace(call[0], blocks=dict(ChainMap(*(part.blocks for part in call)))) for call in calls
+    ]
 
 
 def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
@@ -77,11 +83,15 @@ def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
     return calls[::-1] if cotangents else calls
 
 
-def find_wrong(one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays) -> Mismatch | None:
+def find_wrong(
+    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
+) -> Mismatch | None:
     """The difference in meaning between one device and a mesh; None if the layout does not say it."""
-    source, layout = one.check.sharding, many.check.sharding.layout
+    source = one.check.sharding
+    layout = many.check.sharding.layout
     src, dst, _ = sides(many.check.text)
-    named, mean = (*src.axes, *dst.axes), dst.tagged("mean") if many.check.cotangents else ()
+    named = (*src.axes, *dst.axes)
+    mean = dst.tagged("mean") if many.check.cotangents else ()
     hidden = [axis for axis in mesh.long_axes if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
@@ -99,7 +109,9 @@ def find_wrong(one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Array
     for other in _readings(plain, mesh.long_axes) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
         if case and case.agrees:
-            cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
+            cause = Cause(
+                "another layout", f"blocks of '{other}' are taken for blocks of '{layout}'"
+            )
             return replace(wrong, cause=cause)
     return wrong
 
@@ -111,9 +123,12 @@ def _case(many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Array
         sharding = Sharding(layout, mesh, whole.shape)
     except XshardError:
         return None
-    blocks, shapes = [many.blocks[d] for d in devices], [sharding.local_shape(d) for d in devices]
+    blocks = [many.blocks[d] for d in devices]
+    shapes = [sharding.local_shape(d) for d in devices]
     if all(block.shape == sharding.max_local_shape for block in blocks):  # JAX pads
-        blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
+        blocks = [
+            block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)
+        ]
     if [block.shape for block in blocks] != shapes:
         return None
     return Case.of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
@@ -123,7 +138,8 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     """The layout with copies, addends or cuts of a dim along each axis that it leaves out."""
     ways = ("copy", 0), ("sum", 0), *itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
     for choice in itertools.product(ways, repeat=len(axes)):
-        dims, tags = list(layout.dims), layout.tags
+        dims = list(layout.dims)
+        tags = layout.tags
         for axis, (way, d) in zip(axes, choice, strict=True):
             if way in _HIDDEN_ORDERS:
                 dims[d] = replace(dims[d], shards=(Shard((axis,), way), *dims[d].shards))

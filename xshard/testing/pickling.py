@@ -22,19 +22,24 @@ OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
     """A function, closures too, and its arguments, pickled. Raises FunctionError. The user's own file is sent
-    by value: the process need not import it, with the other framework."""
+    by value: the process need not import it, with the other framework.
+    """
     if find_spec("cloudpickle") is None:
         raise XshardError("cloudpickle is not installed", hint="pip install 'xshard[testing]'")
     cloudpickle = import_module("cloudpickle")
     module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
-    by_value = module is not None and module.__name__ != "__main__" and not is_installed(module.__name__)
+    by_value = (
+        module is not None and module.__name__ != "__main__" and not is_installed(module.__name__)
+    )
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         file = io.BytesIO()
         _pickler(cloudpickle)(file).dump((function, arguments))
     except Exception as error:
-        why = f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}"
+        why = (
+            f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}"
+        )
         hint = "it may close over arrays, modules and functions, not over locks, files or process groups"
         raise FunctionError(why, hint=hint) from None
     finally:

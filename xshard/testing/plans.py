@@ -48,26 +48,35 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError for
     contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES. Values are multiples of
-    every mesh size, so that means are whole too."""
+    every mesh size, so that means are whole too.
+    """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
-        raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
+        raise DtypeError(
+            f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64"
+        )
     rng, (*sources, target) = np.random.default_rng(seed), arrays_of(plan)
-    sizes = [n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)]
+    sizes = [
+        n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)
+    ]
     if sum(sizes) > MOST_BYTES:
         hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
-        raise ShapeError(f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint)
+        raise ShapeError(
+            f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint
+        )
     unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
     every = *sources, target.dual if target.layout.is_linear else target
     random = (random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit) for s in every)
     *inputs, cotangents = map(tuple, random)
     arrays = tuple(range(len(sources))), tuple(inputs), tuple(sources)
-    results, wide = {OUTPUT: Result(target, cotangents)}, itemsize(plan.dtype) >= 8
+    results = {OUTPUT: Result(target, cotangents)}
+    wide = itemsize(plan.dtype) >= 8
     return Question(plan, plan.mesh, *arrays, results, wide=wide)
 
 
 def in_numpy(question: Question) -> Answer:
     """The reference's answer to a question about a plan."""
-    plan, start = question.plan, time.perf_counter()
+    plan = question.plan
+    start = time.perf_counter()
     outputs = reference.run(plan, *question.inputs)
     if isinstance(plan, ContractionPlan):
         gradients = reference.pullback(plan, question.inputs, question.cotangents)
@@ -98,18 +107,28 @@ def judge(answer: Answer, expected: Answer) -> Verdict:
 
 def audit(question: Question, answer: Answer) -> Verdict:
     """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
-    Gradients are right but for the scales of means; a max has winners, so they are not compared."""
-    plan, shardings, end = question.plan, question.shardings, arrays_of(question.plan)[-1]
-    sources, target = shardings, end
+    Gradients are right but for the scales of means; a max has winners, so they are not compared.
+    """
+    plan = question.plan
+    shardings = question.shardings
+    end = arrays_of(question.plan)[-1]
+    sources = shardings
+    target = end
     if isinstance(plan, ContractionPlan):
-        sources, target = tuple(move.source for move in plan.moves), plan.result.target
+        sources = tuple(move.source for move in plan.moves)
+        target = plan.result.target
     inputs = map(reference.by_name, question.inputs, shardings, sources)
-    arrays = [(source.layout.names, [whole(x, source)]) for x, source in zip(inputs, sources, strict=True)]
+    arrays = [
+        (source.layout.names, [whole(x, source)]) for x, source in zip(inputs, sources, strict=True)
+    ]
     [result] = reference.contract(arrays, target.layout.names)
-    forward = _error_in_array(reference.by_name(answer.outputs[OUTPUT], end, target), result, target)
+    forward = _error_in_array(
+        reference.by_name(answer.outputs[OUTPUT], end, target), result, target
+    )
     if not is_linear(plan):
         return Verdict(forward, None)
-    cotangents, errors = reference.by_name(question.cotangents, end, target), [0.0]
+    cotangents = reference.by_name(question.cotangents, end, target)
+    errors = [0.0]
     cotangent = target.layout.names, [whole(cotangents, target.dual)]
     for i, source in enumerate(sources):
         others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
@@ -134,10 +153,17 @@ def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -
 
 
 def random_blocks(
-    rng: np.random.Generator, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str, unit: int = 1
+    rng: np.random.Generator,
+    layout: Layout,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    unit: int = 1,
 ) -> list[Block]:
     """Blocks of small multiples of `unit`: contributions are arbitrary, all copies of a row are equal."""
-    dims = tuple(d if isinstance(d.overlap, Fold) else replace(d, overlap=None) for d in layout.dims)
+    dims = tuple(
+        d if isinstance(d.overlap, Fold) else replace(d, overlap=None) for d in layout.dims
+    )
     if dims != layout.dims:  # rows that several blocks hold are equal: drawn once, then sent to all
         plain = replace(layout, dims=dims)
         plan = make_plan((plain, layout), mesh, shape, dtype)
@@ -175,7 +201,9 @@ class Runtime:
         n = max((question.mesh.n_devices for question in questions), default=1)
         asked = [replace(question, mode=self.mode) for question in questions]
         try:
-            answers: list[Answer] = self.backend.ask(n, "worker.answers", asked, timeout_s=timeout_s)
+            answers: list[Answer] = self.backend.ask(
+                n, "worker.answers", asked, timeout_s=timeout_s
+            )
         except XshardError as error:
             about: Any = {"text": error.text, "span": error.span, "hint": error.hint}
             raise FunctionError(f"{self.name}: {error.reason}", **about) from None
@@ -187,7 +215,10 @@ class Runtime:
 
 
 _MODES = [(name, backend, mode) for name, backend in BACKENDS.items() for mode in backend.modes]
-RUNTIMES = (Runtime("numpy"), *(Runtime(f"{n}-{mode}" if mode else n, b, mode) for n, b, mode in _MODES))
+RUNTIMES = (
+    Runtime("numpy"),
+    *(Runtime(f"{n}-{mode}" if mode else n, b, mode) for n, b, mode in _MODES),
+)
 
 
 def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:

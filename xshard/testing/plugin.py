@@ -76,6 +76,9 @@ def jax_devices() -> Callable[[int], OnDevices]:
     return devices
 
 
-def _asked(name: str, preload: Sequence[str], ranks: tuple[int, ...], function: Any, args: Any) -> Any:
-    sent, call = packed(function, *args), BACKENDS[name].function("worker.call_packed")
+def _asked(
+    name: str, preload: Sequence[str], ranks: tuple[int, ...], function: Any, args: Any
+) -> Any:
+    sent = packed(function, *args)
+    call = BACKENDS[name].function("worker.call_packed")
     return kit_process(name, preload).ask(call, *ranks, sent, timeout_s=TIMEOUT_S)

@@ -27,7 +27,9 @@ class StructureError(XshardError):
 class Update:
     """One optimiser step on the arguments at `positions`, with the leaves `arrays`."""
 
-    function: bytes  # for torch a list of tensors -> the optimiser, for JAX (values, gradients) -> values
+    function: (
+        bytes  # for torch a list of tensors -> the optimiser, for JAX (values, gradients) -> values
+    )
     positions: tuple[int, ...]
     arrays: tuple[int, ...]
 
@@ -44,7 +46,9 @@ class Result:
 class Question:
     """A function, the blocks of its arguments, and the cotangents of what it returns."""
 
-    function: bytes | AnyPlan  # packed, see `pickling`; or a plan: its bytes and seconds are measured too
+    function: (
+        bytes | AnyPlan
+    )  # packed, see `pickling`; or a plan: its bytes and seconds are measured too
     mesh: Mesh  # without axes: one device with unsharded arrays
     arguments: Tree  # of numbers of `inputs`, one branch per argument
     inputs: tuple[Devices, ...]
@@ -53,13 +57,17 @@ class Question:
     update: Update | None = None
     wide: bool = False  # 64-bit numbers, which JAX must be told to keep
     mode: str = "vma"  # JAX: `shard_map` with types ("vma") or without ("novma"), or "pmap"
-    differences: bool = False  # compare the gradients of a reference with differences of its function
+    differences: bool = (
+        False  # compare the gradients of a reference with differences of its function
+    )
 
     @property
     def differentiable(self) -> tuple[int, ...]:
         """The numbers of the inputs that have gradients. By name, since bfloat16 is no float to numpy."""
         names = (blocks[0].dtype.name for blocks in self.inputs)
-        return tuple(i for i, name in enumerate(names) if name.startswith(("float", "bfloat", "complex")))
+        return tuple(
+            i for i, name in enumerate(names) if name.startswith(("float", "bfloat", "complex"))
+        )
 
     @property
     def plan(self) -> AnyPlan:
@@ -79,9 +87,13 @@ class Answer:
     """Results of a function: outputs by name, gradients and updated values by number of input."""
 
     outputs: Mapping[str, Devices]
-    gradients: Mapping[int, Devices] | None  # None if the shapes of outputs do not fit the cotangents
+    gradients: (
+        Mapping[int, Devices] | None
+    )  # None if the shapes of outputs do not fit the cotangents
     updated: Mapping[int, Devices] = field(default_factory=dict)
-    cotangents: Mapping[str, Devices] = field(default_factory=dict)  # as `tree`, `derivatives`: a reference's
+    cotangents: Mapping[str, Devices] = field(
+        default_factory=dict
+    )  # as `tree`, `derivatives`: a reference's
     tree: Tree = None
     derivatives: Slopes = field(default_factory=dict)  # see `differences`
     forward_bytes: int | None = None  # that the busiest device received; None if not measured

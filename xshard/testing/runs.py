@@ -24,7 +24,16 @@ from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered,
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
 from xshard.testing.plans import random_blocks
-from xshard.testing.question import Answer, Devices, Question, Result, Slopes, StructureError, Tree, Update
+from xshard.testing.question import (
+    Answer,
+    Devices,
+    Question,
+    Result,
+    Slopes,
+    StructureError,
+    Tree,
+    Update,
+)
 
 Meshes = Mesh | str | Sequence[Mesh | str]
 
@@ -50,17 +59,25 @@ class Problem:
         return tuple(Sharding(layout, mesh, x.shape) for layout, x in pairs)
 
 
-def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes | None) -> Problem:
+def problem(
+    function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes | None
+) -> Problem:
     """The arguments of `assert_equivalent`, checked. mesh: None for `usual_meshes`."""
     args = tuple(args)
     if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
         hint = 'as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")'
-        raise StructureError("layouts= is a pair: of the arguments, and of what is returned", hint=hint)
+        raise StructureError(
+            "layouts= is a pair: of the arguments, and of what is returned", hint=hint
+        )
     inputs, outputs = layouts
     if not isinstance(inputs, tuple | list) or len(inputs) != len(args):
         n = len(inputs) if isinstance(inputs, tuple | list) else 1
-        raise StructureError(f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each")
-    names, values, parsed = [], [], []
+        raise StructureError(
+            f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each"
+        )
+    names = []
+    values = []
+    parsed = []
     for title, argument, prefix in zip(_titles(function, len(args)), args, inputs, strict=True):
         own = broadcast_prefix(prefix, argument, title)
         for (name, value), layout in zip(leaves(argument, title).items(), own, strict=True):
@@ -86,13 +103,21 @@ def whole_layout(ndim: int) -> Layout:
 
 def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     """A whole array -> blocks under any linear layout; contributions are arbitrary but for their sum."""
-    layout, mesh = sharding.layout, sharding.mesh
-    open_ = layout.tagged("sum", "mean") or any(isinstance(dim.overlap, Fold) for dim in layout.dims)
+    layout = sharding.layout
+    mesh = sharding.mesh
+    open_ = layout.tagged("sum", "mean") or any(
+        isinstance(dim.overlap, Fold) for dim in layout.dims
+    )
     if not open_ or x.dtype.itemsize < 4 or x.dtype.kind not in "fci":
         return tuple(reference.scatter(x, layout, mesh))
-    rng, name = np.random.default_rng((11, seed)), dtypes.name_of(x.dtype)
-    noise = random_blocks(rng, layout, mesh, x.shape, name, mesh.n_devices if layout.tagged("mean") else 1)
-    if x.dtype.kind in "fc":  # as large as the array, by a power of two, so that nothing is rounded twice
+    rng = np.random.default_rng((11, seed))
+    name = dtypes.name_of(x.dtype)
+    noise = random_blocks(
+        rng, layout, mesh, x.shape, name, mesh.n_devices if layout.tagged("mean") else 1
+    )
+    if (
+        x.dtype.kind in "fc"
+    ):  # as large as the array, by a power of two, so that nothing is rounded twice
         largest = float(np.abs(x).max(initial=0)) or 1.0
         noise = [block * x.dtype.type(2.0 ** round(np.log2(largest) - 2)) for block in noise]
     rest = reference.scatter(x - reference.gather(noise, layout, mesh, x.shape), layout, mesh)
@@ -109,7 +134,9 @@ def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
 def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
     """The gradient of a whole array -> gradients of its blocks, as far as the layout determines them."""
     scale = gradient.dtype.type(float(sharding.scale))
-    return tuple(block * scale for block in reference.scatter(gradient, sharding.layout.dual, sharding.mesh))
+    return tuple(
+        block * scale for block in reference.scatter(gradient, sharding.layout.dual, sharding.mesh)
+    )
 
 
 def _titles(function: Callable[..., Any], n: int) -> list[str]:
@@ -127,9 +154,16 @@ def _array(value: Any, name: str) -> Block:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         hint = "tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes"
-        raise StructureError(f"{name} cannot be read as a numpy array: {error}", hint=hint) from None
+        raise StructureError(
+            f"{name} cannot be read as a numpy array: {error}", hint=hint
+        ) from None
     dtypes.name_of(array.dtype)
-    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and abs(array).max() >= 2**31:
+    if (
+        array.dtype.kind in "iu"
+        and array.dtype.itemsize == 8
+        and array.size
+        and abs(array).max() >= 2**31
+    ):
         raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")
     return array
 
@@ -147,15 +181,20 @@ def _check(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
     try:
         Sharding(layout, mesh, value.shape)
     except XshardError as error:
-        why, text = f"{name} of shape {value.shape} does not fit its layout: {error.reason}", error.text
+        why = f"{name} of shape {value.shape} does not fit its layout: {error.reason}"
+        text = error.text
         raise type(error)(why, text=text or str(layout), span=error.span, hint=error.hint) from None
 
 
 def _meshes(mesh: Meshes) -> tuple[Mesh, ...]:
     several = [mesh] if isinstance(mesh, Mesh | str) else list(mesh)
-    meshes = [m for each in several for m in (parse_meshes(each) if isinstance(each, str) else [each])]
+    meshes = [
+        m for each in several for m in (parse_meshes(each) if isinstance(each, str) else [each])
+    ]
     if not meshes or not all(each.axes for each in meshes):
-        raise MeshError("a mesh without axes" if meshes else "no mesh", hint='as in mesh="dp=2,tp=2"')
+        raise MeshError(
+            "a mesh without axes" if meshes else "no mesh", hint='as in mesh="dp=2,tp=2"'
+        )
     for each in meshes:
         check_size(each.n_devices)
     return tuple(meshes)
@@ -167,7 +206,8 @@ def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
     >>> usual_meshes(["dp"]), usual_meshes(["dp", "tp"])[1:]
     ([Mesh(dp=2), Mesh(dp=3)], [Mesh(dp=1, tp=3), Mesh(dp=2, tp=2), Mesh(dp=3, tp=2)])
     """
-    twos, ones = dict.fromkeys(axes, 2), dict.fromkeys(axes, 1)
+    twos = dict.fromkeys(axes, 2)
+    ones = dict.fromkeys(axes, 1)
     alone = [{**ones, axis: 2 + i % 2} for i, axis in enumerate(ones)]
     threes = [{**twos, axis: 3} for axis in islice(twos, 1)]
     return list(dict.fromkeys(map(Mesh, (*alone, twos, *threes))))
@@ -223,7 +263,8 @@ class Runs:
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Results of a function on one device, for unsharded arrays or for blocks on a mesh of ones."""
-        problem, is_whole = self.problem, not mesh.axes
+        problem = self.problem
+        is_whole = not mesh.axes
         if is_whole:
             problem = replace(problem, layouts=tuple(whole_layout(x.ndim) for x in problem.values))
         try:
@@ -233,10 +274,13 @@ class Runs:
             raise StructureError(why, text=error.text, hint="pass reference=") from None
         answer = self._answer(runtime, self._question(runtime, function, mesh, shardings, None))
         layouts = broadcast_prefix(problem.outputs, answer.tree, "output")
-        declared, outputs = dict(zip(answer.outputs, layouts, strict=True)), {}
+        declared = dict(zip(answer.outputs, layouts, strict=True))
+        outputs = {}
         for name, (block,) in answer.outputs.items():
             layout = whole_layout(block.ndim) if is_whole else declared[name]
-            outputs[name] = Sharding(layout, mesh, global_shape(layout, mesh, block.shape, str(layout)))
+            outputs[name] = Sharding(
+                layout, mesh, global_shape(layout, mesh, block.shape, str(layout))
+            )
         return Truth(
             {name: whole(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
             declared,
@@ -251,11 +295,15 @@ class Runs:
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> RunAnswer:
         """Results of a runtime's function on the blocks of a mesh."""
-        return RunAnswer(runtime, mesh, self._answer(runtime, self._on_blocks(runtime, mesh, truth)))
+        return RunAnswer(
+            runtime, mesh, self._answer(runtime, self._on_blocks(runtime, mesh, truth))
+        )
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """The inputs of the redistributions of such a run, and the cotangents of their results."""
-        seen: list[Seen] = self._ask(runtime, "seen", self._on_blocks(runtime, mesh, truth), quiet=True)
+        seen: list[Seen] = self._ask(
+            runtime, "seen", self._on_blocks(runtime, mesh, truth), quiet=True
+        )
         return seen
 
     def _on_blocks(self, runtime: Side, mesh: Mesh, truth: Truth) -> Question:
@@ -264,15 +312,25 @@ class Runs:
             sharding = Sharding(truth.layouts[name], mesh, output.shape)
             c = truth.cotangents.get(name)
             results[name] = Result(sharding, None if c is None else cotangents_of(c, sharding, i))
-        return self._question(runtime, self.functions[runtime], mesh, self.problem.shardings(mesh), results)
+        return self._question(
+            runtime, self.functions[runtime], mesh, self.problem.shardings(mesh), results
+        )
 
     def _question(
-        self, runtime: Side, function: bytes, mesh: Mesh, shardings: tuple[Sharding, ...], results: Any
+        self,
+        runtime: Side,
+        function: bytes,
+        mesh: Mesh,
+        shardings: tuple[Sharding, ...],
+        results: Any,
     ) -> Question:
         arrays = self.problem.arguments, self.problem.inputs(shardings), shardings
         wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
-        mode, differences = "vma" if self.typed else "novma", self.differences and results is None
-        return Question(function, mesh, *arrays, results, self.updates.get(runtime), wide, mode, differences)
+        mode = "vma" if self.typed else "novma"
+        differences = self.differences and results is None
+        return Question(
+            function, mesh, *arrays, results, self.updates.get(runtime), wide, mode, differences
+        )
 
     def _answer(self, runtime: Side, question: Question) -> Answer:
         answers: list[Answer] = self._ask(runtime, "answers", [question])
@@ -291,7 +349,10 @@ def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:
 
 
 def updates_of(
-    problem: Problem, args: Sequence[Tree], parameters: Sequence[int], optimisers: Sequence[Function] | None
+    problem: Problem,
+    args: Sequence[Tree],
+    parameters: Sequence[int],
+    optimisers: Sequence[Function] | None,
 ) -> dict[str, Update]:
     """The optimiser step of each runtime. Raises StructureError for parameters that cannot have one."""
     if bool(parameters) != (optimisers is not None):

@@ -71,15 +71,19 @@ class PeerPlan:
     def plan(self, case: Case, profile: xs.Profile) -> xs.Plan:
         """The steps as a plan, which checks that they lead from end to end. Raises PlanError."""
         steps = tuple(itertools.chain.from_iterable(self.operations))
-        first, last = self.spots[0].layout, self.spots[-1].layout
+        first = self.spots[0].layout
+        last = self.spots[-1].layout
         return xs.Plan(first, last, self.mesh, case.shape, case.dtype, steps, profile=profile)
 
     def seconds(self, case: Case, profile: xs.Profile) -> float:
         """Predicted time by our model."""
         here = xs.Sharding(self.spots[0].layout, self.mesh, case.shape)
-        itemsize, total = self.plan(case, profile).itemsize, 0.0
+        itemsize = self.plan(case, profile).itemsize
+        total = 0.0
         for steps in self.operations:
-            total += min(_seconds(order, here, itemsize, profile) for order in itertools.permutations(steps))
+            total += min(
+                _seconds(order, here, itemsize, profile) for order in itertools.permutations(steps)
+            )
             for step in steps:
                 here = step.after(here)
         return total
@@ -97,9 +101,13 @@ class PeerPlan:
         return cls(xs.Mesh(data["mesh"]), spots, tuple(data["kinds"]), data["plan_s"])
 
 
-def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile) -> float:
+def _seconds(
+    steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile
+) -> float:
     """Time of one operation, as its steps one by one or all that they move at once, whichever is less."""
-    spans, traffics, here = profile.link_spans(before.mesh), [], before
+    spans = profile.link_spans(before.mesh)
+    traffics = []
+    here = before
     for step in steps:
         traffics.append(step.traffic(here, spans))
         here = step.after(here)
@@ -137,7 +145,9 @@ def _steps(kind: str, before: Spot, after: Spot) -> tuple[Step, ...]:
     raise NotConvertibleError(f"{kind}: {before.layout} -> {after.layout}")
 
 
-def _all_to_all(gone: Mapping[int, tuple[str, ...]], new: Mapping[int, tuple[str, ...]], after: Spot) -> Step:
+def _all_to_all(
+    gone: Mapping[int, tuple[str, ...]], new: Mapping[int, tuple[str, ...]], after: Spot
+) -> Step:
     """From one dim to another it is our step; between more dims an exchange, which moves as little."""
     if len(gone) == len(new) == 1:
         ((d, off),), ((e, on),) = gone.items(), new.items()
@@ -150,7 +160,9 @@ def _tails(cuts: Cuts, others: Cuts) -> dict[int, tuple[str, ...]]:
     """By dim, the innermost axes of `cuts` that `others` does not begin with."""
     tails = {}
     for d, (cut, other) in enumerate(zip(cuts, others, strict=True)):
-        shared = sum(1 for _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(cut, other, strict=False)))
+        shared = sum(
+            1 for _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(cut, other, strict=False))
+        )
         if cut[shared:]:
             tails[d] = cut[shared:]
     return tails
@@ -173,7 +185,9 @@ class SubAxis:
     size: int
 
 
-def refined(mesh: xs.Mesh, subs: Sequence[SubAxis]) -> tuple[xs.Mesh, dict[str, list[tuple[int, str]]]]:
+def refined(
+    mesh: xs.Mesh, subs: Sequence[SubAxis]
+) -> tuple[xs.Mesh, dict[str, list[tuple[int, str]]]]:
     """A mesh -> the same devices with axes split wherever a sub-axis begins or ends.
 
     Also, by axis, its parts outermost first: (positions to the left of the part, its name).
@@ -182,7 +196,9 @@ def refined(mesh: xs.Mesh, subs: Sequence[SubAxis]) -> tuple[xs.Mesh, dict[str, 
     sizes: dict[str, int] = {}
     parts: dict[str, list[tuple[int, str]]] = {}
     for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
-        edges = sorted({1, n, *(e for s in subs if s.axis == axis for e in (s.outer, s.outer * s.size))})
+        edges = sorted(
+            {1, n, *(e for s in subs if s.axis == axis for e in (s.outer, s.outer * s.size))}
+        )
         if any(b % a for a, b in itertools.pairwise(edges)):
             raise NotConvertibleError(f"sub-axes of {axis}={n} cross: {edges}")
         named = len(edges) > 2

@@ -68,7 +68,9 @@ class Answer:
 
 def answers(which: str, cases: Iterable[Case], *, live: bool) -> dict[str, dict[str, Answer]]:
     """By case and peer."""
-    return {case.name: {name: _answer(which, case, name, live=live) for name in PEERS} for case in cases}
+    return {
+        case.name: {name: _answer(which, case, name, live=live) for name in PEERS} for case in cases
+    }
 
 
 def versions(*, live: bool) -> dict[str, str]:
@@ -93,9 +95,13 @@ def save(found: Mapping[str, Mapping[str, Mapping[str, Answer]]]) -> None:
 
 def _answer(which: str, case: Case, name: str, *, live: bool) -> Answer:
     try:
-        answer = _live(case, name) if live and PEERS[name].version else _recorded_plan(which, case, name)
+        answer = (
+            _live(case, name) if live and PEERS[name].version else _recorded_plan(which, case, name)
+        )
         if answer.plan is not None:
-            answer.plan.seconds(case, xs.load_profile("bandwidth"))  # its steps must lead to the destination
+            answer.plan.seconds(
+                case, xs.load_profile("bandwidth")
+            )  # its steps must lead to the destination
             return answer
         reason = answer.reason
     except (NotConvertibleError, xs.XshardError) as error:
@@ -104,7 +110,9 @@ def _answer(which: str, case: Case, name: str, *, live: bool) -> Answer:
     if entry.get("vol_elems") is None:
         return Answer("none", reason=reason)
     return Answer(
-        "recorded bytes", bytes_of_baseline=entry["vol_elems"] * dtypes.itemsize(case.dtype), reason=reason
+        "recorded bytes",
+        bytes_of_baseline=entry["vol_elems"] * dtypes.itemsize(case.dtype),
+        reason=reason,
     )
 
 

@@ -46,11 +46,14 @@ def _find_plan(case: Case, *, dijkstra: bool) -> PeerPlan:
         infos = _redistribute._gen_transform_infos_non_cached(src, dst, dijkstra)
         infos = _redistribute._optimize_transform_infos(infos, mesh, src.placements, dst.placements)
         plan_s = time.perf_counter() - start
-    spots, kinds = [_spot(case.src)], []
+    spots = [_spot(case.src)]
+    kinds = []
     for info in infos:
         before, after = info.src_dst_placements
         flat = isinstance(info, _redistribute._FlattenedTransformInfo)
-        axes = tuple(case.mesh.axes[i] for i in (info.original_mesh_dims if flat else (info.mesh_dim,)))
+        axes = tuple(
+            case.mesh.axes[i] for i in (info.original_mesh_dims if flat else (info.mesh_dim,))
+        )
         if case.mesh.size(*axes) > 1:
             kinds.append(_kind(before, after))
             spots.append(_moved(spots[-1], axes, before, after))
@@ -83,7 +86,9 @@ def _moved(spot: Spot, axes: tuple[str, ...], before: Any, after: Any) -> Spot:
     if not before.is_replicate() and not before.is_partial():
         cut = spot.cuts[before.dim]
         if sorted(cut[-len(axes) :]) != sorted(axes):
-            raise NotConvertibleError(f"{axes} are not the innermost cuts of dim {before.dim} in {spot}")
+            raise NotConvertibleError(
+                f"{axes} are not the innermost cuts of dim {before.dim} in {spot}"
+            )
     return Spot(tuple(cuts), sums)
 
 
@@ -95,11 +100,17 @@ def _spec(layout: xs.Layout, case: Case, mesh: Any) -> Any:
     spot = _spot(layout)
     dim_of = {axis: d for d, cut in enumerate(spot.cuts) for axis in cut}
     placements = tuple(
-        Partial("sum") if axis in spot.sums else Shard(dim_of[axis]) if axis in dim_of else Replicate()
+        Partial("sum")
+        if axis in spot.sums
+        else Shard(dim_of[axis])
+        if axis in dim_of
+        else Replicate()
         for axis in case.mesh.axes
     )
     order = tuple(
-        ShardOrderEntry(d, tuple(map(case.mesh.position, cut))) for d, cut in enumerate(spot.cuts) if cut
+        ShardOrderEntry(d, tuple(map(case.mesh.position, cut)))
+        for d, cut in enumerate(spot.cuts)
+        if cut
     )
     strides = tuple(math.prod(case.shape[d + 1 :]) for d in range(len(case.shape)))
     meta = TensorMeta(torch.Size(case.shape), strides, getattr(torch, case.dtype))
@@ -112,7 +123,9 @@ def _hosts() -> Iterator[None]:
     from torch.distributed.tensor import _collective_utils as utils
 
     utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    with mock.patch.object(utils._mesh_resources, "num_devices_per_host", return_value=HOST_DEVICES):
+    with mock.patch.object(
+        utils._mesh_resources, "num_devices_per_host", return_value=HOST_DEVICES
+    ):
         yield
     utils.MeshTopoInfo.build_from_mesh.cache_clear()
 

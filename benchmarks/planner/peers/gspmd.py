@@ -28,7 +28,15 @@ from xshard.steps.traffic import LinkSpans, slowest_first
 
 MOST_DEVICES = 256
 # Operations that write no elements.
-FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id", "replica-id")
+FREE = (
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "partition-id",
+    "replica-id",
+)
 # XLA's CPU backend would widen bf16: values are carried as integers of their width.
 CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32"}
 KINDS = {"all-gather": "all_gather", "all-to-all": "all_to_all", "collective-permute": "permute"}
@@ -53,7 +61,9 @@ class Collective:
 
     def traffic(self, spans: LinkSpans = ()) -> Traffic:
         """The elements that a device sends and receives, over the links of the group's mesh."""
-        group = tuple(span for span in slowest_first(self.mesh, self.mesh.axes, spans) if span.size > 1)
+        group = tuple(
+            span for span in slowest_first(self.mesh, self.mesh.axes, spans) if span.size > 1
+        )
         if self.kind == "all_gather":
             return gather_traffic(self.elements // self.devices, group, in_place=True)
         if self.kind == "all_to_all":  # packed and unpacked by operations of their own
@@ -72,7 +82,8 @@ class HloPlan:
     def seconds(self, case: Case, profile: xs.Profile) -> float:
         """Predicted time by our model."""
         links = (("across", profile.across or profile.default), ("inside", profile.default))
-        named, itemsize = replace(profile, axes=links), dtypes.itemsize(case.dtype)
+        named = replace(profile, axes=links)
+        itemsize = dtypes.itemsize(case.dtype)
         return self.copied * itemsize / profile.copy_bytes_per_s + sum(
             named.fabric(c.mesh).seconds(c.kind, c.traffic(named.link_spans(c.mesh)), itemsize)
             for c in self.collectives
@@ -86,7 +97,9 @@ class HloPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HloPlan:
-        return cls(tuple(Collective(**c) for c in data["collectives"]), data["copied"], data["plan_s"])
+        return cls(
+            tuple(Collective(**c) for c in data["collectives"]), data["copied"], data["plan_s"]
+        )
 
 
 def find_plan(case: Case) -> HloPlan | None:
@@ -98,7 +111,9 @@ def find_plan(case: Case) -> HloPlan | None:
         raise NotConvertibleError("XLA loops over collectives")
     entry = text[text.index("\nENTRY") :]
     operations = list(re.finditer(r"= (?P<shape>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<rest>.*)", entry))
-    sent = [_collective(m["op"], m["shape"], m["rest"]) for m in operations if _communicates(m["op"])]
+    sent = [
+        _collective(m["op"], m["shape"], m["rest"]) for m in operations if _communicates(m["op"])
+    ]
     local = [m for m in operations if m["op"] not in FREE and not _communicates(m["op"])]
     copied = sum(_elements(m["shape"]) for m in local)
     return HloPlan(tuple(c for c in sent if c.devices > 1), copied, plan_s)
@@ -134,7 +149,9 @@ def _collective(op: str, shape: str, rest: str) -> Collective:
     elements = _elements(shape)
     if op == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
-        moves = np.array([int(n) for n in re.findall(r"\d+", pairs[1] if pairs else "")]).reshape(-1, 2)
+        moves = np.array([int(n) for n in re.findall(r"\d+", pairs[1] if pairs else "")]).reshape(
+            -1, 2
+        )
         moves = moves[moves[:, 0] != moves[:, 1]]
         far = len(moves) and (moves[:, 0] // NODE_DEVICES != moves[:, 1] // NODE_DEVICES).any()
         return Collective("permute", elements, 2 if len(moves) else 1, 2 if far else 1)
@@ -158,7 +175,9 @@ def _groups(text: str) -> NDArray[np.int64]:
         return np.array([[int(n) for n in row.split(",")] for row in rows])
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?:,\s|\s|$)", text):
         return _iota(iota[2]).reshape(_numbers(iota[1]))
-    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\) | )\{(.*?)\}", text):
+    if named := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\) | )\{(.*?)\}", text
+    ):
         return _named_groups(*named.groups())
     raise NotConvertibleError(f"replica groups in {text[:200]}")
 
@@ -171,7 +190,10 @@ def _named_groups(axes: str, devices: str | None, grouped: str) -> NDArray[np.in
         (axis, int(outer or 1), int(size or sizes[axis]))
         for axis, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", grouped)
     ]
-    for axis, n in sizes.items():  # every axis has three parts: before, in and after the part that groups
+    for (
+        axis,
+        n,
+    ) in sizes.items():  # every axis has three parts: before, in and after the part that groups
         outer, size = next(((o, s) for a, o, s in along if a == axis), (n, 1))
         shape |= {(axis, 0): outer, (axis, 1): size, (axis, 2): n // (outer * size)}
     order = list(shape)

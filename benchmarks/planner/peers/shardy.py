@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import xshard as xs
 from benchmarks.cases import Case
-from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan, Spot, SubAxis, names_of, refined
+from benchmarks.planner.peers.base import (
+    NotConvertibleError,
+    PeerPlan,
+    Spot,
+    SubAxis,
+    names_of,
+    refined,
+)
 
 PASS = "builtin.module(func.func(sdy-reshard-to-collectives))"
 KINDS = {
@@ -24,14 +31,16 @@ def find_plan(case: Case) -> PeerPlan | None:
     if case.is_partial:
         return None
     text, plan_s = _run_pass(_module(case))
-    src, operations = [tuple(map(_whole(case.mesh), dim.axes)) for dim in case.src.dims], []
+    src = [tuple(map(_whole(case.mesh), dim.axes)) for dim in case.src.dims]
+    operations = []
     for line in text.splitlines():
         if operation := re.search(r"= sdy\.(\w+)", line):
             operations.append((operation.group(1), _sharding(line, case.mesh)))
     steps: list[Subs] = [tuple(src), *(subs for _, subs in operations)]
     mesh, parts = refined(case.mesh, [s for subs in steps for dim in subs for s in dim])
     spots = tuple(
-        Spot(tuple(tuple(n for s in dim for n in names_of(s, parts)) for dim in subs)) for subs in steps
+        Spot(tuple(tuple(n for s in dim for n in names_of(s, parts)) for dim in subs))
+        for subs in steps
     )
     return PeerPlan(mesh, spots, tuple(_kind(name) for name, _ in operations), plan_s)
 
@@ -50,7 +59,8 @@ def _run_pass(module: str) -> tuple[str, float]:
 
     context = jax_mlir.make_ir_context()
     with context, ir.Location.unknown(context):
-        parsed, passes = ir.Module.parse(module), PassManager.parse(PASS)
+        parsed = ir.Module.parse(module)
+        passes = PassManager.parse(PASS)
         start = time.perf_counter()
         passes.run(parsed.operation)
         return str(parsed), time.perf_counter() - start

@@ -38,7 +38,8 @@ def bits(x: object) -> bytes:
 
 @in_jax
 def test_every_layout_to_every_layout(tmp_path: Path) -> None:
-    here, x = mesh(), whole(ml_dtypes.bfloat16)
+    here = mesh()
+    x = whole(ml_dtypes.bfloat16)
     for i, src in enumerate(LAYOUTS):
         xj.save({"w": x}, tmp_path / str(i), {"w": src}, here)
         for dst in LAYOUTS:
@@ -73,7 +74,11 @@ def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
 
     here = mesh()
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
-    tree = {"model": xj.place(model, {"**.weight": "o/a i", "**": "..."}, here), "step": 7, "run": "first"}
+    tree = {
+        "model": xj.place(model, {"**.weight": "o/a i", "**": "..."}, here),
+        "step": 7,
+        "run": "first",
+    }
     tree["moments"] = [jnp.ones(3), (np.int32(4), None)]
     xj.save(tree, tmp_path)
     fresh = {"model": eqx.filter_eval_shape(lambda: model), "step": 0, "run": ""}
@@ -107,11 +112,16 @@ def test_a_module_of_flax_comes_back(tmp_path: Path) -> None:
 
 @in_jax
 def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
-    here, x = mesh(), whole()
+    here = mesh()
+    x = whole()
     with jax.enable_x64(True):
-        xj.save({"w": x, "norm": np.ones(3, np.float64)}, tmp_path, {"w": "o/a i/b", "**": "..."}, here)
+        xj.save(
+            {"w": x, "norm": np.ones(3, np.float64)}, tmp_path, {"w": "o/a i/b", "**": "..."}, here
+        )
     turned = Names(rename("w", "kernel", "o i -> i o"), rename("**", "**", dtype="float32"))
-    found = xj.load(tmp_path, {"kernel": "i/b o/a", "norm": "n"}, here, names=turned, dtype=jnp.bfloat16)
+    found = xj.load(
+        tmp_path, {"kernel": "i/b o/a", "norm": "n"}, here, names=turned, dtype=jnp.bfloat16
+    )
     assert bits(found["kernel"]) == bits(x.T.astype(ml_dtypes.bfloat16))
     assert found["norm"].dtype == jnp.bfloat16
     like = {"norm": jax.ShapeDtypeStruct((3,), jnp.float32), "new": jnp.ones(2)}
@@ -120,7 +130,11 @@ def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
     for wanted, kind, words in (
         (like, xs.XshardError, "new is in the tree alone\n  names= maps"),
         (None, xs.errors.DtypeError, "norm: the block is float64, which JAX would make float32"),
-        ({"norm": jnp.ones(4), "w": x}, xs.errors.ShapeError, r"norm: shape \(3,\) in .*, \(4,\) here"),
+        (
+            {"norm": jnp.ones(4), "w": x},
+            xs.errors.ShapeError,
+            r"norm: shape \(3,\) in .*, \(4,\) here",
+        ),
     ):
         with pytest.raises(kind, match=words):
             xj.load(tmp_path, None, here, like=wanted)
@@ -128,7 +142,8 @@ def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
 
 @in_jax
 def test_what_devices_share_where_the_disk_is_slow(tmp_path: Path) -> None:
-    here, slow = mesh(), replace(xs.load_profile("h100"), disk=Link(1e-4, 1e8))
+    here = mesh()
+    slow = replace(xs.load_profile("h100"), disk=Link(1e-4, 1e8))
     x = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
     xj.save({"w": x}, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -143,7 +158,8 @@ def test_what_devices_share_where_the_disk_is_slow(tmp_path: Path) -> None:
 def test_what_is_no_state(tmp_path: Path) -> None:
     """Each is refused before the folder is made."""
     here = mesh()
-    x, gone = jnp.ones((4, 4)), jnp.ones(4)
+    x = jnp.ones((4, 4))
+    gone = jnp.ones(4)
     gone.delete()
     wrong = [
         ({"a.b": x, "a": {"b": x}}, {}, "two leaves are called 'a.b'"),

@@ -29,7 +29,11 @@ def saved(folder: Path) -> dict[str, object]:
     tree = xj.place(tree, rules, device_mesh(SAVED))
     tree["whole"] = np.asarray(tree["whole"])
     odd = {"step": 7, "run": "first", "none": None}
-    for name, settings in (("zarr", {"use_ocdbt": False}), ("zarr3", {"use_zarr3": True}), ("ocdbt", {})):
+    for name, settings in (
+        ("zarr", {"use_ocdbt": False}),
+        ("zarr3", {"use_zarr3": True}),
+        ("ocdbt", {}),
+    ):
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**settings)).save(folder / name, tree | odd)
     with ocp.CheckpointManager(folder / "manager") as manager:
         manager.save(3, args=ocp.args.StandardSave(tree))
@@ -53,7 +57,10 @@ def test_each_format(tmp_path: Path) -> None:
         for leaf, x in found.items():
             back = xj.reshard(x, "o/zigzag(a) i/b -> o i") if leaf == "layers.0.w" else x
             whole = np.asarray(expected[leaf])
-            assert x.dtype == whole.dtype and np.asarray(back).tobytes() == whole.tobytes(), (name, leaf)
+            assert x.dtype == whole.dtype and np.asarray(back).tobytes() == whole.tobytes(), (
+                name,
+                leaf,
+            )
         box = slice(1, 14, 4), slice(5, 9)
         part = checkpoint.read("layers.0.w", box)
         assert part.tobytes() == np.asarray(expected["layers.0.w"])[box].tobytes()
@@ -82,7 +89,8 @@ def check_unfinished(tmp_path: Path) -> None:
         open_checkpoint(zarr)
     (zarr / "norm").unlink()
     (tmp_path / "norm").rename(zarr / "norm")
-    chunk, checkpoint = zarr / "layers.0.w" / "0.0", open_checkpoint(zarr)
+    chunk = zarr / "layers.0.w" / "0.0"
+    checkpoint = open_checkpoint(zarr)
     data = chunk.read_bytes()
     for change in (lambda: chunk.write_bytes(data[:-3]), chunk.unlink):
         change()
@@ -101,11 +109,15 @@ def test_chunks_are_read_once_for_all_devices(tmp_path: Path) -> None:
     import tensorstore
 
     def bytes_read() -> int:
-        found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        found = tensorstore.experimental_collect_matching_metrics(
+            "/tensorstore/kvstore/file/bytes_read"
+        )
         return sum(each["value"] for one in found for each in one["values"])
 
     whole = np.random.default_rng(0).random((384, 384), np.float32)
-    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "zarr", {"w": whole})
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(
+        tmp_path / "zarr", {"w": whole}
+    )
     before = bytes_read()
     with open_checkpoint(tmp_path / "zarr") as checkpoint:
         found = [checkpoint.read("w", (slice(384), slice(at, at + 64))) for at in range(0, 384, 64)]

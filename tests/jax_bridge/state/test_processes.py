@@ -41,12 +41,15 @@ def load_here(folder: Path, _timeout_s: float) -> tuple[int, bool]:
         for name, x in xj.load(checkpoint, LOADED, device_mesh(MESH)).items()
         for shard in x.addressable_shards
     ]
-    return checkpoint.bytes_read, len(blocks) == 12 and all(np.array_equal(*pair) for pair in blocks)
+    return checkpoint.bytes_read, len(blocks) == 12 and all(
+        np.array_equal(*pair) for pair in blocks
+    )
 
 
 def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> tuple[str, str]:
     """What this process says where the disk of one fails, and where the first looks into no folder."""
-    index, module = jax.process_index(), saving if function == "_reserve" else os
+    index = jax.process_index()
+    module = saving if function == "_reserve" else os
     full = {"side_effect": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
     how = full if index == process else {"wraps": getattr(module, function)}
     with mock.patch.object(module, function, **how), pytest.raises(FileError) as failed:

@@ -49,7 +49,8 @@ CONTRACTIONS = [
 ]
 LONG = timedelta(minutes=10)
 PAIRS = Mesh(x=2, y=2)
-TRAINER, SERVER = "trainer", "server"
+TRAINER = "trainer"
+SERVER = "server"
 _NUMBERS = count()
 
 Run = Callable[[Tensor], Tensor]
@@ -87,7 +88,8 @@ class Begun(Operation):
     """
 
     def forward(self) -> Callable[[], Tensor]:
-        is_there, goes_on = threading.Event(), threading.Event()
+        is_there = threading.Event()
+        goes_on = threading.Event()
 
         def wait() -> None:
             is_there.set()
@@ -121,7 +123,9 @@ def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operati
             yield Operation("links of two speeds", run, block)
     for text, shape, in_rounds in CONTRACTIONS:
         mesh, expression = own_mesh(text, timeout_s if in_rounds else None)
-        run = partial(_contracted, mesh=mesh, expression=expression, shape=shape, in_rounds=in_rounds)
+        run = partial(
+            _contracted, mesh=mesh, expression=expression, shape=shape, in_rounds=in_rounds
+        )
         yield Operation("`einsum` in rounds" if in_rounds else "`einsum`", run, block)
     mesh, layout = own_mesh("b s/{a} h k", timeout_s)
     yield Operation("ring attention", partial(_attended, mesh=mesh, layout=layout), block)
@@ -144,8 +148,12 @@ def cold_operations(width: int) -> Iterator[Operation]:
     They meet in the store, of which a process has one connection: they run one after the other.
     """
     block, (mesh, expression) = torch.ones(ROWS, width), own_mesh(STEPS["all_gather"])
-    yield Operation(BARE, bare(dist.new_group(timeout=LONG)), block)  # until all else is interrupted
-    yield Operation("`debug=True`", partial(_plain, mesh=mesh, expression=expression, debug=True), block)
+    yield Operation(
+        BARE, bare(dist.new_group(timeout=LONG)), block
+    )  # until all else is interrupted
+    yield Operation(
+        "`debug=True`", partial(_plain, mesh=mesh, expression=expression, debug=True), block
+    )
     yield Operation(
         "the first call on a mesh", lambda x: _plain(x, PAIRS, "n/x d -> n d").repeat(2, 1), block
     )
@@ -165,9 +173,12 @@ def own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, str
 @contextmanager
 def own_groups() -> Iterator[None]:
     """Inside, groups are made anew that other operations have already."""
-    digest, number = process_groups.ranks_digest, next(_NUMBERS)
+    digest = process_groups.ranks_digest
+    number = next(_NUMBERS)
     process_groups._group_of.cache_clear()
-    with mock.patch.object(process_groups, "ranks_digest", lambda ranks: f"{digest(ranks)}/{number}"):
+    with mock.patch.object(
+        process_groups, "ranks_digest", lambda ranks: f"{digest(ranks)}/{number}"
+    ):
         yield
     process_groups._group_of.cache_clear()
 
@@ -198,7 +209,9 @@ def _many(x: Tensor, mesh: Any, expression: str, **options: Any) -> Tensor:
     return torch.stack(xt.redistribute([x, x + 1], expression, mesh, **options))
 
 
-def _contracted(x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], in_rounds: bool) -> Tensor:
+def _contracted(
+    x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], in_rounds: bool
+) -> Tensor:
     w = torch.arange(float(shape[0] * shape[1])).view(shape) % 3
     return xt.einsum(expression, x, w, mesh=mesh, overlap="always" if in_rounds else "never")
 
@@ -229,7 +242,8 @@ def _two_meshes(*ranks: Sequence[int]) -> dict[str, DeviceMesh]:
 
 def _between(x: Tensor) -> Tensor:
     """Even ranks have the blocks, odd ones get them."""
-    n, odd = dist.get_world_size(), dist.get_rank() % 2
+    n = dist.get_world_size()
+    odd = dist.get_rank() % 2
     whole = {"shape": (n // 2 * ROWS, x.shape[1]), "dtype": x.dtype, "requires_grad": True}
     meshes = _two_meshes(range(0, n, 2), range(1, n, 2))
     y = xt.redistribute(None if odd else x, "n/a d -> n/zigzag(b) d", **meshes, **whole)
@@ -245,7 +259,9 @@ def _transferred(x: Tensor, wait: Callable[[], None]) -> Tensor | None:
     return None if found is None else found["second"]
 
 
-def next_version(kind: str, store: Store, width: int, timeout_s: float) -> tuple[Begun, Tensor | None]:
+def next_version(
+    kind: str, store: Store, width: int, timeout_s: float
+) -> tuple[Begun, Tensor | None]:
     """Of a stream from a trainer to a server, beside the world of all other operations: the next version,
     amid whose messages its ranks wait -> that, and what the last one was.
 
@@ -259,7 +275,8 @@ def next_version(kind: str, store: Store, width: int, timeout_s: float) -> tuple
     version = _published if kind == TRAINER else _received
     operation = Begun("`publish`, `receive`", partial(version, end), block)
     expected = operation.forward()()
-    end.timeout_s, end.silent_s = timeout_s / 2, timeout_s / 5
+    end.timeout_s = timeout_s / 2
+    end.silent_s = timeout_s / 5
     return operation, expected
 
 

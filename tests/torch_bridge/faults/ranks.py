@@ -81,9 +81,11 @@ class Act:
         """Make the call."""
         start = _naps.seconds
         try:
-            kind, text = ("right" if self._is_right(self.call()) else "wrong"), ""
+            kind = "right" if self._is_right(self.call()) else "wrong"
+            text = ""
         except BaseException as error:
-            kind, text = type(error).__name__, str(error)
+            kind = type(error).__name__
+            text = str(error)
         return End(self.row, self.direction, kind, text, _naps.seconds - start)
 
     def _is_right(self, found: Any) -> bool:
@@ -110,7 +112,9 @@ def take_part(folder: Path, number: int, meeting: dist.Store, width: int, timeou
     take its time.
     """
     os.environ["XSHARD_PROFILE"] = "h100"  # plans of one step, in no group but the operation's own
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which launchers end the others of a killed rank
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # by which launchers end the others of a killed rank
     if number in WORLDS["world"]:
         at_once = [
             Act(operation.row, direction, getattr(operation, direction)(), expected)
@@ -119,11 +123,14 @@ def take_part(folder: Path, number: int, meeting: dist.Store, width: int, timeou
             for expected in [getattr(operation, direction)()()]
         ]
         ones = torch.ones(N * ROWS, width)
-        in_turn = [Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)]
+        in_turn = [
+            Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)
+        ]
     else:
         program = TRAINER if number in WORLDS[TRAINER] else SERVER
         version, expected = next_version(program, meeting.clone(), width, timeout_s)
-        at_once, in_turn = [Act(version.row, "forward", version.forward(), expected)], []
+        at_once = [Act(version.row, "forward", version.forward(), expected)]
+        in_turn = []
     for group in c10d._world.pg_map:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     act(folder, number, at_once, in_turn)
@@ -137,7 +144,8 @@ def act(folder: Path, rank: int, at_once: Sequence[Act], in_turn: Sequence[Act])
     wait_for(folder, "go")
     groups = [*([each] for each in at_once), in_turn]
     threads = [
-        threading.Thread(target=lambda some=some: ends.extend(a.end() for a in some)) for some in groups
+        threading.Thread(target=lambda some=some: ends.extend(a.end() for a in some))
+        for some in groups
     ]
     for thread in threads:
         thread.start()
@@ -165,7 +173,9 @@ def wait_for(folder: Path, *names: str) -> None:
 
 def ends_of(folder: Path, ranks: Sequence[int]) -> dict[int, list[End]]:
     """What these ranks have written down."""
-    return {r: [End(**each) for each in json.loads((folder / f"ends{r}").read_text())] for r in ranks}
+    return {
+        r: [End(**each) for each in json.loads((folder / f"ends{r}").read_text())] for r in ranks
+    }
 
 
 class Ranks:
@@ -175,13 +185,20 @@ class Ranks:
     """
 
     def __init__(
-        self, folder: Path, numbers: range, timeout_s: float, function: Callable[..., None], *args: Any
+        self,
+        folder: Path,
+        numbers: range,
+        timeout_s: float,
+        function: Callable[..., None],
+        *args: Any,
     ) -> None:
         self.folder = folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context, given = multiprocessing.get_context("forkserver"), (timeout_s, function, folder, *args)
+        context = multiprocessing.get_context("forkserver")
+        given = (timeout_s, function, folder, *args)
         self.processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(i, numbers, self._store.port, *given)) for i in numbers
+            context.Process(target=_rank, args=(i, numbers, self._store.port, *given))
+            for i in numbers
         ]
         for process in self.processes:
             process.start()
@@ -215,7 +232,9 @@ class Ranks:
         look = time.monotonic()
         while not is_over():
             time.sleep(0.05)
-            if time.monotonic() > look:  # looking at all processes takes more than what is waited for
+            if (
+                time.monotonic() > look
+            ):  # looking at all processes takes more than what is waited for
                 look = time.monotonic() + watch.pause_s
                 why = watch.why_over()
                 assert why is None, f"{what}: {why}"
@@ -228,7 +247,15 @@ class Ranks:
             process.kill()
 
 
-def _rank(number: int, numbers: range, port: int, timeout_s: float, function: Any, folder: Path, *args: Any):
+def _rank(
+    number: int,
+    numbers: range,
+    port: int,
+    timeout_s: float,
+    function: Any,
+    folder: Path,
+    *args: Any,
+):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     say(folder, f"here{number}")
@@ -241,7 +268,8 @@ def _rank(number: int, numbers: range, port: int, timeout_s: float, function: An
 
 def take_part_on_node(folder: Path, width: int, timeout_s: float) -> None:
     """A process of a node that has four: two of the world, and two of a program with a store of its own."""
-    node, at = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
+    node = int(os.environ["GROUP_RANK"])
+    at = int(os.environ["LOCAL_RANK"])
     number = 2 * node + at + (at > 1) * 2
     meeting = store = c10d._get_default_store()
     # A rank that is connected may go on, and end its connections, before others have theirs.

@@ -46,7 +46,11 @@ def check_column(fault: str, ends: Mapping[int, Sequence[End]], timeout_s: float
             found.setdefault(end.row, set()).add(end.kind)
     # A rank that has no part in a message of those that are lost gets its result.
     cells = {row: ", ".join(sorted(kinds - {"right"})) or "right" for row, kinds in found.items()}
-    wrong = {row: (cells.get(row), cell) for row, cell in _column(fault).items() if cells.get(row) != cell}
+    wrong = {
+        row: (cells.get(row), cell)
+        for row, cell in _column(fault).items()
+        if cells.get(row) != cell
+    }
     assert not wrong, f"the table in {DOCUMENT.name} has another column {fault!r}: {wrong}"
 
 

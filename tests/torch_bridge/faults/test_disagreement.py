@@ -21,7 +21,9 @@ from torch_bridge.mesh import desync
 
 TIMEOUT_S = 5.0
 ODD = 1  # the rank that does otherwise
-GATHER, TURN, BACK = "n/{a} d -> n d", "n/{a} d -> n d/{a}", "n d/{a} -> n/{a} d"
+GATHER = "n/{a} d -> n d"
+TURN = "n/{a} d -> n d/{a}"
+BACK = "n d/{a} -> n/{a} d"
 SHORT = f"short {GATHER}"  # of a block with fewer rows
 # What the odd rank calls in turn, and what the others call.
 DIFFERENCES = {
@@ -49,7 +51,8 @@ def _disagree(folder: Path, rank: int, _: dist.Store) -> None:
         for way in (*WAYS.values(), _contracted):
             mesh, axis = own_mesh("{a}", TIMEOUT_S)
             both = [
-                partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls
+                partial(_results, way, x, [text.format(a=axis) for text in texts], mesh)
+                for texts in calls
             ]
             expected = [run(False) for run in both]  # where all ranks make the same calls
             mine = int(dist.get_rank() != ODD)
@@ -60,7 +63,9 @@ def _disagree(folder: Path, rank: int, _: dist.Store) -> None:
     act(folder, rank, [], acts)
 
 
-def _results(way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: Any, debug: bool) -> Tensor:
+def _results(
+    way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: Any, debug: bool
+) -> Tensor:
     rows = (x[:4] if text.startswith("short") else x for text in texts)
     called = zip(rows, (text.removeprefix("short ") for text in texts), strict=True)
     return torch.cat([way(block, mesh, text, debug=debug).flatten() for block, text in called])

@@ -43,7 +43,9 @@ def _interrupted(
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
         times = {"timeout_s": LONG_S, "collective_timeout_s": LONG_S}  # until ranks are connected
-        running = thread.submit(cluster.run_torch, take_part_on_node, folder, WIDTH, timeout_s, **times)
+        running = thread.submit(
+            cluster.run_torch, take_part_on_node, folder, WIDTH, timeout_s, **times
+        )
         running.add_done_callback(lambda _: (folder / "returned").touch())
 
         def wait_for_ranks(what: str, ranks: Sequence[int]) -> None:
@@ -61,7 +63,9 @@ def _interrupted(
         cluster.restore(1)
         cluster.slow(1, None)
         say(folder, "over")
-        assert len(running.result()) == len(ALL)  # each rank's, although each has made another world
+        assert len(running.result()) == len(
+            ALL
+        )  # each rank's, although each has made another world
 
 
 def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:

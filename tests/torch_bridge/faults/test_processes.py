@@ -12,7 +12,8 @@ import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forke
 from tests.torch_bridge.faults.ranks import ALL, Ranks, ends_of, say, take_part
 from tests.torch_bridge.faults.table import check_column
 
-VICTIMS, OTHERS = (1, 5), (0, 2, 3, 4, 6, 7)  # the second rank of the world, and of the trainer
+VICTIMS = (1, 5)
+OTHERS = (0, 2, 3, 4, 6, 7)  # the second rank of the world, and of the trainer
 TIMEOUT_S = 3.0
 WIDTH = 16
 
@@ -25,7 +26,9 @@ def test_all_operations_end(tmp_path: Path, fault: str) -> None:
         for victim in VICTIMS:
             running.send(victim, signal.SIGSTOP)
         say(tmp_path, "go")
-        running.wait_for(*(f"begun{rank}" for rank in OTHERS))  # they are in the middle of all operations
+        running.wait_for(
+            *(f"begun{rank}" for rank in OTHERS)
+        )  # they are in the middle of all operations
         time.sleep(0.2)
         if killed:
             for victim in VICTIMS:
@@ -42,4 +45,6 @@ def test_all_operations_end(tmp_path: Path, fault: str) -> None:
     if not killed:
         for victim, error in zip(VICTIMS, ("CollectiveError", "LostVersionError"), strict=True):
             kinds = {end.kind for end in ends_of(tmp_path, [victim])[victim]}
-            assert "wrong" not in kinds and error in kinds, "what comes too late is an error as well"
+            assert "wrong" not in kinds and error in kinds, (
+                "what comes too late is an error as well"
+            )

@@ -13,28 +13,40 @@ import torch_bridge as xt
 from tests.torch_bridge.helpers import torchrun
 from xshard import Mesh
 
-STEPS, EVERY, FATAL, RANKS = 7, 2, 5, 2
+STEPS = 7
+EVERY = 2
+FATAL = 5
+RANKS = 2
 
 
 def _trained(folder: Path, dies: bool) -> dict[int, float]:
     """Train a layer with its columns on both ranks, from the last checkpoint on -> the losses by step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), Mesh(tp=RANKS)
+    rank = dist.get_rank()
+    mesh = Mesh(tp=RANKS)
     torch.manual_seed(0)
-    whole, data = torch.randn(8, 6), torch.randn(STEPS, 4, 6)
+    whole = torch.randn(8, 6)
+    data = torch.randn(STEPS, 4, 6)
     weight = whole.chunk(RANKS)[rank].clone().requires_grad_()  # "n/tp d"
     optimiser = torch.optim.Adam([weight], lr=0.1)
-    start, losses = 0, {}
+    start = 0
+    losses = {}
     if (latest := folder / "latest").exists():
         saved = torch.load(folder / f"{latest.read_text()}.{rank}")
-        start, losses = saved["step"], saved["losses"]
+        start = saved["step"]
+        losses = saved["losses"]
         optimiser.load_state_dict(saved["optimiser"])
         with torch.no_grad():
             weight.copy_(saved["weight"])
     for step in range(start, STEPS):
         if step % EVERY == 0:
-            state = {"step": step, "losses": losses, "weight": weight, "optimiser": optimiser.state_dict()}
+            state = {
+                "step": step,
+                "losses": losses,
+                "weight": weight,
+                "optimiser": optimiser.state_dict(),
+            }
             torch.save(state, folder / f"{step}.{rank}")
             dist.barrier()  # what is the latest has been saved by all
             if rank == 0:

@@ -35,8 +35,12 @@ COLLECTIVES = {
 
 def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int, int]]:
     """Losses, the last parameters, the norm of the first gradient, and collectives of the last step."""
-    optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.1), [], []
-    is_parallel, forward, backward = hasattr(model, "_xshard_parallel"), Meter(), Meter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    norms = []
+    is_parallel = hasattr(model, "_xshard_parallel")
+    forward = Meter()
+    backward = Meter()
     for step in range(STEPS):
         counted = is_parallel and step == STEPS - 1
         with forward if counted else contextlib.nullcontext():
@@ -45,7 +49,9 @@ def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int
         with backward if counted else contextlib.nullcontext():
             loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(xt.grad_norm(model) if is_parallel else torch.nn.utils.get_total_norm(gradients))
+        norms.append(
+            xt.grad_norm(model) if is_parallel else torch.nn.utils.get_total_norm(gradients)
+        )
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -54,13 +60,20 @@ def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int
 
 
 def _page(path: Path) -> None:
-    names, text, printed, counted, want = dict[str, Any](), path.read_text(), io.StringIO(), [], None
+    names = dict[str, Any]()
+    text = path.read_text()
+    printed = io.StringIO()
+    counted = []
+    want = None
     tol = 1e-6 if path.stem in IN_FLOAT32 else 1e-12
     for found in FENCED.finditer(text):
         language, code = found.groups()
         if language:
             with contextlib.redirect_stdout(printed), in_this_world():
-                exec(compile("\n" * text[: found.start(2)].count("\n") + code, str(path), "exec"), names)
+                exec(
+                    compile("\n" * text[: found.start(2)].count("\n") + code, str(path), "exec"),
+                    names,
+                )
             if want is None:
                 with alone():
                     want = trained(names, names["build"]())
@@ -68,7 +81,9 @@ def _page(path: Path) -> None:
             losses, parameters, norm, collectives = trained(names, model)
             torch.testing.assert_close(losses, want[0], rtol=tol, atol=0)
             torch.testing.assert_close(norm, want[2], rtol=tol, atol=0)
-            torch.testing.assert_close(parameters, block_of_each(model, want[1]), rtol=tol, atol=tol)
+            torch.testing.assert_close(
+                parameters, block_of_each(model, want[1]), rtol=tol, atol=tol
+            )
             counted.append(collectives)
     said = {" ".join(line.split()) for line in printed.getvalue().splitlines()}
     shown = [
@@ -111,13 +126,18 @@ def _experts() -> None:
     cases = [("mixtral", 4, None), ("mixtral", 2, 0), ("qwen3_moe", 4, 5), ("qwen3_moe", 2, None)]
     for kind, ep, towards in (*cases, ("deepseek_v3", 4, None)):
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **sizes, **EXPERTS[kind], experts_implementation="eager")
-        model, mesh = AutoModelForCausalLM.from_config(config).double(), xs.Mesh(dp=4 // ep, ep=ep)
+        config = AutoConfig.for_model(
+            kind, **sizes, **EXPERTS[kind], experts_implementation="eager"
+        )
+        model = AutoModelForCausalLM.from_config(config).double()
+        mesh = xs.Mesh(dp=4 // ep, ep=ep)
         if towards is not None:  # the experts of one process, as far as there are enough
             with torch.no_grad():
                 for layer in model.model.layers:
                     layer.mlp.gate.weight.zero_()
-                    layer.mlp.gate.weight[towards : towards + 3] = 9 * torch.eye(16, dtype=torch.float64)[:3]
+                    layer.mlp.gate.weight[towards : towards + 3] = (
+                        9 * torch.eye(16, dtype=torch.float64)[:3]
+                    )
         xt.parallelize(
             model,
             {"**.experts.*": "e/ep ...", "**": "..."},
@@ -139,7 +159,10 @@ def _in_float64(forward: Any) -> Any:
 
     def wide(*args: Any) -> Any:
         casts = {"float": torch.Tensor.double, "type": lambda x, _: x.double()}
-        with mock.patch.object(torch, "float", torch.float64), mock.patch.multiple(torch.Tensor, **casts):
+        with (
+            mock.patch.object(torch, "float", torch.float64),
+            mock.patch.multiple(torch.Tensor, **casts),
+        ):
             return forward(*args)
 
     return wide
@@ -151,7 +174,14 @@ def _declared() -> None:
 
     experts = {"ep_dispatch_experts", "grouped_gemm"}  # of plans for experts
     assert {*ALL_PARALLEL_STYLES} - {*styles_of_transformers("tp")} <= experts
-    for name in ("Pythia", "Phi-3-mini", "Qwen3-30B-A3B", "Llama-4-Scout", "LongCat-Flash", "Granite-SWA"):
+    for name in (
+        "Pythia",
+        "Phi-3-mini",
+        "Qwen3-30B-A3B",
+        "Llama-4-Scout",
+        "LongCat-Flash",
+        "Granite-SWA",
+    ):
         assert same_as_on_one_device(name).worst < 1e-6, name
 
 

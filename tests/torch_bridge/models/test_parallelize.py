@@ -59,7 +59,11 @@ class Net(nn.Module):
     def forward(self, ids: Tensor, extra: bool = False) -> Tensor:
         x = self.embed(ids) * self.scale
         for block in self.blocks:
-            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+            x = (
+                block(x)
+                if self.recompute is None
+                else checkpoint(block, x, use_reentrant=self.recompute)
+            )
         y = self.head(x)
         return y + self.extra.sum() if extra else y
 
@@ -123,7 +127,9 @@ def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
     # A gathered parameter that no process used has zeros, any other keeps what it had.
     unused = [p.grad for n, p in own.items() if n not in whole]
     assert all(g is None or (not g.any() and g.shape[0] < 3) for g in unused)
-    return max(((own[n].grad - times * blocks[n]).norm() / g.norm()).item() for n, g in whole.items())
+    return max(
+        ((own[n].grad - times * blocks[n]).norm() / g.norm()).item() for n, g in whole.items()
+    )
 
 
 def _right(model: nn.Module, times: int = 1, **options: Any) -> None:
@@ -144,7 +150,10 @@ def _behaves() -> None:
         seen: list[tuple[int, ...]] = []
         up = model.blocks[0].up
         up.register_forward_hook(lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape)))
-        assert xt.parallelize(model, mesh=MESH, **rules) is model and model.head.weight is model.embed.weight
+        assert (
+            xt.parallelize(model, mesh=MESH, **rules) is model
+            and model.head.weight is model.embed.weight
+        )
         assert all(p is before[n] for n, p in model.named_parameters())
         loss = _step(model)
         assert abs(loss - want) < 1e-12 * abs(want) and _off(model) < 1e-12
@@ -200,7 +209,8 @@ def _shared(model: Any) -> None:
 def _several() -> None:
     """Passes inside `no_sync` and the next one share one gather, and one sum of gradients."""
     model = xt.parallelize(net(), mesh=MESH, **GATHERED, keep=True)
-    up, received = model.blocks[0].up.weight, []
+    up = model.blocks[0].up.weight
+    received = []
     for step in (_step, _shared, _step):  # the first ones compare replicas and plans, too
         step(model)
     for step in (_step, _shared, _shared, _step):
@@ -238,7 +248,9 @@ def _several() -> None:
 
 
 def _buckets() -> None:
-    model = xt.parallelize(net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
+    model = xt.parallelize(
+        net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32)
+    )
     _step(model)
     assert 1e-12 < _off(model) < 1e-5
     model.zero_grad()
@@ -246,7 +258,9 @@ def _buckets() -> None:
     model.blocks[0].norm.weight.register_hook(lambda g: order.append(f"sent {len(meter.received)}"))
     with Meter() as meter:
         _step(model)
-    assert len(meter.received) - 9 > 3 and order != ["sent 0"]  # some left before the first block's gradient
+    assert len(meter.received) - 9 > 3 and order != [
+        "sent 0"
+    ]  # some left before the first block's gradient
 
     # Parameters of which a part of the processes has no gradient: zeros there, the sum on all.
     class Some(nn.Module):
@@ -260,7 +274,9 @@ def _buckets() -> None:
     some = xt.parallelize(Some(), {"**": "..."}, {"": "n/dp"}, xs.Mesh(dp=4))
     for times in (1, 2):
         some(torch.full((2,), 1.0)).backward()
-        assert some.a.grad.tolist() == [4.0 * times] * 2 and some.b.grad.tolist() == [1.0 * times] * 2
+        assert (
+            some.a.grad.tolist() == [4.0 * times] * 2 and some.b.grad.tolist() == [1.0 * times] * 2
+        )
         assert some.c.grad is None
 
 
@@ -304,7 +320,10 @@ def _state() -> None:
         assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
         assert model.head.weight is model.embed.weight
         if how is init:
-            assert model.blocks[1].up.weight.shape == (5, 6) and model.blocks[1].norm.weight.eq(1).all()
+            assert (
+                model.blocks[1].up.weight.shape == (5, 6)
+                and model.blocks[1].norm.weight.eq(1).all()
+            )
             xt.load_state_dict(model, whole)
         _right(model)
 
@@ -329,7 +348,8 @@ class Tied(nn.Module):
 
 def _vocabulary() -> None:
     """Rows of an embedding are sharded, and the head that is tied to it; its logits are never gathered."""
-    labels, alone = (_ids() * 7 + 3) % 13, Tied()
+    labels = (_ids() * 7 + 3) % 13
+    alone = Tied()
     want = nn.functional.cross_entropy(alone(_ids()).flatten(0, 1), labels.flatten())
     want.backward()
     for cut in ("v/tp", "v/cyclic(tp,3)", "v/sizes(tp,0,13)"):
@@ -341,7 +361,9 @@ def _vocabulary() -> None:
             own = xt.redistribute(labels, "b s -> b/dp s", MESH)
             return xt.nn.cross_entropy(logits, own, f"b/dp s {cut}", MESH, shape=(4, 7, 13))
 
-        assert isinstance(model.embed, Scaled) and torch.equal(model.embed(_ids()), alone.embed(_ids()))
+        assert isinstance(model.embed, Scaled) and torch.equal(
+            model.embed(_ids()), alone.embed(_ids())
+        )
         found = loss(model(_ids()))
         found.backward()
         gradient = block_of_each(model, {"embed.weight": alone.embed.weight.grad})["embed.weight"]
@@ -367,12 +389,15 @@ def heads(bias: str = "o -> o | sum(tp)", **counts: str) -> Any:
     cut = {"up.*": "o/tp ...", "weight": "i/tp o", "bias": bias}
     torch.manual_seed(0)
     outputs = {"": "b c | sum(tp) -> b c"}
-    return xt.parallelize(Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH, outputs=outputs, counts=counts)
+    return xt.parallelize(
+        Heads(), cut, {"": "b c -> b c | copy(tp)"}, MESH, outputs=outputs, counts=counts
+    )
 
 
 def _noted() -> None:
     """Errors in a forward pass name their module, its rules and blocks, and what it counts by itself."""
-    x, model = torch.ones(3, 6), heads()
+    x = torch.ones(3, 6)
+    model = heads()
     with pytest.raises(RuntimeError) as caught:
         model(x)
     assert caught.value.__notes__ == [
@@ -409,9 +434,12 @@ def _noted() -> None:
 
 
 def _compiled() -> None:
-    mesh, ids = xs.Mesh(dp=1, tp=2), torch.arange(16).view(2, 8) % 12
-    alone, model = net(), net()
-    alone.blocks, model.blocks = alone.blocks[:1], model.blocks[:1]
+    mesh = xs.Mesh(dp=1, tp=2)
+    ids = torch.arange(16).view(2, 8) % 12
+    alone = net()
+    model = net()
+    alone.blocks = alone.blocks[:1]
+    model.blocks = model.blocks[:1]
     alone(ids).square().sum().backward()
     whole = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
     inputs = {name: text for name, text in RULES["inputs"].items() if name != "blocks.1"}
@@ -420,7 +448,9 @@ def _compiled() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(ids).square().sum().backward()
     blocks = block_of_each(model, whole)
-    assert all((model.get_parameter(n).grad - g).norm() < 1e-12 * g.norm() for n, g in blocks.items())
+    assert all(
+        (model.get_parameter(n).grad - g).norm() < 1e-12 * g.norm() for n, g in blocks.items()
+    )
     xt.verify(compiled, ids, loss=lambda y: y.square().sum())
 
 
@@ -541,7 +571,9 @@ def _refused() -> None:
     for call, start in zip(calls, REFUSED, strict=True):
         kind, text = error_of(call)
         assert kind == start.split(":")[0]
-        assert f"{kind}: {text}".startswith(start) or dist.get_rank(), text  # other ranks name their blocks
+        assert f"{kind}: {text}".startswith(start) or dist.get_rank(), (
+            text
+        )  # other ranks name their blocks
     assert still_connected()
 
 
@@ -561,7 +593,9 @@ def _on_four() -> list[Any]:
     return _explained()
 
 
-def test_what_stays_what_is_summed_what_is_refused_and_where_the_tables_say_that_things_are() -> None:
+def test_what_stays_what_is_summed_what_is_refused_and_where_the_tables_say_that_things_are() -> (
+    None
+):
     found = on_ranks(4, _on_four)
     before, after, gathered = (
         [" ".join(line.split()) for line in table.splitlines()] for table in found[0][:3]

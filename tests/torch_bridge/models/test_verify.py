@@ -18,7 +18,12 @@ from xshard.testing import EquivalenceError
 
 MESH = xs.Mesh(dp=2, tp=2)
 RULES: dict[str, Any] = {
-    "parameters": {"mlp.0.weight": "o/tp i", "mlp.0.bias": "o/tp", "mlp.2.weight": "o i/tp", "**": "..."},
+    "parameters": {
+        "mlp.0.weight": "o/tp i",
+        "mlp.0.bias": "o/tp",
+        "mlp.2.weight": "o i/tp",
+        "**": "...",
+    },
     "inputs": {"": "b c -> b/dp c", "mlp": "b c -> b c | copy(tp)"},
     "outputs": {"mlp": "b c | sum(tp) -> b c"},
 }
@@ -63,7 +68,8 @@ def _mistakes() -> None:
             xt.verify(model, _x(), loss=loss, **options)
         except EquivalenceError as error:
             return [
-                (m.subject.kind, m.subject.name, m.cause.name if m.cause else "") for m in error.mismatches
+                (m.subject.kind, m.subject.name, m.cause.name if m.cause else "")
+                for m in error.mismatches
             ]
         return []
 
@@ -75,12 +81,17 @@ def _mistakes() -> None:
     model = _parallel()
     model.mlp[0].weight.register_hook(lambda g: g / 4)  # by the size of the world
     assert named(model) == gradients("averaged", 2, 3)
-    summed = functools.partial(xt.redistribute, layouts="() | sum(dp) -> ()", mesh=MESH)  # a mean is meant
+    summed = functools.partial(
+        xt.redistribute, layouts="() | sum(dp) -> ()", mesh=MESH
+    )  # a mean is meant
     found = named(_parallel(), lambda y: summed(y.square().mean()))
     assert found == [("output", "loss", "summed"), *gradients("summed")]
-    _, text = error_of(lambda: xt.verify(_parallel(), _x(), loss=lambda y: summed(y.square().mean())))
+    _, text = error_of(
+        lambda: xt.verify(_parallel(), _x(), loss=lambda y: summed(y.square().mean()))
+    )
     assert (
-        "first wrong: the loss, while outputs of modules with rules are right\n  input of the model" in text
+        "first wrong: the loss, while outputs of modules with rules are right\n  input of the model"
+        in text
     )
     found = named(_parallel(), lambda y: y.square().mean())  # that of each process
     assert found == [("output", "loss", "not averaged"), *gradients("summed")]
@@ -89,11 +100,18 @@ def _mistakes() -> None:
     assert named(model, original=_net()) == gradients("module", 0, 2) + gradients("zero", 2)
     assert named(model) == []  # as on one device, where it is detached too
     for outputs in ({"mlp": "b c"}, None):
-        assert named(_parallel(outputs=outputs)) == [("output", "loss", "module"), *gradients("module")]
+        assert named(_parallel(outputs=outputs)) == [
+            ("output", "loss", "module"),
+            *gradients("module"),
+        ]
     *_, text = error_of(lambda: xt.verify(_parallel(outputs=None), _x(), loss=_mean))
-    assert "first wrong: the output of mlp as 'b/dp c | copy(tp)', after the input of mlp, which is" in text
     assert (
-        "the blocks along tp are addends" in text and "mlp.0.weight: o/tp i, block (5, 6) of (10, 6)" in text
+        "first wrong: the output of mlp as 'b/dp c | copy(tp)', after the input of mlp, which is"
+        in text
+    )
+    assert (
+        "the blocks along tp are addends" in text
+        and "mlp.0.weight: o/tp i, block (5, 6) of (10, 6)" in text
     )
 
 
@@ -139,7 +157,8 @@ def _unchanged() -> None:
     model = _parallel()
     _mean(model(_x())).backward()
     gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
-    state, calls = torch.get_rng_state(), model.calls
+    state = torch.get_rng_state()
+    calls = model.calls
     xt.verify(model, (_x(),), loss=_mean)
     xt.verify(model, {"x": _x()}, loss=_mean)
     for name, p in model.named_parameters():

@@ -37,7 +37,10 @@ def tree() -> dict[str, Tensor]:
     """By flat name."""
     arrays = [torch.arange(7 * 6).reshape(7, 6) + i for i in range(5)]
     found = {n: x.to(dtype) for n, x, dtype in zip(PLACEMENTS, arrays, DTYPES, strict=True)}
-    return found | {"model.turned": torch.arange(12.0).reshape(3, 4).T, "optim.step": torch.tensor(3.0)}
+    return found | {
+        "model.turned": torch.arange(12.0).reshape(3, 4).T,
+        "optim.step": torch.tensor(3.0),
+    }
 
 
 def _save_and_load(folder: str) -> None:
@@ -47,7 +50,12 @@ def _save_and_load(folder: str) -> None:
         (kind, own), cut = name.split("."), PLACEMENTS.get(name)
         state[kind][own] = x if cut is None else distribute_tensor(x, mesh, cut, src_data_rank=None)
     dcp.save(state, checkpoint_id=folder)
-    rules = {"model.rows": "o i/(tp,dp)", "model.columns": "o/dp i", "model.turned": "i/tp o", "**": "..."}
+    rules = {
+        "model.rows": "o i/(tp,dp)",
+        "model.columns": "o/dp i",
+        "model.turned": "i/tp o",
+        "**": "...",
+    }
     found = xt.load(folder, rules, Mesh(dp=2, tp=2))
     expected, (dp, tp) = tree(), divmod(torch.distributed.get_rank(), 2)
     expected["model.rows"] = expected["model.rows"].tensor_split([2, 4, 6], 1)[2 * tp + dp]
@@ -59,7 +67,9 @@ def _save_and_load(folder: str) -> None:
 
 def bits(x: Tensor) -> np.ndarray:
     return (
-        x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy() if x.itemsize < 8 else x.numpy()
+        x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy()
+        if x.itemsize < 8
+        else x.numpy()
     )
 
 
@@ -68,10 +78,17 @@ def test_what_ranks_have_saved(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.keys() == tree().keys()
     for name, x in tree().items():
-        boxes = [(), (slice(1, 6, 2), slice(4)), (slice(6, 7), slice(2, 6, 3)), (slice(5, 5), slice(6))]
+        boxes = [
+            (),
+            (slice(1, 6, 2), slice(4)),
+            (slice(6, 7), slice(2, 6, 3)),
+            (slice(5, 5), slice(6)),
+        ]
         for box in boxes if x.ndim else boxes[:1]:
             whole = box or tuple(slice(n) for n in x.shape)
-            np.testing.assert_array_equal(checkpoint.read(name, whole).view(bits(x).dtype), bits(x)[whole])
+            np.testing.assert_array_equal(
+                checkpoint.read(name, whole).view(bits(x).dtype), bits(x)[whole]
+            )
     assert dict(checkpoint.constants) == {"optim.lr": 0.5, "steps": [3, "first"]}
     # Lists are one value there, and leaves here.
     into: dict[str, Any] = {"optim": {"lr": 0.1, "new": 1}, "steps": [0, ""]}
@@ -82,7 +99,9 @@ def test_what_ranks_have_saved(tmp_path: Path) -> None:
 def test_what_is_stored_as_its_conjugate(tmp_path: Path) -> None:
     """Is refused, and not read as it lies there; and a value that nobody can read hinders no arrays."""
     x = torch.arange(3.0) * 1j
-    dcp.save({"x": x.conj(), "y": x, "what": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "dcp")
+    dcp.save(
+        {"x": x.conj(), "y": x, "what": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "dcp"
+    )
     checkpoint = open_checkpoint(tmp_path / "dcp")
     assert torch.equal(torch.from_numpy(checkpoint.read("y")), x)
     with pytest.raises(FileError, match="is stored as its conjugate"):

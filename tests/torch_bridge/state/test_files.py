@@ -25,8 +25,15 @@ from xshard.state import files
 MESH = Mesh(dp=2, tp=2)
 FSDP = {"{q,k,v}": "o/(dp,tp) i", "f8": "o/dp i/tp", "flags": "n/tp", "norm": "n"}
 SERVED = {"{q,k,f8}": "o/tp i", "v": "o i/zigzag(tp)", "flags": "n", "norm": "n/(dp,tp)"}
-SLOW = replace(xs.load_profile("gloo"), disk=xs.Link(1e-4, 1.0))  # a byte per second: what is read is shared
-LAYERS = {"0.weight": "o/tp i", "0.bias": "o/tp", "2.weight": "o i/tp", "2.bias": "o -> o | sum(tp)"}
+SLOW = replace(
+    xs.load_profile("gloo"), disk=xs.Link(1e-4, 1.0)
+)  # a byte per second: what is read is shared
+LAYERS = {
+    "0.weight": "o/tp i",
+    "0.bias": "o/tp",
+    "2.weight": "o i/tp",
+    "2.bias": "o -> o | sum(tp)",
+}
 
 
 def whole() -> dict[str, Tensor]:
@@ -38,7 +45,8 @@ def whole() -> dict[str, Tensor]:
 
 def cut(layouts: dict[str, str]) -> dict[str, Tensor]:
     """This rank's blocks of the whole arrays."""
-    tree, found = whole(), {}
+    tree = whole()
+    found = {}
     for name, layout in xs.Rules(layouts).match(list(tree)).items():
         raw = tree[name].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tree[name].itemsize])
         block = xs.reference.scatter(raw.numpy(), layout, MESH)[dist.get_rank()]
@@ -55,14 +63,17 @@ def model(device: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    inputs, outputs = {"": "b i -> b i | copy(tp)"}, {"2": "b o | sum(tp) -> b o"}
+    inputs = {"": "b i -> b i | copy(tp)"}
+    outputs = {"2": "b o | sum(tp) -> b o"}
     return xt.parallelize(layers, LAYERS, inputs, Mesh(tp=4), outputs=outputs)
 
 
 def _from_training_to_serving(folder: str) -> None:
     xt.save(cut(FSDP), folder, FSDP, MESH, shard_bytes=100)
     check_equal(xt.load(folder, SERVED, MESH, verify=True), cut(SERVED))
-    blocks = {name: torch.zeros_like(x) for name, x in cut(SERVED).items()}  # of different sizes, as norm's
+    blocks = {
+        name: torch.zeros_like(x) for name, x in cut(SERVED).items()
+    }  # of different sizes, as norm's
     check_equal(xt.load(folder, SERVED, MESH, like=blocks), cut(SERVED))
     with files.open_checkpoint(folder) as opened:
         check_equal(xt.load(opened, SERVED, MESH, profile=SLOW), cut(SERVED))
@@ -79,20 +90,28 @@ def _trees_and_dtensors(folder: str) -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     rules = {"**.{exp_avg,exp_avg_sq}": "o/tp i", "**": "..."}
-    xt.save({"x": x, "optimizer": optimizer.state_dict(), "epoch": 3, "name": "a"}, folder, rules, MESH)
+    xt.save(
+        {"x": x, "optimizer": optimizer.state_dict(), "epoch": 3, "name": "a"}, folder, rules, MESH
+    )
     zeros = {"x": torch.zeros_like(x), "optimizer": optimizer.state_dict(), "epoch": 0, "name": ""}
     averages = optimizer.state[weight]["exp_avg"].clone()
     for state in optimizer.state[weight].values():
         state.zero_()
     found = xt.load(folder, rules, MESH, like=zeros)
-    assert isinstance(found["x"], DTensor) and torch.equal(found["x"].full_tensor(), x.full_tensor())
+    assert isinstance(found["x"], DTensor) and torch.equal(
+        found["x"].full_tensor(), x.full_tensor()
+    )
     assert (found["epoch"], found["name"]) == (3, "a")
-    assert found["optimizer"]["param_groups"][0]["lr"] == 0.5 and found["optimizer"]["state"][0]["step"] == 1
+    assert (
+        found["optimizer"]["param_groups"][0]["lr"] == 0.5
+        and found["optimizer"]["state"][0]["step"] == 1
+    )
     assert torch.equal(optimizer.state[weight]["exp_avg"], averages)  # its own memory is filled
 
 
 def _models(folder: str) -> None:
-    trained, served = model("cpu"), model("meta")
+    trained = model("cpu")
+    served = model("meta")
     with torch.no_grad():
         trained[2].weight.add_(1)
     xt.save(trained, folder)
@@ -110,15 +129,27 @@ def _models(folder: str) -> None:
 
 def _errors(folder: str) -> None:
     """On all ranks, with the same old checkpoint after it."""
-    rank, two, rules, mesh = dist.get_rank(), {"a": torch.ones(2)}, {"a": "n/tp"}, Mesh(tp=4)
+    rank = dist.get_rank()
+    two = {"a": torch.ones(2)}
+    rules = {"a": "n/tp"}
+    mesh = Mesh(tp=4)
     xt.save(two, folder, rules, mesh)
     for wrong, why in (
         (lambda: xt.save(two, folder, {"a": "n | sum(tp)"}, mesh), "a: 'n | sum"),
         (lambda: xt.save(two, folder, {"b": "n"}, mesh), "no rule for 1 of 1 tensors: a"),
         (lambda: xt.save({"a": object()}, folder, None, mesh), "leaf 'a' is <"),
-        (lambda: xt.save({"a": torch.eye(2).to_sparse()}, folder), "leaf 'a': a tensor of torch.sparse_coo"),
-        (lambda: xt.save({"a": torch.ones(2, device="meta")}, folder), "leaf 'a': it is on the meta"),
-        (lambda: xt.load(folder, {"a": "n"}, mesh, dtype="int8"), "a: float32 in the checkpoint, int8"),
+        (
+            lambda: xt.save({"a": torch.eye(2).to_sparse()}, folder),
+            "leaf 'a': a tensor of torch.sparse_coo",
+        ),
+        (
+            lambda: xt.save({"a": torch.ones(2, device="meta")}, folder),
+            "leaf 'a': it is on the meta",
+        ),
+        (
+            lambda: xt.load(folder, {"a": "n"}, mesh, dtype="int8"),
+            "a: float32 in the checkpoint, int8",
+        ),
         (lambda: xt.load(folder, {"b": "n"}, mesh), "no rule for 1 of 1 arrays: a"),
         (lambda: xt.load(folder, like={"b": torch.ones(2)}), "b is in the tree alone"),
         (lambda: xt.load(folder, like=two), "shape \\(2,\\), not \\(8,\\)"),
@@ -126,13 +157,24 @@ def _errors(folder: str) -> None:
     ):
         with pytest.raises(xs.XshardError, match=why.replace("|", "\\|")):
             wrong()
-    with pytest.raises(xt.errors.DesyncError, match=r"(?s)disagree.*leaf 'a' Sharding\('n/tp', .*\(12,\)\)"):
+    with pytest.raises(
+        xt.errors.DesyncError, match=r"(?s)disagree.*leaf 'a' Sharding\('n/tp', .*\(12,\)\)"
+    ):
         xt.save({"a": torch.ones(2 + rank)}, folder, rules, mesh)
-    with pytest.raises(xt.errors.DesyncError, match=r"(?s)files, leaf 'seed'.* rank 3: .*leaf 'seed' 3"):
+    with pytest.raises(
+        xt.errors.DesyncError, match=r"(?s)files, leaf 'seed'.* rank 3: .*leaf 'seed' 3"
+    ):
         xt.save({"a": torch.ones(2), "seed": rank}, folder, rules, mesh)
-    full = {"side_effect": OSError(28, "No space left on device")} if rank == 2 else {"wraps": os.pwrite}
+    full = (
+        {"side_effect": OSError(28, "No space left on device")}
+        if rank == 2
+        else {"wraps": os.pwrite}
+    )
     message = r"(?s)rank 2: .*FileError: .*No space left on device"  # of one part of the writing
-    with mock.patch.object(os, "pwrite", **full), pytest.raises(xt.errors.DesyncError, match=message):
+    with (
+        mock.patch.object(os, "pwrite", **full),
+        pytest.raises(xt.errors.DesyncError, match=message),
+    ):
         xt.save({"a": torch.zeros(2)}, folder, rules, mesh)
     assert torch.equal(xt.load(folder)["a"], torch.ones(8))
     dist.barrier()
@@ -173,8 +215,12 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
     into = {name: torch.zeros(3, dtype=torch.complex64).conj() for name in turned}
     into = {"conj": into["conj"], "neg": into["neg"].imag, "best": 0.0}
     found = xt.load(tmp_path / "turned", like=into)
-    assert found["best"] == float("inf") and all(torch.equal(found[name], x) for name, x in turned.items())
-    with pytest.raises(xs.errors.DtypeError, match="conj: complex64 in the checkpoint, float32 here"):
+    assert found["best"] == float("inf") and all(
+        torch.equal(found[name], x) for name, x in turned.items()
+    )
+    with pytest.raises(
+        xs.errors.DtypeError, match="conj: complex64 in the checkpoint, float32 here"
+    ):
         xt.load(tmp_path / "turned", like={"conj": torch.zeros(3), "neg": torch.zeros(3)})
     with pytest.raises(xs.errors.MeshError, match="no process group"):
         xt.load(tmp_path / "big", None, Mesh(tp=2))

@@ -42,9 +42,11 @@ FILES = tuple(str(module.__file__) for module in (files, leaves, saving))
 WAITING = {"recv", "_offered", "guarded", "check", "_beat", "store_call"}
 TAKEN = "plan"  # what a server calls before it answers
 OFFERED = "connect"  # what both call when a version has been offered and taken
-AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
+AMID = "amid a message"
+AMID_NUMBER = 3  # a version of messages of 4 MiB
 LARGE = {"w": (8, 1 << 19)}
-TRAINERS, SERVERS = 6, 2  # how many are killed elsewhere
+TRAINERS = 6
+SERVERS = 2  # how many are killed elsewhere
 SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
 BOTH: dict[str, Any] = {
     "rules": {"b": "o", "**": "o/dp i -> o i/tp"},
@@ -81,7 +83,9 @@ class Trainer(xt.live.Publisher):
 
     def recv(self, *parts: object) -> str | None:
         """A server that is to take the version may be dead before it says so."""
-        with mock.patch.object(self, "timeout_s", self.answer_s if parts[0] == "taken" else self.timeout_s):
+        with mock.patch.object(
+            self, "timeout_s", self.answer_s if parts[0] == "taken" else self.timeout_s
+        ):
             return super().recv(*parts)
 
     def has(self) -> int:
@@ -110,7 +114,10 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
     shapes = SHAPES | (LARGE if number == AMID_NUMBER else {})
     whole = {name: torch.empty(s).fill_(1000.0 * number) for name, s in shapes.items()}
     whole = {name: x + torch.arange(x.numel()).reshape(x.shape) for name, x in whole.items()}
-    return {name: x if x.ndim == 1 else x.chunk(2, cut)[dist.get_rank()].clone() for name, x in whole.items()}
+    return {
+        name: x if x.ndim == 1 else x.chunk(2, cut)[dist.get_rank()].clone()
+        for name, x in whole.items()
+    }
 
 
 @contextmanager
@@ -149,7 +156,8 @@ class Ranks:
     """Two processes, a world of their own, and pipes to them."""
 
     def __init__(self, folder: Path, work: Callable[..., None], *args: Any) -> None:
-        context, self.folder = multiprocessing.get_context("forkserver"), Path(mkdtemp(dir=folder))
+        context = multiprocessing.get_context("forkserver")
+        self.folder = Path(mkdtemp(dir=folder))
         pipes = [context.Pipe() for _ in range(2)]
         self.pipes = [pipe for pipe, _ in pipes]
         self.processes = [
@@ -174,12 +182,16 @@ def _rank(rank: int, folder: Path, work: Callable[..., None], pipe: Connection, 
 
 def _act(pipe: Connection, _: Path, kind: Callable[..., Any], port: int, name: str) -> None:
     """Do what is ordered, as one end of a stream."""
-    endpoint.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
+    endpoint.within = lambda timeout, call, *args: call(
+        *args
+    )  # the store is there, however slow the machine
     end = kind(store=dist.TCPStore("127.0.0.1", port), name=name, **BOTH)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        error, done = "", False
-        end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
+        error = ""
+        done = False
+        end.silent_s = order.brief_s
+        end.answer_s = order.wait_s or order.brief_s
         # Before its first rank has taken a version, nothing says that there is a server.
         is_due = end.has_taken if kind is Server and isinstance(order.line, str) else lambda: True
         with killed_before(order.line, LIVE, is_due) as lines:
@@ -249,16 +261,21 @@ def ahead(start: Callable[..., Program], kind: Callable[..., Any]) -> Iterator[P
     """Programs, each of which starts while the one before is at work."""
     following = start(kind)
     while True:
-        one, following = following, start(kind)
+        one = following
+        following = start(kind)
         yield one
 
 
 def _kill_trainers(start: Callable[..., Program], rng: random.Random) -> None:
-    trainer, server = start(Trainer), start(Server)
+    trainer = start(Trainer)
+    server = start(Server)
     sent, _ = arrives(trainer, server, number := 1)
-    has, lost, trainers = number, list[str](), ahead(start, Trainer)
+    has = number
+    lost = list[str]()
+    trainers = ahead(start, Trainer)
     for line in (OFFERED, AMID, *itertools.repeat(None, TRAINERS)):
-        number, killed = number + 1, rng.randrange(2)
+        number = number + 1
+        killed = rng.randrange(2)
         doomed = next(trainers)
         doomed.order(Order(number, line or rng.randrange(sent[killed].lines), wait_s=600.0), killed)
         found = receiving(doomed, server)
@@ -268,19 +285,26 @@ def _kill_trainers(start: Callable[..., Program], rng: random.Random) -> None:
             assert said[0].number == (number if any(came[:i]) else has)
         has = found[-1][0].number
         lost += [said[0].error for said in found if said[0].error]
-    assert "did not arrive whole; version 1 stays" in lost[0] and "of the trainer has stopped" in lost[0]
+    assert (
+        "did not arrive whole; version 1 stays" in lost[0]
+        and "of the trainer has stopped" in lost[0]
+    )
     arrives(trainer, server, number + 1)
 
 
 def _kill_servers(start: Callable[..., Program], rng: random.Random) -> None:
-    trainer, server = start(Trainer), start(Server)
+    trainer = start(Trainer)
+    server = start(Server)
     _, received = arrives(trainer, server, number := 1)
     server.kill()
     servers = ahead(start, Server)
     for line, rank in (*itertools.product((TAKEN, OFFERED), (0, 1)), *[(None, None)] * SERVERS):
-        number, killed = number + 1, rng.randrange(2) if rank is None else rank
+        number = number + 1
+        killed = rng.randrange(2) if rank is None else rank
         doomed = next(servers)
-        doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)
+        doomed.order(
+            Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed
+        )
         trainer.order(Order(number, wait_s=600.0 if line else 0.0))
         said = trainer.said()
         assert doomed.said() is None and said is not None
@@ -290,7 +314,8 @@ def _kill_servers(start: Callable[..., Program], rng: random.Random) -> None:
 
 def receiving(trainer: Program, server: Program) -> list[list[Said]]:
     """What the server says while the trainer is at work, and after that."""
-    found, is_over = [], False
+    found = []
+    is_over = False
     while not is_over:
         is_over = not trainer.is_at_work()
         server.order(Order(wait_s=0.1))
@@ -306,7 +331,8 @@ def arrives(trainer: Program, server: Program, number: int) -> tuple[list[Said],
     while True:
         trainer.order(Order(number, brief_s=brief_s))
         server.order(Order(wait_s=brief_s, brief_s=brief_s))
-        sent, received = trainer.said(), server.said()
+        sent = trainer.said()
+        received = server.said()
         assert sent is not None and received is not None
         if sent[0].done and received[0].done:
             assert received[0].number == number
@@ -314,9 +340,13 @@ def arrives(trainer: Program, server: Program, number: int) -> tuple[list[Said],
         brief_s *= 2
 
 
-def _saved(pipe: Connection, folder: Path, killed: int | None = None, line: int | None = None) -> None:
+def _saved(
+    pipe: Connection, folder: Path, killed: int | None = None, line: int | None = None
+) -> None:
     """Of two versions that a half each is in a rank, the second."""
-    c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)  # of a rank that waits for a dead one
+    c10d._set_pg_timeout(
+        timedelta(seconds=3), dist.group.WORLD
+    )  # of a rank that waits for a dead one
     old, new = ({f"w{i}": torch.full((2, 3), version) for i in range(2)} for version in (1.0, 2.0))
     xt.save(old, folder / "saved", {"**": "o/dp i"}, Mesh(dp=2), shard_bytes=30)
     error = ""
@@ -342,7 +372,10 @@ def test_of_two_that_save_one_is_killed(tmp_path: Path) -> None:
     rng = random.Random(1)
     lines = [ran for _, ran in said_of(Ranks(tmp_path, _saved))]
     decisive = [(0, i) for i, function in enumerate(lines[0]) if function == "commit"]
-    kills = [*rng.sample(decisive, 2), *((rank, rng.randrange(len(lines[rank]))) for rank in range(2))]
+    kills = [
+        *rng.sample(decisive, 2),
+        *((rank, rng.randrange(len(lines[rank]))) for rank in range(2)),
+    ]
     worlds = [Ranks(tmp_path, _saved, *kill) for kill in kills]
     for world, (killed, _) in zip(worlds, kills, strict=True):
         ((error, _),) = said_of(world, killed)

@@ -30,7 +30,9 @@ TIMEOUT_S = 300.0  # of what comes; far more than it takes
 def blocks(version: int, end: str) -> dict[str, torch.Tensor]:
     """Those of this rank, of the trainer or of the server."""
     layouts = {"src_mesh": ("o/dp i", "o"), "dst_mesh": ("o i/tp", "o")}[end]
-    whole = {name: np.arange(np.prod(s)).reshape(s) + 1000.0 * version for name, s in SHAPES.items()}
+    whole = {
+        name: np.arange(np.prod(s)).reshape(s) + 1000.0 * version for name, s in SHAPES.items()
+    }
     return {name: block_of(x, layouts[x.ndim == 1], MESHES[end]) for name, x in whole.items()}
 
 
@@ -70,7 +72,9 @@ def _server(folder: Path) -> tuple[str, str]:
     while still.item():
         still = torch.tensor([float(receiving.is_alive())])
         dist.all_reduce(still, dist.ReduceOp.MAX)  # both ranks leave the loop together
-        assert len({float(x.min()) // 1000 for x in subscriber.tree.values()}) == 1  # no half of two versions
+        assert (
+            len({float(x.min()) // 1000 for x in subscriber.tree.values()}) == 1
+        )  # no half of two versions
     receiving.join()
     assert arrived == [True]
     check(2)
@@ -82,10 +86,8 @@ def _server(folder: Path) -> tuple[str, str]:
 def test_a_version_is_whole_or_invisible(tmp_path: Path) -> None:
     """Two versions arrive, the second while the first is served; then both disagree about the plan."""
     with ThreadPoolExecutor(2) as pool:
-        serving, training = (
-            pool.submit(on_ranks, 2, _server, tmp_path),
-            pool.submit(on_ranks, 3, _trainer, tmp_path),
-        )
+        serving = pool.submit(on_ranks, 2, _server, tmp_path)
+        training = pool.submit(on_ranks, 3, _trainer, tmp_path)
     for kind, text in serving.result():
         assert kind == "DesyncError" and "the two programs plan different transfers" in text
     for one, two, kind, text in training.result():

@@ -44,13 +44,17 @@ def _everything() -> None:
 
 def _fused() -> None:
     """FSDP over four ranks -> tensor parallel over two of them, q, k, v and gate, up fused, and back."""
-    rank, arrays = dist.get_rank(), whole(SHAPES)
+    rank = dist.get_rank()
+    arrays = whole(SHAPES)
     here = xs.Rules(FUSED_RULES[0]).match(list(arrays))
     there = xs.Rules(FUSED_RULES[1]).match(list(FUSED.apply(arrays)))
     blocks = {name: cut(x, here[name], HERE, rank, torch.bfloat16) for name, x in arrays.items()}
     for ranks in PLACES:
-        mesh, options = server(ranks), {"names": FUSED, "bucket_bytes": 500}
-        found = xt.transfer(blocks, FUSED_RULES, src_mesh=HERE, dst_mesh=mesh, shapes=SHAPES, **options)
+        mesh = server(ranks)
+        options = {"names": FUSED, "bucket_bytes": 500}
+        found = xt.transfer(
+            blocks, FUSED_RULES, src_mesh=HERE, dst_mesh=mesh, shapes=SHAPES, **options
+        )
         assert (found is None) == (rank not in ranks)
         if found is not None:
             for name, x in FUSED.apply(arrays).items():
@@ -65,7 +69,9 @@ def _fused() -> None:
 
 def _cast() -> None:
     """To what torch can only store."""
-    x, rank, ranks = np.arange(56).reshape(8, 7) % 2, dist.get_rank(), (2, 0)
+    x = np.arange(56).reshape(8, 7) % 2
+    rank = dist.get_rank()
+    ranks = (2, 0)
     names = Names(rename("w", "small", dtype="float8_e4m3fn"))
     rules = {"w": "o/cyclic(dp) i"}, {"small": "o/zigzag(tp) i"}
     blocks = {"w": cut(x, rules[0]["w"], HERE, rank, torch.float64)}
@@ -77,11 +83,14 @@ def _cast() -> None:
 
 def _dtensors() -> None:
     """They bring their layout, uneven ones too, and their mesh; what a rule says on the left has to be so."""
-    rank, ranks = dist.get_rank(), (3, 0)
+    rank = dist.get_rank()
+    ranks = (3, 0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.arange(35.0).view(7, 5)
     placed = [Shard(0), Shard(1)], [Replicate(), Replicate()]
-    tree = {"layers": [{"w": distribute_tensor(x, mesh, each, src_data_rank=None)} for each in placed]}
+    tree = {
+        "layers": [{"w": distribute_tensor(x, mesh, each, src_data_rank=None)} for each in placed]
+    }
     found = xt.transfer(tree, {"**": "o i/tp"}, dst_mesh=server(ranks))
     if found is not None:
         expected = cut(x.numpy(), "o i/tp", Mesh(tp=2), ranks.index(rank), torch.float32)
@@ -89,16 +98,22 @@ def _dtensors() -> None:
     found = xt.transfer(tree, {"**": "..."}, dst_mesh=server(ranks))
     assert (found is None) == (rank not in ranks)
     assert found is None or all(torch.equal(layer["w"], x) for layer in found["layers"])
-    wrong = error_of(lambda: xt.transfer(nn.Linear(2, 2), {"**": "..."}, src_mesh=mesh, dst_mesh=mesh))
+    wrong = error_of(
+        lambda: xt.transfer(nn.Linear(2, 2), {"**": "..."}, src_mesh=mesh, dst_mesh=mesh)
+    )
     assert "the tree is Linear" in wrong[1] and "model.state_dict() is a tree" in wrong[1]
     wrong = error_of(lambda: xt.transfer(tree, {"**": "o/tp i -> o i"}, dst_mesh=server(ranks)))
     assert wrong[0] == "NotationError"
-    assert "leaf 'layers.0.w': the DTensor is placed as 'o/dp i/tp' in\n    'o/tp i -> o i'" in wrong[1]
+    assert (
+        "leaf 'layers.0.w': the DTensor is placed as 'o/dp i/tp' in\n    'o/tp i -> o i'"
+        in wrong[1]
+    )
 
 
 def _apart() -> None:
     """Ranks that are not in the source know nothing of the tree before."""
-    rank, source = dist.get_rank(), DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",))
+    rank = dist.get_rank()
+    source = DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",))
     x = np.arange(12).reshape(6, 2)
     block = [cut(x, "o/dp i", Mesh(dp=2), 1 - rank, torch.int64)] if rank < 2 else []
     tree = {"a": [*block, 5, None, "text"], 7: torch.tensor(True)} if rank < 2 else None
@@ -112,17 +127,22 @@ def _apart() -> None:
 
 def _one_message() -> None:
     """Between two ranks one buffer a bucket, of the bytes that the plan says."""
-    rank, arrays = dist.get_rank(), whole({f"w{i}": (8, 4) for i in range(6)})
+    rank = dist.get_rank()
+    arrays = whole({f"w{i}": (8, 4) for i in range(6)})
     blocks = {name: cut(x, "o/dp i", HERE, rank, torch.float32) for name, x in arrays.items()}
     options = {"src_mesh": HERE, "dst_mesh": server((0, 3)), "bucket_bytes": 2 * (48 + 16)}
     rules = {"**": "o/dp i -> o i/tp"}
     plan = xt.transfer(blocks, rules, **options, dry_run=True)
     assert len(plan.buckets) == 3 and plan.bytes_received == plan.bytes_lower_bound
-    sent, seen, begin = list[int](), list[tuple[int, int]](), dist.batch_isend_irecv
+    sent = list[int]()
+    seen = list[tuple[int, int]]()
+    begin = dist.batch_isend_irecv
 
     def counting(work: list[dist.P2POp]) -> list[dist.Work]:
         sends = [each.op is dist.isend for each in work]
-        assert sends == sorted(sends)  # else gloo's receivers say behind what they send that they are ready
+        assert sends == sorted(
+            sends
+        )  # else gloo's receivers say behind what they send that they are ready
         sent.extend(each.tensor.nbytes for each in work if each.op is dist.isend)
         return begin(work)
 
@@ -136,9 +156,11 @@ def _one_message() -> None:
 
 def _donated() -> None:
     """What has gone is given back with its bucket, but for the memory that others share."""
-    n, size = 8, 64 * 256  # bytes of a rank's block: a quarter of 4 * size
+    n = 8
+    size = 64 * 256  # bytes of a rank's block: a quarter of 4 * size
     blocks = {f"w{i}": torch.full((size // 256 // 4, 256), float(i)) for i in range(n)}
-    view, held = torch.zeros(4, 8), list[int]()
+    view = torch.zeros(4, 8)
+    held = list[int]()
 
     def account(done: int, total: int) -> None:
         held.append(sum(x.untyped_storage().nbytes() for x in blocks.values()))
@@ -156,19 +178,42 @@ def _donated() -> None:
 
 def _refused() -> None:
     """Before anything is sent, on all ranks alike."""
-    rank, w = dist.get_rank(), torch.ones(2, 4)
-    tree, rules, options = {"w": w}, {"w": "o/dp i -> o i/tp"}, {"src_mesh": HERE, "dst_mesh": server((0, 1))}
-    uneven, sizes = {"w": torch.ones(3 if rank == 3 else 2, 4)}, {"shapes": {"w": (8, 4)}}
-    half, other = {"w": w.half() if rank == 1 else w}, "unknown mesh axis 'cp' in\n    'o/dp i -> o i/cp'"
+    rank = dist.get_rank()
+    w = torch.ones(2, 4)
+    tree = {"w": w}
+    rules = {"w": "o/dp i -> o i/tp"}
+    options = {"src_mesh": HERE, "dst_mesh": server((0, 1))}
+    uneven = {"w": torch.ones(3 if rank == 3 else 2, 4)}
+    sizes = {"shapes": {"w": (8, 4)}}
+    half = {"w": w.half() if rank == 1 else w}
+    other = "unknown mesh axis 'cp' in\n    'o/dp i -> o i/cp'"
     for given, asked, more, kind, words in (
-        (None if rank == 2 else tree, rules, {}, "MeshError", "ranks [2] of the source bring no tree"),
+        (
+            None if rank == 2 else tree,
+            rules,
+            {},
+            "MeshError",
+            "ranks [2] of the source bring no tree",
+        ),
         (None, rules, {}, "MeshError", "no rank brings a tree"),
         (half, rules, {}, "DesyncError", "disagree about a redistribution: leaf w\n"),
         ({"v": w} if rank == 1 else tree, {"*": rules["w"]}, {}, "DesyncError", "leaf w, leaf v"),
-        (uneven, rules, sizes, "DesyncError", "'w': the block of rank 3 has shape (3, 4), not (2, 4)"),
+        (
+            uneven,
+            rules,
+            sizes,
+            "DesyncError",
+            "'w': the block of rank 3 has shape (3, 4), not (2, 4)",
+        ),
         (tree, {"w": "o/dp i -> o i/cp"}, {}, "NotationError", other),
         (tree, {"v": "o"}, {}, "XshardError", "no rule for 1 of 1 names: w"),
-        ({"a.b": w, "a": {"b": w}}, {"**": "o/dp i"}, {}, "XshardError", "two leaves are called 'a.b'"),
+        (
+            {"a.b": w, "a": {"b": w}},
+            {"**": "o/dp i"},
+            {},
+            "XshardError",
+            "two leaves are called 'a.b'",
+        ),
         ({"w": w, "o": object()}, rules, {}, "XshardError", "leaf 'o' is <"),
     ):
         raised = error_of(partial(xt.transfer, given, asked, **options | more))

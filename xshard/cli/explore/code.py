@@ -49,20 +49,33 @@ def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
         return {}
     if isinstance(plan, Plan):
         arrays: tuple[Sharding, ...] = plan.source, plan.target
-        names, lengths = ["x"], str(plan.shape)
+        names = ["x"]
+        lengths = str(plan.shape)
         call = f'redistribute(x, "{plan.src} {ARROW} {plan.dst}"'
     else:
-        arrays, lengths = plan.arrays, str(plan.shapes)
+        arrays = plan.arrays
+        lengths = str(plan.shapes)
         names = [f"x{i}" for i in range(len(arrays) - 1)]
         call = f'einsum("{plan.text.strip()}", {", ".join(names)}'
     uneven = "" if all(array.is_even for array in arrays) else f", shape={lengths}"
-    mesh, operands = plan.mesh, list(zip(names, arrays, strict=False))
-    fields = {"devices": mesh.n_devices, "sizes": mesh.sizes, "axes": mesh.axes, "n_axes": len(mesh.axes)}
+    mesh = plan.mesh
+    operands = list(zip(names, arrays, strict=False))
+    fields = {
+        "devices": mesh.n_devices,
+        "sizes": mesh.sizes,
+        "axes": mesh.axes,
+        "n_axes": len(mesh.axes),
+    }
     fields |= {"names": ", ".join(names), "signature": _signature(arrays, is_even=not uneven)}
-    blocks = [f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})" for name, array in operands]
+    blocks = [
+        f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})"
+        for name, array in operands
+    ]
     wholes = [f'{name} = jnp.ones({array.shape}, "{plan.dtype}")' for name, array in operands]
     return {
-        "torch": TORCH.format(**fields, made="\n".join(blocks), call=f"xt.{call}, mesh=mesh{uneven})"),
+        "torch": TORCH.format(
+            **fields, made="\n".join(blocks), call=f"xt.{call}, mesh=mesh{uneven})"
+        ),
         "jax": JAX.format(**fields, made="\n".join(wholes), call=f"xj.{call}{uneven})"),
     }
 
@@ -76,7 +89,9 @@ def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
     if is_even:
         return f'"{", ".join(map(str, operands))} {ARROW} {result}"'
     names = [" ".join(layout.names) or "()" for layout in (*operands, result)]
-    moves = tuple(f"{whole} {ARROW} {layout}" for whole, layout in zip(names, operands, strict=False))
+    moves = tuple(
+        f"{whole} {ARROW} {layout}" for whole, layout in zip(names, operands, strict=False)
+    )
     return f'({moves}, "{result} {ARROW} {names[-1]}")'
 
 

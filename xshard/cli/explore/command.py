@@ -14,9 +14,13 @@ from xshard.pictures.terminal import console
 
 
 def explore(
-    expression: Annotated[str | None, Argument(metavar="EXPR", help="What the page shows first.")] = None,
+    expression: Annotated[
+        str | None, Argument(metavar="EXPR", help="What the page shows first.")
+    ] = None,
     mesh: Annotated[str | None, Option(metavar="AXES", help="As in dp=2,cp=4.")] = None,
-    shape: Annotated[str | None, Option("--shape", "--sizes", metavar="LENGTHS", help="Or b=2,s=64.")] = None,
+    shape: Annotated[
+        str | None, Option("--shape", "--sizes", metavar="LENGTHS", help="Or b=2,s=64.")
+    ] = None,
     port: Annotated[int, Option(metavar="N", help="On 127.0.0.1; 0: a free one.")] = 0,
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
@@ -25,7 +29,9 @@ def explore(
     Example: xshard explore "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
     """
     if missing := [name for name in ("starlette", "uvicorn") if not find_spec(name)]:
-        raise XshardError(f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'")
+        raise XshardError(
+            f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'"
+        )
     from xshard.cli.explore.server import HOST, listening, serve
 
     fields = {"expression": expression, "mesh": mesh, "lengths": shape}

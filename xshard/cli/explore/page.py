@@ -14,7 +14,10 @@ FIELDS = {
     "expression": "n/(dp,tp) d -> n d/tp", "mesh": "dp=2,tp=2", "lengths": "n=64,d=32", "dtype": "float32",
     "profile": "h100", "memory_limit": "",
 }  # fmt: skip
-CHOICES = {"dtype": ("float32", "bfloat16", "float16", "float64", "int32", "uint8"), "profile": shipped()}
+CHOICES = {
+    "dtype": ("float32", "bfloat16", "float16", "float64", "int32", "uint8"),
+    "profile": shipped(),
+}
 EXAMPLES = (
     ("Several steps", "n/(dp,tp) d -> n d/tp", "dp=2,tp=2", "n=64,d=32"),
     ("A sum on the way", "b s/dp c | sum(tp) -> b s c/(tp,dp)", "dp=2,tp=2", "b=2,s=64,c=32"),
@@ -47,7 +50,9 @@ def live_page() -> str:
     """The page with fields; the server sends the rest."""
     fields = "".join(_field(name, value) for name, value in FIELDS.items())
     rows = "".join(f"<dt>{escape(text)}</dt><dd>{escape(means)}</dd>" for text, means in NOTATION)
-    filled = ((title, json.dumps(dict(zip(FIELDS, texts, strict=False)))) for title, *texts in EXAMPLES)
+    filled = (
+        (title, json.dumps(dict(zip(FIELDS, texts, strict=False)))) for title, *texts in EXAMPLES
+    )
     examples = (_button(title, "fields", text) for title, text in filled)
     copies = (_button(f"Copy {name}", "copy", name.lower()) for name in ("torch", "JAX", "link"))
     body = (
@@ -68,7 +73,9 @@ def _field(name: str, value: str) -> str:
     """A field with its label and, below it, the place of its errors."""
     names = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
     if name in CHOICES:
-        options = (f"<option{' selected' * (text == value)}>{text}</option>" for text in CHOICES[name])
+        options = (
+            f"<option{' selected' * (text == value)}>{text}</option>" for text in CHOICES[name]
+        )
         control = f"<select {names}>{''.join(options)}</select>"
     else:
         quiet = 'maxlength="400" autocomplete="off" spellcheck="false"'
@@ -83,7 +90,9 @@ def html_page(title: str, body: str, *scripts: str) -> str:
     files = resources.files("xshard.cli.explore")
     style, *parts = ((files / name).read_text() for name in ("page.css", *scripts))
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>' + escape(title) + "</title>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+        + escape(title)
+        + "</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<style>{style}</style></head><body><header><h1>{escape(title)}</h1></header><main>{body}</main>"

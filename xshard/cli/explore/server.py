@@ -22,7 +22,8 @@ from xshard.runtimes.processes import FunctionError, end_all, running
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # processor seconds for one answer
-PLANNERS, CLOSED = 4, -1  # processes that answer; in place of the number of a free one: no more answers
+PLANNERS = 4
+CLOSED = -1  # processes that answer; in place of the number of a free one: no more answers
 # Pages of others may neither frame this one nor load it as a script, and it loads nothing of theirs.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -89,7 +90,9 @@ def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
     number = free.get()
     try:
         if number != CLOSED:
-            return dict(running(f"planner {number}", {}).ask(view, fields, timeout_s=LIMIT_S, quiet=True))
+            return dict(
+                running(f"planner {number}", {}).ask(view, fields, timeout_s=LIMIT_S, quiet=True)
+            )
     except FunctionError:
         pass
     finally:

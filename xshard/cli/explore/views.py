@@ -14,7 +14,14 @@ from xshard.cli.explore.page import CHOICES, FIELDS, html_page
 from xshard.cli.options import parse_shape, parse_sizes
 from xshard.contractions.expression import is_contraction
 from xshard.contractions.plan import ContractionPlan
-from xshard.errors import DtypeError, MeshError, NotationError, ProfileError, ShapeError, XshardError
+from xshard.errors import (
+    DtypeError,
+    MeshError,
+    NotationError,
+    ProfileError,
+    ShapeError,
+    XshardError,
+)
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes, parse_expression
 from xshard.notation.parser import ARROW
@@ -27,12 +34,16 @@ from xshard.step.suggestion import Suggestion
 _ABOUT = {MeshError: "mesh", ShapeError: "lengths", DtypeError: "dtype", ProfileError: "profile"}
 Shown = Plan | ContractionPlan | Sharding
 _LOOK_S = 0.1  # processor seconds between two looks at the limit
-MAX_CHARS, MAX_DEVICES, MAX_LENGTH, MAX_DIMS = 400, 1024, 1 << 20, 12
+MAX_CHARS = 400
+MAX_DEVICES = 1024
+MAX_LENGTH = 1 << 20
+MAX_DIMS = 12
 
 
 def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
     """`view` in a process of its own, which ends after so many processor seconds, or after its parent."""
-    parent, start_s = os.getppid(), time.process_time()
+    parent = os.getppid()
+    start_s = time.process_time()
 
     def look(*_: Any) -> None:
         if time.process_time() - start_s > limit_s or os.getppid() != parent:
@@ -63,7 +74,9 @@ def _planned(fields: dict[str, str]) -> Shown:
     for name, text in fields.items():
         if name not in FIELDS or len(text) > MAX_CHARS:
             raise XshardError(f"field {name[:20]!r} is unknown, or longer than {MAX_CHARS} letters")
-    expression, mesh, profile = fields["expression"], Mesh.parse(fields["mesh"]), fields["profile"]
+    expression = fields["expression"]
+    mesh = Mesh.parse(fields["mesh"])
+    profile = fields["profile"]
     if mesh.n_devices > MAX_DEVICES:
         why = f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}"
         raise MeshError(why, text=fields["mesh"], hint="a smaller mesh")
@@ -90,9 +103,13 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
         raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
     if is_einsum or not is_named:
         return {"sizes": sizes} if is_einsum else {"shape": lengths}
-    names = (parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)).names
+    names = (
+        parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
+    ).names
     if missing := [name for name in names if name not in sizes]:
-        raise ShapeError(f"no length for {', '.join(missing)}", text=text, hint=f"as in {missing[0]}=64")
+        raise ShapeError(
+            f"no length for {', '.join(missing)}", text=text, hint=f"as in {missing[0]}=64"
+        )
     return {"shape": tuple(sizes[name] for name in names)}
 
 
@@ -112,7 +129,9 @@ def sections(shown: Shown) -> str:
 
 def plan_page(plan: Plan | ContractionPlan) -> str:
     """A plan as a file."""
-    text = plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
+    text = (
+        plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
+    )
     return html_page(f"xshard: {text}", f'<div id="shown">{sections(plan)}</div>', "steps.js")
 
 

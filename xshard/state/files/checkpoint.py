@@ -76,7 +76,9 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         stored = self[name]
         box = (*box, *map(slice, stored.shape[len(box) :]))
         if out is None:
-            shape = [len(range(*rows.indices(n))) for rows, n in zip(box, stored.shape, strict=True)]
+            shape = [
+                len(range(*rows.indices(n))) for rows, n in zip(box, stored.shape, strict=True)
+            ]
             out = np.empty(shape, dtypes.carrier(stored.dtype))
         stored.read(box, out)
         with self._counting:
@@ -111,7 +113,8 @@ Rows = tuple[slice, slice]  # of a stored array, and of a block
 
 class BoxPair(NamedTuple):
     """A box of the stored array `name`, and the slices of the same elements in a block. order: dim i of the
-    part of the block is dim `order[i]` of the box, with the dim of 1 of a stacked array."""
+    part of the block is dim `order[i]` of the box, with the dim of 1 of a stacked array.
+    """
 
     name: str
     box: Box
@@ -139,17 +142,23 @@ def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) ->
         dims: list[list[Rows]] = []
         for i, j in enumerate(order):
             src_rows = src.rows if j == src.dim else None
-            if dst.adds and i == dst.dim:  # one row of the stored array, along a dim that the block lacks
+            if (
+                dst.adds and i == dst.dim
+            ):  # one row of the stored array, along a dim that the block lacks
                 dims.append(list(_rows((Segment(0, 0, 1),), src_rows)))
             else:
                 d = i - 1 if dst.adds and dst.dim is not None and i > dst.dim else i
-                dst_rows = dst.rows if i == dst.dim and not dst.adds else interval(0, sharding.shape[d])
+                dst_rows = (
+                    dst.rows if i == dst.dim and not dst.adds else interval(0, sharding.shape[d])
+                )
                 segments = common_segments(dst_rows, held[d])
                 dims.append(list(_rows(segments, None if src.adds else src_rows)))
         for rows in itertools.product(*dims):
             stored = {j: of_src for j, (of_src, _) in zip(order, rows, strict=True)}
             box = tuple(stored[j] for j in sorted(stored) if not (src.adds and j == src.dim))
-            slices = (None if dst.adds and i == dst.dim else of_dst for i, (_, of_dst) in enumerate(rows))
+            slices = (
+                None if dst.adds and i == dst.dim else of_dst for i, (_, of_dst) in enumerate(rows)
+            )
             yield BoxPair(src.name, box, order, tuple(slices))
 
 
@@ -165,11 +174,18 @@ def _rows(segments: Iterable[Segment], part: Runs | None) -> Iterator[Rows]:
         (a, b, n), stop = runs[i], i + 1
         step = (runs[stop][0] - a, runs[stop][1] - b) if stop < len(runs) else (0, 0)
         if n == 1 and min(step) > 0:  # single rows, evenly apart on both sides, are one slice
-            while stop < len(runs) and runs[stop] == (a + (stop - i) * step[0], b + (stop - i) * step[1], 1):
+            while stop < len(runs) and runs[stop] == (
+                a + (stop - i) * step[0],
+                b + (stop - i) * step[1],
+                1,
+            ):
                 stop += 1
         if stop - i > 1:
             last = stop - i - 1
-            yield slice(a, a + last * step[0] + 1, step[0]), slice(b, b + last * step[1] + 1, step[1])
+            yield (
+                slice(a, a + last * step[0] + 1, step[0]),
+                slice(b, b + last * step[1] + 1, step[1]),
+            )
         else:
             yield slice(a, a + n), slice(b, b + n)
         i = stop

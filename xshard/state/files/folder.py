@@ -60,7 +60,8 @@ class Mapped(NamedTuple):
         while left.size:
             n = os.preadv(self.file, [left.data], start)
             self._check_end(start + (not n))
-            left, start = left[n:], start + n
+            left = left[n:]
+            start = start + n
 
     def _check_end(self, end: int) -> None:
         """Raise FileError if the file has become shorter: reading a page behind its end kills the process."""
@@ -90,7 +91,9 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         for file in files:
             if not links and path.is_dir() and not file.resolve().is_relative_to(path.resolve()):
                 hint = "links=True allows that, if you trust the author of the folder"
-                raise FileError(f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint)
+                raise FileError(
+                    f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint
+                )
             entries, metadata = read_header(file)
             mapped = _mapped(file, entries)
             if twice := [name for name in mapped if name in arrays]:
@@ -102,15 +105,20 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         raise
     except ImportError as error:
         extra = system[0] if system else error.name
-        raise FileError(f"{path} needs {extra}: {error}", hint=f"pip install 'xshard[{extra}]'") from None
+        raise FileError(
+            f"{path} needs {extra}: {error}", hint=f"pip install 'xshard[{extra}]'"
+        ) from None
     except (OSError, RuntimeError, ValueError) as error:  # of links in a loop, of a name with a NUL
-        place, why = getattr(error, "filename", None), getattr(error, "strerror", None)
+        place = getattr(error, "filename", None)
+        why = getattr(error, "strerror", None)
         raise FileError(f"{place or path}: {why or error}") from error
     if index is not None:
         weight_map = index["weight_map"]
         for name in (*weight_map, *places):
             if weight_map.get(name) != places.get(name):
-                raise FileError(f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}")
+                raise FileError(
+                    f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}"
+                )
         notes.append(index.get("metadata", {}).get(KEY, {}))
     try:
         return Checkpoint(arrays, places=places, **_noted(notes, arrays))
@@ -146,9 +154,15 @@ def read_index(path: Path) -> dict[str, Any]:
     index = _json(path.read_text(errors="replace"), path.name)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise FileError(f"{path.name}: weight_map must map texts to texts", hint="arrays to their files")
+        raise FileError(
+            f"{path.name}: weight_map must map texts to texts", hint="arrays to their files"
+        )
     for name, file in files.items():
-        if os.path.basename(file) != file or set("\\\0") & set(file) or not file.endswith(".safetensors"):
+        if (
+            os.path.basename(file) != file
+            or set("\\\0") & set(file)
+            or not file.endswith(".safetensors")
+        ):
             reason = f"{path.name}: {name}: {arguments.shown(file)} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
@@ -160,7 +174,9 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
     """The files of the checkpoint in a folder, and its index."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
-        raise FileError(f"{folder} has {len(indexes)} indexes: {', '.join(p.name for p in indexes)}")
+        raise FileError(
+            f"{folder} has {len(indexes)} indexes: {', '.join(p.name for p in indexes)}"
+        )
     if indexes:
         index = read_index(indexes[0])
         return [folder / file for file in dict.fromkeys(index["weight_map"].values())], index
@@ -180,7 +196,9 @@ def _check_complete(folder: Path, names: list[str]) -> None:
     for (start, total), n in Counter(match.group(1, 3) for match in matches).items():
         if n != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
             hint = "a save that did not end, or a copy without all files and their index"
-            raise FileError(f"{folder} has {n} files {start}-...-of-{total}, and no index", hint=hint)
+            raise FileError(
+                f"{folder} has {n} files {start}-...-of-{total}, and no index", hint=hint
+            )
 
 
 def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
@@ -225,7 +243,9 @@ def _noted(notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> 
             fields["names"] = names_from_json(note["names"])
         fields["constants"] |= _json(note.get("constants", "{}"), "constants")
         for name, sums in note.get("sums", {}).items():
-            fields["sums"][name] = [(_box(rows, arrays[name].shape), int(crc)) for rows, crc in sums]
+            fields["sums"][name] = [
+                (_box(rows, arrays[name].shape), int(crc)) for rows, crc in sums
+            ]
     return fields
 
 

@@ -1,5 +1,6 @@
 """The header of a safetensors file: 8 bytes with its length, JSON, and then data without gaps or overlaps.
-Source: https://huggingface.co/docs/safetensors."""
+Source: https://huggingface.co/docs/safetensors.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_BYTES):
-            sizes = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
+            sizes = (
+                f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
+            )
             hint = "it is truncated, or of another format: copy or download it again"
             raise FileError(f"{path.name} is not a whole safetensors file: {sizes}", hint=hint)
         text = file.read(length)
@@ -60,7 +63,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if not isinstance(header, dict):
         raise FileError(f"{path.name}: the header is not a JSON object")
     metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise FileError(f"{path.name}: __metadata__ is not an object of texts")
     return _entries(path, header, 8 + length, size), metadata
 
@@ -80,12 +85,16 @@ def check_folder(folder: str | Path) -> None:
             check_regular(Path(entry.path))
 
 
-def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
+def write_header(
+    entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]
+) -> bytes:
     """The first bytes of a file with these shapes and dtypes, in the order of the data, 8 bytes aligned."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     start = 0
     if _METADATA in entries:
-        raise FileError(f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name")
+        raise FileError(
+            f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name"
+        )
     for name, (shape, dtype) in entries.items():
         if dtype not in _SHORT:
             hint = f"it has {', '.join(sorted(_SHORT))}"
@@ -96,7 +105,9 @@ def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Map
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_BYTES:
-        raise FileError(f"a header of {len(text)} bytes", hint="smaller shards, with fewer arrays each")
+        raise FileError(
+            f"a header of {len(text)} bytes", hint="smaller shards, with fewer arrays each"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -121,7 +132,9 @@ def _entries(path: Path, header: dict[str, Any], data: int, size: int) -> dict[s
     for start, stop, _, name in sorted(spans, key=lambda span: span[:2]):
         if start != last:
             fault = "overlap" if start < last else "leave a gap"
-            raise FileError(f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {last}")
+            raise FileError(
+                f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {last}"
+            )
         last = stop
     if last != size - data:
         raise FileError(f"{path.name}: arrays of {last} bytes in a file with {size - data}")
@@ -132,7 +145,9 @@ def _entry(entry: Any, data: int, size: int) -> tuple[int, int, Entry]:
     """The first and last offset of an array's bytes in the data, and the array."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise FileError("an array has dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _LONG:
         raise FileError(f"unknown dtype {arguments.shown(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:

@@ -1,5 +1,6 @@
 """The plan of a load: the layout of every array, and the layout under which it is read. Devices that need the
-same rows all read them, or read a part each and share it, if a profile's disk is slow."""
+same rows all read them, or read a part each and share it, if a profile's disk is slow.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +52,25 @@ def plan_load(
 ) -> dict[str, Load]:
     """Plan the load of every array of a checkpoint. rules: layouts by the names in this program, to which
     `names` maps stored names; None: replicated. dtype: for all floats. like: the arrays to fill. strict:
-    every array of `like` has to be stored, and no other."""
+    every array of `like` has to be stored, and no other.
+    """
     rules = Rules({"**": "..."} if rules is None else rules)
-    machine, loads = load_profile(profile), {}
+    machine = load_profile(profile)
+    loads = {}
     floats = None if dtype is None else dtypes.name_of(dtype)
     arrays = stored_as(checkpoint, names)
     loaded = arrays if like is None else in_both(arrays, [(name,) for name in like], strict)
-    for name, text in rules.match([name for name in loaded if name is not None], what="array").items():
+    for name, text in rules.match(
+        [name for name in loaded if name is not None], what="array"
+    ).items():
         array = arrays[name]
         shape = array.shape if like is None else tuple(like[name].shape)
         with located(name):
             kind = floats if floats is not None and _kind(array.dtype) == 1 else array.dtype
             kind = kind if like is None else dtypes.name_of(like[name].dtype)
-            loads[name] = load_of(checkpoint, array, kind, Sharding(Layout.parse(text), mesh, shape), machine)
+            loads[name] = load_of(
+                checkpoint, array, kind, Sharding(Layout.parse(text), mesh, shape), machine
+            )
     return loads
 
 
@@ -72,21 +79,29 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetAr
     return (names or SAME).resolve(checkpoint.shapes, checkpoint.dtypes)
 
 
-def load_of(opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile) -> Load:
+def load_of(
+    opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile
+) -> Load:
     """The load of one array. Raises DtypeError if floats would become whole numbers, ShapeError."""
     if _kind(array.dtype) > _kind(dtype):
-        raise DtypeError(f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
+        raise DtypeError(
+            f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it"
+        )
     if array.shape != target.shape:
         hint = "names= maps arrays"
         raise ShapeError(f"shape {array.shape} in the checkpoint, {target.shape} here", hint=hint)
     check_whole(target)
     stored = opened[array.pieces[0].src.name].dtype
-    return Load(array._replace(dtype=dtype), stored, source_sharding(target, dtype, profile), target)
+    return Load(
+        array._replace(dtype=dtype), stored, source_sharding(target, dtype, profile), target
+    )
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """The cheapest sharding to read: the target's, or one that shards its longest dim over replicas too."""
-    mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
+    mesh = target.mesh
+    layout = target.layout
+    devices = range(target.mesh.n_devices)
     idle = [axis for axis in mesh.long_axes if axis not in layout.cut_axes]
     if profile.disk is None or not idle or not target.shape or 0 in target.shape:
         return target
@@ -111,10 +126,13 @@ def in_both(
     places: tuple[str, str] = ("tree", "checkpoint"),
 ) -> list[str | None]:
     """The first name of every array of a tree that is stored, or None. strict: raise XshardError instead for
-    an array that is in one of the two places alone."""
+    an array that is in one of the two places alone.
+    """
     firsts = [next((name for name in names if name in stored), None) for names in leaves]
     in_tree = {name for names in leaves for name in names}
-    in_one = [(names[0], places[0]) for names, name in zip(leaves, firsts, strict=True) if name is None]
+    in_one = [
+        (names[0], places[0]) for names, name in zip(leaves, firsts, strict=True) if name is None
+    ]
     in_one += [(name, places[1]) for name in stored if name not in in_tree]
     if strict and in_one:
         hint = "names= maps stored names; strict=False skips arrays that are not in both"
@@ -122,7 +140,9 @@ def in_both(
     return firsts
 
 
-def read_block(opened: Checkpoint, load: Load, device: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+def read_block(
+    opened: Checkpoint, load: Load, device: int, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
     """Read a device's block under the source sharding, as the carrier of the stored dtype, into `out`."""
     if out is None:
         out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
@@ -139,4 +159,7 @@ def _kind(dtype: str) -> int:
 def _reading_s(sharding: Sharding, dtype: str, disk: Link, profile: Profile) -> float:
     """Seconds in which the devices of a node read their blocks from its disk."""
     n_devices = min(profile.node_devices or sharding.mesh.n_devices, sharding.mesh.n_devices)
-    return disk.latency_s + n_devices * dtypes.n_bytes(sharding.max_local_shape, dtype) / disk.bytes_per_s
+    return (
+        disk.latency_s
+        + n_devices * dtypes.n_bytes(sharding.max_local_shape, dtype) / disk.bytes_per_s
+    )

@@ -1,7 +1,8 @@
 """A save: its plan, which is equal in all processes, and its files on the disk. Every element is written
 once; processes write into the same files at once. The files are in a folder of their own until all are
 written, and the index comes last: a killed save leaves the old checkpoint, and a folder that the next save
-removes."""
+removes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ Report = Callable[[int], object]  # called with the bytes of each box
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
 _UNFINISHED = ".saving-"
 _UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
-_reserve = getattr(os, "posix_fallocate", lambda file, at, n: os.ftruncate(file, n))  # macOS has none
+_reserve = getattr(
+    os, "posix_fallocate", lambda file, at, n: os.ftruncate(file, n)
+)  # macOS has none
 
 
 class Source(NamedTuple):
@@ -73,7 +76,11 @@ class Saving:
     def writes(self, process: int) -> Iterator[tuple[str, int, tuple[BoxPair, ...]]]:
         """The blocks that one process writes: name, device, and the boxes of stored arrays that they fill."""
         for name, device in self._owned.get(process, ()):
-            yield name, device, tuple(box_pairs(self._pieces[name], self.sources[name].sharding, device))
+            yield (
+                name,
+                device,
+                tuple(box_pairs(self._pieces[name], self.sources[name].sharding, device)),
+            )
 
     @cached_property
     def _pieces(self) -> dict[str, list[PartMapping]]:
@@ -98,23 +105,34 @@ def plan_save(
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
     """Plan a save. shard_bytes: the most bytes of a file, unless one array is larger. constants: the other
-    leaves, as JSON. Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks."""
+    leaves, as JSON. Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks.
+    """
     for name, source in sources.items():
         with located(name):
             check_whole(source.sharding)
     shapes = {name: source.sharding.shape for name, source in sources.items()}
     arrays = (names or SAME).resolve(shapes, {n: s.dtype for n, s in sources.items()})
-    meshes = {str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes}
+    meshes = {
+        str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes
+    }
     mesh = min(meshes) if len(meshes) == 1 else None
     common = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
     sizes = {name: dtypes.n_bytes(array.shape, array.dtype) for name, array in arrays.items()}
-    in_files = trees.groups(list(sizes.values()), arguments.limit_of(shard_bytes, "shard_bytes")) or [[]]
+    in_files = trees.groups(
+        list(sizes.values()), arguments.limit_of(shard_bytes, "shard_bytes")
+    ) or [[]]
     files: list[ShardFile] = []
     for i, numbers in enumerate(in_files, 1):
         group = [list(sizes)[n] for n in numbers]
-        group.sort(key=lambda name: -dtypes.itemsize(arrays[name].dtype))  # so that every array is aligned
-        layouts = {name: text for name in group if mesh and (text := _layout(arrays[name], sources))}
-        noted = with_values({key: note for key, note in {**common, "layouts": layouts}.items() if note})
+        group.sort(
+            key=lambda name: -dtypes.itemsize(arrays[name].dtype)
+        )  # so that every array is aligned
+        layouts = {
+            name: text for name in group if mesh and (text := _layout(arrays[name], sources))
+        }
+        noted = with_values(
+            {key: note for key, note in {**common, "layouts": layouts}.items() if note}
+        )
         entries = {name: arrays[name][:2] for name in group}
         header = write_header(entries, {"format": "pt", KEY: json.dumps(noted)})
         *starts, size = accumulate((sizes[name] for name in group), initial=len(header))
@@ -123,7 +141,9 @@ def plan_save(
     try:
         text = json.dumps(dict(constants or {}))  # in the JSON of the index, which has no infinity
     except TypeError as error:
-        raise XshardError(f"constants: {error}", hint="numbers and texts, in lists and dicts") from None
+        raise XshardError(
+            f"constants: {error}", hint="numbers and texts, in lists and dicts"
+        ) from None
     return Saving(dict(sources), arrays, tuple(files), {"constants": text}, _owners(sources))
 
 
@@ -159,7 +179,8 @@ def save_blocks(
     progress: Report = lambda n_bytes: None,
 ) -> None:
     """Save from begin to commit; all processes call this, and the first leads. all_or_none: does work in all
-    processes -> the result of each; raises in all if one fails."""
+    processes -> the result of each; raises in all if one fails.
+    """
     with ExitStack() as stack:
 
         def begun() -> str:
@@ -169,7 +190,10 @@ def save_blocks(
         token = all_or_none(lambda: begun() if leads else None)[0]
         try:
             written = all_or_none(lambda: write(saving, path, token, process, block_of, progress))
-            sums = {name: [box for part in written for box in part.get(name, ())] for name in saving.arrays}
+            sums = {
+                name: [box for part in written for box in part.get(name, ())]
+                for name in saving.arrays
+            }
             all_or_none(lambda: commit(saving, path, token, sums) if leads else None)
         except BaseException:
             if leads:
@@ -179,7 +203,8 @@ def save_blocks(
 
 def begin(saving: Saving, path: Path) -> str:
     """Remove leftovers of killed saves, and reserve the files of a save in a folder -> its token. Raises
-    FileError, and leaves nothing: for a full disk, and a file that others would read for the index."""
+    FileError, and leaves nothing: for a full disk, and a file that others would read for the index.
+    """
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         for other in (path / "model.safetensors", *path.glob("*.safetensors.index.json")):
@@ -201,7 +226,9 @@ def begin(saving: Saving, path: Path) -> str:
     return token
 
 
-def write(saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report) -> Sums:
+def write(
+    saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report
+) -> Sums:
     """Write the blocks of a process -> checksums."""
     sums: Sums = {}
     block_of = functools.lru_cache(1)(block_of)  # one block at a time
@@ -216,7 +243,8 @@ def write(saving: Saving, path: Path, token: str, process: int, block_of: BlockO
 
         for name, device, pairs in saving.writes(process):
             for pair in pairs:
-                array, shard = saving.arrays[pair.name], shards[pair.name]
+                array = saving.arrays[pair.name]
+                shard = shards[pair.name]
                 values = np.ascontiguousarray(pair.view(block_of(name, device, array.dtype)))
                 _put(opened(shard.name), shard.starts[pair.name], values, pair.box, array.shape)
                 rows = [[*s.indices(n)] for s, n in zip(pair.box, array.shape, strict=True)]
@@ -242,7 +270,9 @@ def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> N
             (folder / shard.name).rename(path / final[shard.name])
         _sync(path)
         (folder / INDEX).rename(path / INDEX)
-    with _disk_errors(path, "the new checkpoint is in its place, and might not outlast a power failure"):
+    with _disk_errors(
+        path, "the new checkpoint is in its place, and might not outlast a power failure"
+    ):
         _sync(path)
         for name in old - set(weight_map.values()):
             (path / name).unlink(missing_ok=True)
@@ -279,14 +309,17 @@ def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int,
     offsets = np.full((), start, np.int64)
     for d, (first, stop, step) in enumerate(rows[:inner]):
         indices = np.arange(first, stop, step) if d < outer else first
-        offsets = np.add.outer(offsets, np.multiply(indices, array.itemsize * math.prod(shape[d + 1 :])))
+        offsets = np.add.outer(
+            offsets, np.multiply(indices, array.itemsize * math.prod(shape[d + 1 :]))
+        )
     data = array.reshape(-1).view(np.uint8).data
     n = len(data) // max(offsets.size, 1)
     for i, offset in enumerate(offsets.ravel().tolist()):
         left = data[i * n : (i + 1) * n]
         while left:
             done = os.pwrite(file, left, offset)
-            left, offset = left[done:], offset + done
+            left = left[done:]
+            offset = offset + done
 
 
 def _files(path: Path) -> set[str]:

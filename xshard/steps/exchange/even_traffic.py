@@ -38,7 +38,8 @@ class Digit(NamedTuple):
 
     def cut(self, size: int) -> tuple[Digit, Digit]:
         """The digit split in two; the first has `size` values."""
-        src, dst = self.src, self.dst
+        src = self.src
+        dst = self.dst
         first = Digit(size, src and src.before(size), dst and dst.before(size))
         return first, Digit(self.size // size, src and src.after(size), dst and dst.after(size))
 
@@ -54,7 +55,11 @@ def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
         row_digits += of_dim[0]
         split |= of_dim[1]
     # A span that cuts on one side only has every digit once.
-    both = {d.src.span for d in row_digits if d.src} & {d.dst.span for d in row_digits if d.dst} & split
+    both = (
+        {d.src.span for d in row_digits if d.src}
+        & {d.dst.span for d in row_digits if d.dst}
+        & split
+    )
     return _apart(row_digits, both) if both else tuple(row_digits)
 
 
@@ -65,7 +70,8 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[tuple[Digit, ...], set[
     row_digits: list[Digit] = []
     ours, theirs = ([LinkDigit(span, 1, span.size) for span in spans] for spans in (src, dst))
     while ours and theirs:
-        one, other = ours.pop(0), theirs.pop(0)
+        one = ours.pop(0)
+        other = theirs.pop(0)
         size = min(one.size, other.size)
         if one.size % size or other.size % size:
             return None
@@ -125,7 +131,9 @@ def _root(equal: Equal, item: Hashable) -> Hashable:
     return _root(equal, equal[item]) if item in equal else item
 
 
-def digit_traffic(shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]) -> Traffic | None:
+def digit_traffic(
+    shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
+) -> Traffic | None:
     """Traffic of an exchange between even contiguous shards, by level; None if shards do not divide."""
     row_digits = digits(src, dst)
     if row_digits is None:
@@ -139,7 +147,8 @@ def digit_traffic(shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[L
         for span in cut:
             elements //= span.size
     for span in addends:
-        elements, senders = elements * span.size, senders * span.size
+        elements = elements * span.size
+        senders = senders * span.size
         free[span.level] = free.get(span.level, 1) * span.size
     for size, before, after in row_digits:
         if before == after:
@@ -155,20 +164,26 @@ def digit_traffic(shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[L
         else:
             senders *= size
             free[level] = free.get(level, 1) * size
-    whole, equal, differs = elements, Equal(), False
+    whole = elements
+    equal = Equal()
+    differs = False
     hops = []
     # From each level on, the sender also shares the receiver's coordinates along its spans.
     for level in sorted({span.level for span in moving}):
         joined = [b for pair_level, a, b in pairs if pair_level == level and _join(equal, a, b)]
-        news, nearby = bool(joined), all(after.span.level > level for after in joined)
-        nearer, fewer = elements // free.get(level, 1), senders // free.get(level, 1)
+        news = bool(joined)
+        nearby = all(after.span.level > level for after in joined)
+        nearer = elements // free.get(level, 1)
+        fewer = senders // free.get(level, 1)
         received, messages = (elements, senders) if news else (elements - nearer, senders - fewer)
         if received:
             longest = max((span.size, span.axis) for span in moving if span.level == level)[1]
             # Devices with the senders' digits are in every node, or make whole nodes.
             slack = nearer // math.prod(after.size for after in joined) if news and nearby else 0
             hops.append(Hop(longest, received, messages, level, slack))
-        elements, senders, differs = nearer, fewer, differs or news
+        elements = nearer
+        senders = fewer
+        differs = differs or news
     kept = 0 if differs else elements
     return Traffic(whole - kept, 2 * whole, tuple(hops), kept)
 
@@ -196,7 +211,8 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
         return None
     # A span that cuts at different digits before and after keeps only rows in which these are equal.
     before = {digit.src: i for i, digit in enumerate(row_digits) if digit.src}
-    met, equal = math.prod(shape), Equal()
+    met = math.prod(shape)
+    equal = Equal()
     for i, digit in enumerate(row_digits):
         if digit.dst in before and _join(equal, before[digit.dst], i):
             met //= digit.size

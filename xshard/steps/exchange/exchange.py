@@ -40,7 +40,9 @@ class Exchange(Step):
 
     def __post_init__(self) -> None:
         if self.node_devices is not None and self.node_devices < 1:
-            raise PlanError(f"{self.node_devices} devices in a node", hint="a node has 1 device or more")
+            raise PlanError(
+                f"{self.node_devices} devices in a node", hint="a node has 1 device or more"
+            )
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
@@ -53,7 +55,10 @@ class Exchange(Step):
                 raise PlanError(f"node_devices is not for {what}: '{before.layout}' -> '{self.to}'")
         kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
         new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
-        if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
+        if (
+            new
+            or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds
+        ):
             raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
         if negates_addends(before, after):
             op = self.op(before)
@@ -68,8 +73,12 @@ class Exchange(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        every = (messages_to(before, after, i, self.node_devices) for i in range(before.mesh.n_devices))
-        return tuple(PairTraffic(m.src, m.dst, m.size) for each in every for m in each if m.src != m.dst)
+        every = (
+            messages_to(before, after, i, self.node_devices) for i in range(before.mesh.n_devices)
+        )
+        return tuple(
+            PairTraffic(m.src, m.dst, m.size) for each in every for m in each if m.src != m.dst
+        )
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)
@@ -81,9 +90,12 @@ class Exchange(Step):
                 out[(slice(None),) * d + (slice(start, stop),)] = value
             written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
-                box, index = blocks[message.src][message.src_index()], message.dst_index()
+                box = blocks[message.src][message.src_index()]
+                index = message.dst_index()
                 box = box if message.sign > 0 else -box
-                out[index] = np.where(written[index], REDUCERS[op](out[index], box), box) if op else box
+                out[index] = (
+                    np.where(written[index], REDUCERS[op](out[index], box), box) if op else box
+                )
                 written[index] = True
             results.append(out)
         return results

@@ -26,7 +26,9 @@ MAX_PAIRED = 512
 class BlockHolders(NamedTuple):
     """The distinct blocks of a sharding and the devices that hold them."""
 
-    keys: NDArray[np.int64]  # (blocks, dims + 1): the place of every block along every dim, and its addend
+    keys: NDArray[
+        np.int64
+    ]  # (blocks, dims + 1): the place of every block along every dim, and its addend
     block_of: NDArray[np.int64]  # per device the number of its block
     addends: NDArray[np.int64]  # per device its addend number
     near: NDArray[np.bool_]  # (blocks, devices): True if a device of the same node holds the block
@@ -35,7 +37,8 @@ class BlockHolders(NamedTuple):
 @lru_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """The holders of all blocks; blocks with equal shards and addend numbers are one."""
-    mesh, layout = sharding.mesh, sharding.layout
+    mesh = sharding.mesh
+    layout = sharding.layout
     addends = mesh.indices(layout.tagged("sum", "max", "min"))
     places = np.stack([*(mesh.indices(dim.axes) for dim in layout.dims), addends], axis=1)
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
@@ -58,24 +61,33 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
     """Traffic of an exchange with node-local senders: level 0 between nodes, level 1 inside them."""
-    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
+    elements = needed_elements(before, after, node_devices)
+    have = block_holders(before, node_devices)
     wanted = elements.sum(axis=0)
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
-    arrives, hops = elements.sum(axis=0), []
-    for level, table in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
+    arrives = elements.sum(axis=0)
+    hops = []
+    for level, table in enumerate(
+        (np.where(have.near, 0, elements), np.where(have.near, elements, 0))
+    ):
         by_device = table.sum(axis=0)
         if received := int(by_device.max()):
             nodes = np.arange(len(by_device)) // node_devices
             slack = received - int(np.bincount(nodes, by_device).max() / node_devices)
-            hops.append(Hop(before.mesh.axes[0], received, int((table > 0).sum(axis=0).max()), level, slack))
+            hops.append(
+                Hop(before.mesh.axes[0], received, int((table > 0).sum(axis=0).max()), level, slack)
+            )
     copied = 2 * int(wanted.max())
     return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
 
 
 @lru_cache(maxsize=1024)
-def node_local_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
+def node_local_senders(
+    before: Sharding, after: Sharding, node_devices: int
+) -> dict[tuple[int, int], int]:
     """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one."""
-    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
+    elements = needed_elements(before, after, node_devices)
+    have = block_holders(before, node_devices)
     at_home: dict[tuple[int, int], list[int]] = {}
     for device, block in enumerate(have.block_of.tolist()):
         at_home.setdefault((block, device // node_devices), []).append(device)
@@ -109,18 +121,20 @@ class Message(NamedTuple):
         return math.prod(self.shape)
 
     def src_index(self) -> tuple[NDArray[np.int64], ...]:
-        """numpy index of the box in the sender's block."""
+        """Numpy index of the box in the sender's block."""
         return np.ix_(*(rows_at(segments, 0) for segments in self.box))
 
     def dst_index(self) -> tuple[NDArray[np.int64], ...]:
-        """numpy index of the box in the receiver's block."""
+        """Numpy index of the box in the receiver's block."""
         return np.ix_(*(rows_at(segments, 1) for segments in self.box))
 
 
 Messages = tuple[Message, ...]
 
 
-def messages_to(before: Sharding, after: Sharding, device: int, node_devices: int | None = None) -> Messages:
+def messages_to(
+    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
+) -> Messages:
     """The messages that a device receives (from itself too), by sender; from its node if one there can."""
     plain = _messages_to(before, after, device, None)
     if node_devices is None:
@@ -135,7 +149,8 @@ def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
     """The messages that a device sends (to itself too), ordered by receiver."""
-    mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
+    mesh = before.mesh
+    ended = ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in before.layout.cut_axes or a in ended]
     if node_devices is None:
         by_receiver = (_messages_to(before, after, r, device) for r in mesh.group(device, moving))
@@ -154,14 +169,17 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
     """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
     fills: list[tuple[int, int, int, float]] = []
     for d, (dim, n) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
-        sizes, index = after.mesh.sizes_of(dim.axes), after.dim_device(d, device)
+        sizes = after.mesh.sizes_of(dim.axes)
+        index = after.dim_device(d, device)
         fills += [(d, *fill) for fill in block_fills(dim, n, sizes, index)]
     return tuple(fills)
 
 
 @lru_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
-    mesh, src, dst = before.mesh, before.layout, after.layout
+    mesh = before.mesh
+    src = before.layout
+    dst = after.layout
     coords = mesh.coords(device)
     begins = begun_axes(src, dst)
     if any(coords[mesh.position(a)] for a in begins if a not in src.cut_axes):
@@ -171,11 +189,16 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
         per_dim = []
         for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
             indices = before.dim_device(d, device), after.dim_device(d, device)
-            places, once = list(_indices(a.sizes)), any(axis in begins for axis in a.dim.axes)
-            offered = sources(a, b, *indices, once, None if sender is None else before.dim_device(d, sender))
+            places = list(_indices(a.sizes))
+            once = any(axis in begins for axis in a.dim.axes)
+            offered = sources(
+                a, b, *indices, once, None if sender is None else before.dim_device(d, sender)
+            )
             fixed = [(i, coords[mesh.position(x)]) for i, x in enumerate(a.dim.axes) if x in begins]
             taken = ((places[s.sender], s.segments) for s in offered)
-            per_dim.append([(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)])
+            per_dim.append(
+                [(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)]
+            )
         for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
             for combo in itertools.product(*per_dim):
                 from_coords = list(coords)
@@ -185,7 +208,9 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
                     for axis, c in zip(dim.axes, place, strict=True):
                         from_coords[mesh.position(axis)] = c
                 box = tuple(segments for _, segments in combo)
-                messages.append(Message(mesh.device(from_coords), device, box, mine.sign * theirs.sign))
+                messages.append(
+                    Message(mesh.device(from_coords), device, box, mine.sign * theirs.sign)
+                )
     return tuple(sorted(messages, key=lambda m: m.src))
 
 

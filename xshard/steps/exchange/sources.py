@@ -15,7 +15,16 @@ from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
-from xshard.layout.runs import Intervals, Rows, Runs, Segment, as_intervals, common_segments, extents, n_rows
+from xshard.layout.runs import (
+    Intervals,
+    Rows,
+    Runs,
+    Segment,
+    as_intervals,
+    common_segments,
+    extents,
+    n_rows,
+)
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
@@ -32,17 +41,23 @@ class View(NamedTuple):
 @lru_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
     """All views of a block, one if no dim has a pole; `carried` dims are not split into sides."""
-    dims, shape = sharding.layout.dims, sharding.shape
-    poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
+    dims = sharding.layout.dims
+    shape = sharding.shape
+    poles: dict[
+        tuple[int, str], tuple[int | None, int]
+    ] = {}  # (dim, end) -> dim that is rolled, sign
     for d, dim in enumerate(dims):
         for end, rule in zip(("before", "after"), ends_of(dim.overlap), strict=False):
             if rule.kind == "pole" and d not in carried:
                 poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
     every = range(len(dims))
-    options = [(STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in every]
+    options = [
+        (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in every
+    ]
     result = []
     for sides in itertools.product(*options):
-        shifts, sign = [0] * len(dims), 1
+        shifts = [0] * len(dims)
+        sign = 1
         for d, side in enumerate(sides):
             if side != STRAIGHT:
                 rolled, factor = poles[d, side]
@@ -90,14 +105,17 @@ class Source(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int | None) -> tuple[Source, ...]:
+def sources(
+    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int | None
+) -> tuple[Source, ...]:
     """The rows that one device takes, by sender (each, or one); once: from their providers, even its own."""
     senders = np.arange(math.prod(src.sizes)) if sender is None else np.array([sender])
     if dst.side == CARRIED:
         n = n_rows(all_held_rows(*src[:3])[me])
         return (Source(me, (Segment(0, 0, n),)),) if n and me in senders else ()
     own, rows = _asked(src, dst, me, at, once)
-    taken, lists = [Source(me, own)] if me in senders else [], offered_rows(*src)
+    taken = [Source(me, own)] if me in senders else []
+    lists = offered_rows(*src)
     wanted = as_intervals(rows) if isinstance(rows, Rows) else extents([(run,) for run in rows])
     offered = _offered_extents(src)[senders]
     meets = (offered[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < offered[:, None, 1])
@@ -106,7 +124,9 @@ def sources(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int 
     return tuple(source for source in taken if source.segments)
 
 
-def _asked(src: DimEnd, dst: DimEnd, me: int, at: int, once: bool) -> tuple[tuple[Segment, ...], Runs]:
+def _asked(
+    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool
+) -> tuple[tuple[Segment, ...], Runs]:
     """Runs that a device takes from its own block, and the rows that it takes from others that offer them."""
     rows = wanted_rows(*dst)[at]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
@@ -132,7 +152,9 @@ class Received(NamedTuple):
     senders: NDArray[np.int64]
 
 
-def count_sources(src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, once: bool) -> Received:
+def count_sources(
+    src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, once: bool
+) -> Received:
     """How many rows each device takes from senders with its coordinates along `fixed`, and from how many."""
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
     devices = mesh.group(0, axes)
@@ -144,12 +166,14 @@ def count_sources(src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, 
         mine = [n_rows(held[i]) for i in me]
     else:
         asked = [_asked(src, dst, *places, once) for places in zip(me, at, strict=True)]
-        mine, blocks = [sum(s.length for s in own) for own, _ in asked], [rows for _, rows in asked]
+        mine = [sum(s.length for s in own) for own, _ in asked]
+        blocks = [rows for _, rows in asked]
         lists = offered_rows(*src)
     takers, givers, rows = shared_rows([runs for each in lists for runs in each], blocks)
     owners = np.array([i for i, each in enumerate(lists) for _ in each], np.int64)
     takers = np.concatenate([np.arange(len(devices)), takers])
-    givers, rows = np.concatenate([me, owners[givers]]), np.concatenate([mine, rows])
+    givers = np.concatenate([me, owners[givers]])
+    rows = np.concatenate([mine, rows])
     agree = rows > 0
     here, there = (coords_of(indices, src.sizes) for indices in (np.array(me)[takers], givers))
     for axis, ours, theirs in zip(src.dim.axes, here, there, strict=True):
@@ -169,11 +193,17 @@ def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArr
     return np.unravel_index(indices, sizes) if sizes else ()
 
 
-def dim_ends(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[DimEnd, DimEnd]]:
+def dim_ends(
+    before: Sharding, after: Sharding, mine: View, theirs: View
+) -> Iterator[tuple[DimEnd, DimEnd]]:
     """Per dim, its source and its destination in one pair of views."""
     stay = carried_dims(before, after)
     for d, shifts in enumerate(zip(theirs.shifts, mine.shifts, strict=True)):
-        sides = (CARRIED, CARRIED) if d in stay and not any(shifts) else (theirs.sides[d], mine.sides[d])
+        sides = (
+            (CARRIED, CARRIED)
+            if d in stay and not any(shifts)
+            else (theirs.sides[d], mine.sides[d])
+        )
         yield dim_end(before, d, sides[0], shifts[0]), dim_end(after, d, sides[1], shifts[1])
 
 

@@ -17,7 +17,14 @@ from xshard.layout.partition import all_owned_rows, owner_of_rows
 from xshard.layout.pieces import shared_rows
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import DimEnd, Received, coords_of, count_sources, dim_ends, view_pairs
+from xshard.steps.exchange.sources import (
+    DimEnd,
+    Received,
+    coords_of,
+    count_sources,
+    dim_ends,
+    view_pairs,
+)
 from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 
 MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
@@ -36,8 +43,12 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
     """The same traffic, counted per device: for shards that are uneven or do not divide each other."""
     mesh, factors, levels = span_axes(before.mesh, spans)
     if mesh.axes != before.mesh.axes:
-        before, after = (Sharding(factored(s.layout, factors), mesh, s.shape) for s in (before, after))
-    return traffic_by_level(partial(received_from, before, after), mesh, moving_axes(before, after), levels)
+        before, after = (
+            Sharding(factored(s.layout, factors), mesh, s.shape) for s in (before, after)
+        )
+    return traffic_by_level(
+        partial(received_from, before, after), mesh, moving_axes(before, after), levels
+    )
 
 
 def traffic_by_level(
@@ -45,25 +56,30 @@ def traffic_by_level(
 ) -> Traffic:
     """The traffic of an exchange by what devices take from senders that share coordinates along some axes."""
     farther = wanted = received_from(())
-    hops, agree = list[Hop](), Axes()
+    hops = list[Hop]()
+    agree = Axes()
     total = np.zeros_like(wanted.elements)
     for level, axes in levels:
         # Over this level a device receives what it takes from senders that share its coordinates on
         # slower levels, less what it takes from those that share them on this level too.
         agree = (*agree, *axes)
         nearer = received_from(agree)
-        received, messages = farther.elements - nearer.elements, farther.senders - nearer.senders
+        received = farther.elements - nearer.elements
+        messages = farther.senders - nearer.senders
         total = total + received
         if received.any():
             longest = max((mesh.size(a), a) for a in may_differ if a in axes)[1]
             nearer_axes = tuple(i for i, axis in enumerate(mesh.axes) if axis not in agree)
-            most, n = received.max(), math.prod(received.shape[i] for i in nearer_axes)
+            most = received.max()
+            n = math.prod(received.shape[i] for i in nearer_axes)
             slack = int(most - received.sum(axis=nearer_axes).max() / n)
             hops.append(Hop(axes[longest], int(most), int(messages.max()), level, slack))
         farther = nearer
     # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
-    return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
+    return Traffic(
+        int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max())
+    )
 
 
 class SpanAxes(NamedTuple):
@@ -79,9 +95,15 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """A mesh that has the spans as axes: itself if spans are whole axes."""
     spans = slowest_first(mesh, mesh.axes, spans)
     parts = spans_by_axis(mesh, spans)
-    split = tuple((axis, tuple(span.size for span in own)) for axis, own in parts.items() if len(own) > 1)
+    split = tuple(
+        (axis, tuple(span.size for span in own)) for axis, own in parts.items() if len(own) > 1
+    )
     fine = SubAxisMesh(mesh, split)
-    names = {s: name for axis, own in parts.items() for s, name in zip(own, fine.sub_axes[axis], strict=True)}
+    names = {
+        s: name
+        for axis, own in parts.items()
+        for s, name in zip(own, fine.sub_axes[axis], strict=True)
+    }
     groups = groupby(spans, key=lambda span: span.level)
     levels = [(level, {names[span]: span.axis for span in group}) for level, group in groups]
     return SpanAxes(fine if split else mesh, fine.sub_axes, levels)
@@ -89,7 +111,8 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
 
 def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
     """Axes along which a sender and its receiver may differ."""
-    src, dst = before.layout, after.layout
+    src = before.layout
+    dst = after.layout
     parts = [view for pair in view_pairs(before, after) for view in pair]
     turned = {d for view in parts for d, shift in enumerate(view.shifts) if shift}
     rolled = {axis for d in turned for axis in (*src.dims[d].axes, *dst.dims[d].axes)}
@@ -98,7 +121,9 @@ def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
 
 def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes with a sum, max or min that ends between the layouts."""
-    return tuple(a for kind in ("sum", "max", "min") for a in src.tagged(kind) if a not in dst.tagged(kind))
+    return tuple(
+        a for kind in ("sum", "max", "min") for a in src.tagged(kind) if a not in dst.tagged(kind)
+    )
 
 
 def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
@@ -108,7 +133,8 @@ def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
 
 def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
     """Traffic of an exchange between even contiguous shards, in closed form; None for other shards."""
-    src, dst = link_cuts(before, spans), link_cuts(after, spans)
+    src = link_cuts(before, spans)
+    dst = link_cuts(after, spans)
     if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
     by_axis = spans_by_axis(before.mesh, spans)
@@ -121,7 +147,9 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
     if sharding.even_cuts is None:
         return None
     by_axis = spans_by_axis(sharding.mesh, spans)
-    return tuple(tuple(span for axis, _ in cut for span in by_axis[axis]) for cut in sharding.even_cuts)
+    return tuple(
+        tuple(span for axis, _ in cut for span in by_axis[axis]) for cut in sharding.even_cuts
+    )
 
 
 def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
@@ -133,7 +161,9 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
 @lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
     """What every device takes from senders that share its coordinates along the axes `agree`."""
-    mesh, src, dst = before.mesh, before.layout, after.layout
+    mesh = before.mesh
+    src = before.layout
+    dst = after.layout
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
     # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
@@ -146,19 +176,24 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
             dim_elements, dim_senders = received_of_dim(a, b, fixed, mesh, once)
-            boxes, parts = boxes * dim_elements, parts * dim_senders
-        elements, senders = elements + boxes, senders + parts
+            boxes = boxes * dim_elements
+            parts = parts * dim_senders
+        elements = elements + boxes
+        senders = senders + parts
     for axis in begins:
         if axis not in src.cut_axes:
             # Only the first device along a new sum receives.
             first = np.eye(1, mesh.size(axis), dtype=np.int64)
             first = first.reshape([-1 if a == axis else 1 for a in mesh.axes])
-            elements, senders = elements * first, senders * first
+            elements = elements * first
+            senders = senders * first
     return Received(elements, senders)
 
 
 @lru_cache(maxsize=64)
-def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
+def _all_dim_ends(
+    before: Sharding, after: Sharding
+) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
     """For every pair of views, the source and the destination of every dim."""
     return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
 
@@ -175,14 +210,17 @@ def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -
     )
     theirs = {axis: cell for axis, cell in theirs.items() if axis in fixed}
     # Along fixed axes the sender has the receiver's index.
-    agree = np.all([cell == mine.get(axis, cell) for axis, cell in theirs.items()] or [rows > 0], axis=0)
+    agree = np.all(
+        [cell == mine.get(axis, cell) for axis, cell in theirs.items()] or [rows > 0], axis=0
+    )
     along = theirs | mine
     shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
     cell = np.zeros_like(rows[agree])
     for axis, n in zip(mesh.axes, shape, strict=True):
         if axis in along:
             cell = cell * n + along[axis][agree]
-    elements, senders = np.zeros(math.prod(shape), np.int64), np.bincount(cell, minlength=math.prod(shape))
+    elements = np.zeros(math.prod(shape), np.int64)
+    senders = np.bincount(cell, minlength=math.prod(shape))
     np.add.at(elements, cell, rows[agree])
     return Received(elements.reshape(shape), senders.reshape(shape))
 

@@ -1,5 +1,6 @@
 """Likely causes of wrong blocks: the classic mistakes of sharded code, each by the trace that it leaves.
-Each is a pure function of a `Case`: a sentence if its mistake makes these blocks of the wanted ones."""
+Each is a pure function of a `Case`: a sentence if its mistake makes these blocks of the wanted ones.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ Mask = NDArray[np.bool_]
 
 def settled(layout: Layout) -> Layout:
     """The layout without addends and contributions: cuts and overlaps alone, which determine the blocks."""
-    return Layout(tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims))
+    return Layout(
+        tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims)
+    )
 
 
 def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
@@ -52,7 +54,8 @@ def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
 class Case:
     """got, want: a block per device, both under `sharding`, with a settled layout. tolerance: relative to the
     largest value wanted, or to `largest` / 100 if that is more: beside larger arrays, a deviation from zero
-    is rounding. arguments: whole arrays by name."""
+    is rounding. arguments: whole arrays by name.
+    """
 
     got: tuple[Block, ...]
     want: tuple[Block, ...]
@@ -63,12 +66,23 @@ class Case:
 
     @classmethod
     def of(
-        cls, got: Sequence[Block], want: Sequence[Block], on: Sharding, tolerance: float | None, *beside: Any
+        cls,
+        got: Sequence[Block],
+        want: Sequence[Block],
+        on: Sharding,
+        tolerance: float | None,
+        *beside: Any,
     ) -> Case:
         """Blocks under any layout as evidence. tolerance: None goes by the dtype."""
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
-        return cls(settle(got, on), settle(want, on), on.with_layout(settled(on.layout)), tolerance, *beside)
+        return cls(
+            settle(got, on),
+            settle(want, on),
+            on.with_layout(settled(on.layout)),
+            tolerance,
+            *beside,
+        )
 
     @cached_property
     def scale(self) -> float:
@@ -82,7 +96,8 @@ class Case:
 
     def near(self, a: Any, b: Any) -> bool:
         """Whether arrays are equal within the tolerance."""
-        a, b = in_double(a), in_double(b)
+        a = in_double(a)
+        b = in_double(b)
         return a.shape == b.shape and bool(self._close(a, b).all())
 
     def _close(self, a: Any, b: Any) -> Mask:

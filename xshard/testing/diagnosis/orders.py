@@ -33,7 +33,9 @@ def moved_rows(case: Case) -> str | None:
         if (came == np.arange(len(came))).all():
             continue
         if (came != _NOWHERE).all():
-            return _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
+            return (
+                _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
+            )
         if shifted := _shifted(came, dim):
             return shifted
     return None
@@ -87,12 +89,16 @@ def rows_text(rows: Mask) -> str:
 def matched(got: Block, want: Block, case: Case) -> Order:
     """For every row of `got` the row of `want` that it equals, the one in its place first; -1 for none."""
     n = len(got)
-    a, b = got.reshape(n, -1), want.reshape(n, -1)
+    a = got.reshape(n, -1)
+    b = want.reshape(n, -1)
     probe = np.random.default_rng(0).normal(size=a.shape[1])
-    seen, known = a @ probe, b @ probe  # equal rows have equal products
+    seen = a @ probe
+    known = b @ probe  # equal rows have equal products
     nearest = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
     pairs = enumerate(nearest)
-    rows = [r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE for r, f in pairs]
+    rows = [
+        r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE for r, f in pairs
+    ]
     return np.array(rows, np.int64)
 
 
@@ -110,12 +116,15 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
     axes = sorted(dim.axes, key=mesh.position)
     for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
         index = dict(zip(axes, coords, strict=True))
-        yield row_numbers(owned_rows(dim, length, mesh.sizes_of(dim.axes), [index[a] for a in dim.axes]))
+        yield row_numbers(
+            owned_rows(dim, length, mesh.sizes_of(dim.axes), [index[a] for a in dim.axes])
+        )
 
 
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     """Which order is taken for which: `came[order it should have] == order it has`."""
-    n, own = len(came), replace(dim, overlap=None)
+    n = len(came)
+    own = replace(dim, overlap=None)
     if np.array_equal(came, np.arange(n)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
     cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
@@ -124,14 +133,19 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
         halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
         is_even = all(len(half) % 2 == 0 for half in halves)
         if is_even and np.array_equal(came[orders[meant]], np.concatenate(halves)):
-            swapped = f"the first and the second half of every block of '{meant}' have changed places"
+            swapped = (
+                f"the first and the second half of every block of '{meant}' have changed places"
+            )
             return f"{swapped}: head and tail swapped"
     # Orders over the same axes come before the whole dim: `s/cp` says more than `s`.
-    pairs = sorted(itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes))
+    pairs = sorted(
+        itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes)
+    )
     for meant, other in pairs:
         if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
             continue
-        rows, stored = orders[meant], orders[other]
+        rows = orders[meant]
+        stored = orders[other]
         if not np.array_equal(rows, stored) and np.array_equal(came[rows], stored):
             stored_as = f"rows of {dim.name!r} that are stored as '{other}'"
             return f"{stored_as} are taken for '{meant}': another shard order"

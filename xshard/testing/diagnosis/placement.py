@@ -43,8 +43,12 @@ def transposed(case: Case) -> str | None:
     """Two dims of equal length are swapped."""
     names = case.sharding.layout.names
     for a, b in itertools.combinations(range(len(names)), 2):
-        if all(case.near(np.swapaxes(x, a, b), y) for x, y in zip(case.got, case.want, strict=True)):
-            return f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
+        if all(
+            case.near(np.swapaxes(x, a, b), y) for x, y in zip(case.got, case.want, strict=True)
+        ):
+            return (
+                f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
+            )
     return None
 
 
@@ -60,8 +64,10 @@ def first_only_right(case: Case) -> str | None:
     return None
 
 
-_SEAMS, _ENDS = ("seams",), ("ends",)
-_MOST, _LEAST = 0.75, 0.25  # the largest part of the array near a seam; the least part of that to be wrong
+_SEAMS = ("seams",)
+_ENDS = ("ends",)
+_MOST = 0.75
+_LEAST = 0.25  # the largest part of the array near a seam; the least part of that to be wrong
 
 
 def halo_rows(case: Case) -> str | None:
@@ -158,7 +164,8 @@ def _borrowed_instead(case: Case, dim: int, device: int, bad: Mask) -> str:
     for other in range(known.ndim):
         if other != dim:
             known = known.take(case.rows(other, device), axis=other)
-    known, rows = np.moveaxis(known, dim, 0), case.rows(dim, device)
+    known = np.moveaxis(known, dim, 0)
+    rows = case.rows(dim, device)
     for i in np.flatnonzero(bad):
         for row, values in enumerate(known):
             if row != rows[i] and case.near(got[i], values):

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from xshard.steps.base import Block
-from xshard.testing.diagnosis.evidence import Case, first_of, in_double, largest_error, names_of, subsets
+from xshard.testing.diagnosis.evidence import (
+    Case,
+    first_of,
+    in_double,
+    largest_error,
+    names_of,
+    subsets,
+)
 
-_CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
+_CUT_OFF = (
+    "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
+)
 # The unit roundoff of floats, times the growth over a few hundred operations.
 _ROUNDINGS = (("float32", 2.0**-20), ("float16 or TF32", 2.0**-8), ("bfloat16", 2.0**-5))
 _CONSTANT = 2.0**-10  # a factor nearer to 1 may be rounding
@@ -29,20 +38,29 @@ def only_first(case: Case) -> str | None:
 
     def is_alone(axes: tuple[str, ...]) -> bool:
         index = [case.sharding.mesh.index(device, axes) for device, _ in pairs]
-        return all(not in_double(x).any() if index[d] else case.near(x, want) for d, (x, want) in pairs)
+        return all(
+            not in_double(x).any() if index[d] else case.near(x, want) for d, (x, want) in pairs
+        )
 
     along = first_of(case.free_axes, is_alone)
-    return along and f"only the first device along {along} has the value, others have zeros: nothing sent it"
+    return (
+        along
+        and f"only the first device along {along} has the value, others have zeros: nothing sent it"
+    )
 
 
 def not_summed(case: Case) -> str | None:
     """Addends in place of their sum."""
     for axes in subsets(case.free_axes):
         equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
-        is_norm = not case.want[0].ndim and all(map(case.near, _over(case, axes, np.linalg.norm), case.want))
+        is_norm = not case.want[0].ndim and all(
+            map(case.near, _over(case, axes, np.linalg.norm), case.want)
+        )
         along = names_of(axes)
         if not equal and is_norm:
-            return f"the squares of the values along {along} add up to the right one's: norms of parts"
+            return (
+                f"the squares of the values along {along} add up to the right one's: norms of parts"
+            )
         if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
             return (
                 f"the blocks along {along} are addends and add up to what is right: "
@@ -77,7 +95,9 @@ def own_factors(case: Case) -> str | None:
         weights = 1 / np.array([factors[d] for d in case.sharding.mesh.group(0, axes)])
         along = names_of(axes)
         if np.isclose(weights.sum(), (1, len(weights)), rtol=_CONSTANT).any():
-            return f"{told}: means over each one's own count along {along}, not over the count of all"
+            return (
+                f"{told}: means over each one's own count along {along}, not over the count of all"
+            )
         if np.isclose(np.square(weights).sum(), 1, rtol=_CONSTANT):
             return f"{told}: divided by the norm of each one's own part along {along}"
     return f"{told}: weights or statistics of their own"
@@ -85,8 +105,13 @@ def own_factors(case: Case) -> str | None:
 
 def not_averaged(case: Case) -> str | None:
     """Values of single devices in place of their mean."""
-    along = first_of(case.free_axes, lambda axes: all(map(case.near, _over(case, axes, np.mean), case.want)))
-    return along and f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
+    along = first_of(
+        case.free_axes, lambda axes: all(map(case.near, _over(case, axes, np.mean), case.want))
+    )
+    return (
+        along
+        and f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
+    )
 
 
 def summed(case: Case) -> str | None:
@@ -146,9 +171,11 @@ def counted_argument(case: Case) -> str | None:
 
 def own_statistics(case: Case) -> str | None:
     """Every device's part right but for a factor and a shift of its own per index of a dim."""
-    mesh, layout = case.sharding.mesh, case.sharding.layout
+    mesh = case.sharding.mesh
+    layout = case.sharding.layout
     for k, dim in enumerate(layout.dims):
-        axes, fits = [axis for axis in case.cut_axes if axis not in dim.axes], list[Block]()
+        axes = [axis for axis in case.cut_axes if axis not in dim.axes]
+        fits = list[Block]()
         if not axes or len(case.wrong_devices) < mesh.n_devices:
             continue
         for pair in zip(case.got, case.want, strict=True):
@@ -162,7 +189,9 @@ def own_statistics(case: Case) -> str | None:
             if not case.near(got, factor * want + shift):
                 break
             fits.append(np.stack([factor, shift]))
-        if len(fits) == mesh.n_devices and not all(case.near(fits[0], fits[d]) for d in mesh.group(0, axes)):
+        if len(fits) == mesh.n_devices and not all(
+            case.near(fits[0], fits[d]) for d in mesh.group(0, axes)
+        ):
             return (
                 f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
                 f"own part along {names_of(axes)}, not of all (batch normalisation, a loss per rank)"
@@ -187,8 +216,11 @@ def one_addend(case: Case) -> str | None:
     got, want = _flat(case)
     if got.size < _SAMPLE:
         return None
-    product, power, wanted = np.vdot(got, want).real, np.vdot(got, got).real, np.vdot(want, want).real
-    slope, share = product / power, product**2 / (power * wanted)
+    product = np.vdot(got, want).real
+    power = np.vdot(got, got).real
+    wanted = np.vdot(want, want).real
+    slope = product / power
+    share = product**2 / (power * wanted)
     for axes in subsets(case.sharding.mesh.long_axes):
         n = case.sharding.mesh.size(*axes)
         spread = 3 * np.sqrt((n - 1) / got.size)
@@ -201,17 +233,25 @@ def one_addend(case: Case) -> str | None:
 
 
 def _over(
-    case: Case, axes: tuple[str, ...], reduce: Callable[..., object], blocks: Sequence[Block] | None = None
+    case: Case,
+    axes: tuple[str, ...],
+    reduce: Callable[..., object],
+    blocks: Sequence[Block] | None = None,
 ) -> list[object]:
     """Per device, the reduction of the blocks along the axes."""
     mesh = case.sharding.mesh
     got = [in_double(block) for block in (case.got if blocks is None else blocks)]
-    return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
+    return [
+        reduce([got[d] for d in mesh.group(device, axes)], axis=0)
+        for device in range(mesh.n_devices)
+    ]
 
 
 def _flat(case: Case) -> Iterator[Block]:
     """All numbers of the blocks, as they are and as they should be."""
-    return (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    return (
+        np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want)
+    )
 
 
 def _factor(case: Case) -> float | None:
@@ -226,7 +266,8 @@ def _factor(case: Case) -> float | None:
 
 
 def _ratio(got: Block, want: Block) -> float:
-    got, want = in_double(got), in_double(want)
+    got = in_double(got)
+    want = in_double(want)
     return float(np.real(np.vdot(want, got) / (np.vdot(want, want) or 1.0)))
 
 

@@ -25,7 +25,8 @@ LINK = "eth0"  # the name of every node's link
 _MTU = 9000  # jumbo frames, as clusters have: headers are 1 % of what is sent
 # Bytes that a link lets pass at once. A real one has none; here a longer frame would never pass, and what a
 # timer is late by, the rate would lose.
-_BURST, _LATE_S = 4 * _MTU // 3, 160e-6
+_BURST = 4 * _MTU // 3
+_LATE_S = 160e-6
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "hostname")
 _ENDED_S = 10.0  # after which all that ran in a namespace has ended
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
@@ -38,7 +39,8 @@ class NoNodesError(XshardError):
 
 class Namespace:
     """A network of its own; with a host name, also processes of its own. An open pipe holds it; the system
-    closes it when this process ends, even by SIGKILL: then `cat`, its first process, ends, and the others."""
+    closes it when this process ends, even by SIGKILL: then `cat`, its first process, ends, and the others.
+    """
 
     def __init__(self, new: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
         self._own = ("--uts", "--pid", "--fork") if host else ()
@@ -51,7 +53,9 @@ class Namespace:
         self._pipes = self._holder.stdin, self._holder.stdout, self._holder.stderr
         self.pid = self._holder.pid
         if not self._holder.stdout.readline():
-            raise NoNodesError("no namespaces here", hint=self._holder.stderr.read().decode().strip())
+            raise NoNodesError(
+                "no namespaces here", hint=self._holder.stderr.read().decode().strip()
+            )
 
     @property
     def prefix(self) -> list[str]:
@@ -83,7 +87,11 @@ class Network:
     def __init__(self, n: int, rate: str | None) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if sys.platform != "linux" or missing:
-            why = f"{', '.join(missing)} not installed" if sys.platform == "linux" else "they need Linux"
+            why = (
+                f"{', '.join(missing)} not installed"
+                if sys.platform == "linux"
+                else "they need Linux"
+            )
             raise NoNodesError(f"no namespaces here: {why}")
         with ExitStack() as stack:
             self.switch = Namespace(() if _is_root() else ("--user", "--map-root-user"))
@@ -152,11 +160,17 @@ class Cluster:
 
     def __init__(self, network: Network, ranks: int) -> None:
         self._network, self._ranks, self._n = network, ranks, len(network.nodes)
-        self._processes: dict[str, list[Process]] = {}  # one per node, which stay as long as all goes well
+        self._processes: dict[
+            str, list[Process]
+        ] = {}  # one per node, which stay as long as all goes well
         self._ports = count(29500)  # a run that has ended may still hold its own
 
     def run_torch(
-        self, work: Work, *args: Any, timeout_s: float = 300.0, collective_timeout_s: float | None = None
+        self,
+        work: Work,
+        *args: Any,
+        timeout_s: float = 300.0,
+        collective_timeout_s: float | None = None,
     ) -> list[Any]:
         """`work(*args)` on all ranks of a gloo world, started by torchrun's launcher -> the results, by rank.
 
@@ -172,14 +186,22 @@ class Cluster:
 
             def answered() -> dict[int, str]:
                 files = [file for file in Path(folder).iterdir() if file.suffix != ".part"]
-                return {int(file.stem): file.read_text() if file.suffix == ".error" else "" for file in files}
+                return {
+                    int(file.stem): file.read_text() if file.suffix == ".error" else ""
+                    for file in files
+                }
 
             arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
             function = BACKENDS["torch"].function("launch.run_node")
             self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
-            return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in sorted(answered())]
+            return [
+                pickle.loads(Path(folder, f"{rank}.result").read_bytes())
+                for rank in sorted(answered())
+            ]
 
-    def run_jax(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    def run_jax(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0
+    ) -> list[Any]:
         """`function(*args)` in one JAX process per node, with a device per rank -> the results, by node.
 
         timeout_s: the longest time without progress. Raises NodesError when a node fails, NoRuntimeError.
@@ -188,16 +210,22 @@ class Cluster:
         backend.check_installed()
         sent = packed(function, *args)
         if "jax" not in self._processes:
-            threads = {"PJRT_NPROC": str(max(16, 2 * self._ranks))}  # as many as two programs at once need
+            threads = {
+                "PJRT_NPROC": str(max(16, 2 * self._ranks))
+            }  # as many as two programs at once need
             self._start("jax", backend.environment(self._ranks) | threads)
             address = self._endpoint()
             join = [(address, self._n, i) for i in range(self._n)]
             self._ask("jax", backend.function("worker.join"), join, timeout_s)
-        return self._ask("jax", backend.function("worker.call_packed"), [(sent,)] * self._n, timeout_s)
+        return self._ask(
+            "jax", backend.function("worker.call_packed"), [(sent,)] * self._n, timeout_s
+        )
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: messages to it and from it are lost silently until `restore`."""
-        self._network.switch.call(f"ip link set port{node} down")  # as if it were pulled at the switch
+        self._network.switch.call(
+            f"ip link set port{node} down"
+        )  # as if it were pulled at the switch
 
     def restore(self, node: int) -> None:
         """Undo `cut`."""
@@ -214,7 +242,9 @@ class Cluster:
     def bytes(self, node: int) -> tuple[int, int]:
         """Bytes that a node has received and sent on its link so far, with all headers."""
         lines = Path(f"/proc/{self._network.nodes[node].pid}/net/dev").read_text().splitlines()
-        counts = next(line for line in lines if line.strip().startswith(LINK)).partition(":")[2].split()
+        counts = (
+            next(line for line in lines if line.strip().startswith(LINK)).partition(":")[2].split()
+        )
         return int(counts[0]), int(counts[8])
 
     def close(self) -> None:
@@ -239,7 +269,8 @@ class Cluster:
         self, name: str, function: str, arguments: Any, timeout_s: float, answered: Answered = dict
     ) -> list[Any]:
         """Ask all nodes together -> their answers. answered: the ranks that have ended, with their errors;
-        after a failure their nodes may be late. Raises NodesError."""
+        after a failure their nodes may be late. Raises NodesError.
+        """
         processes = self._processes[name]
 
         def has_said_all(i: int) -> bool:
@@ -247,13 +278,17 @@ class Cluster:
 
         with ThreadPoolExecutor(self._n) as threads:
             calls = zip(processes, arguments, strict=True)
-            asked = [threads.submit(p.ask, function, *values, timeout_s=timeout_s) for p, values in calls]
+            asked = [
+                threads.submit(p.ask, function, *values, timeout_s=timeout_s) for p, values in calls
+            ]
             try:
                 while still := wait(asked, timeout=_LOOK_S).not_done:
                     failed = [i for i, each in enumerate(asked) if each.done() and each.exception()]
                     for i in failed:
                         if processes[i].is_alive:
-                            processes[i].end()  # closes its connections, as the end of a program does
+                            processes[
+                                i
+                            ].end()  # closes its connections, as the end of a program does
                     said_all = all(has_said_all(i) for i, each in enumerate(asked) if each in still)
                     if said_all and (failed or any(answered().values())):
                         break
