@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
-from tests.torch_bridge.nn_helpers import same, weights_of, whole_gradients
+from tests.torch_bridge.nn.helpers import same, weights_of, whole_gradients
 from torch_bridge.compat import credit
 
 

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.test_transforms import (
+from tests.torch_bridge.autodiff.test_transforms import (
     GRID,
     PAIR,
     array,
@@ -26,6 +25,7 @@ from tests.torch_bridge.test_transforms import (
     moves,
     shape_of,
 )
+from tests.torch_bridge.helpers import on_ranks
 
 
 def strided(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from tests.cases import CASES, one_of_each
 from tests.contractions.cases import CASES as CONTRACTIONS
 from tests.torch_bridge.gpus import needs_gpu, on_gpus
 from tests.torch_bridge.helpers import block_of, check_error, numbers, on_ranks
-from tests.torch_bridge.test_nn import check_all
+from tests.torch_bridge.nn.test_layers import check_all
 from torch_bridge.autodiff import blocks as arrays
 from torch_bridge.testing import worker
 from xshard.testing.plans import backward_bytes, in_numpy, is_linear, judge, plan_question

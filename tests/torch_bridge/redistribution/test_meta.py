@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_bridge as xt
 import xshard as xs
+from tests.torch_bridge.autodiff.test_transforms import CHAINS, GRID, in_order, moves, shape_of
 from tests.torch_bridge.helpers import on_ranks, still_connected
-from tests.torch_bridge.test_transforms import CHAINS, GRID, in_order, moves, shape_of
 from xshard.layout.layout import parse_expression
 
 

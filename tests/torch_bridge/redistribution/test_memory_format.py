@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, check_error, for_each, in_turn, numbers, on_ranks
-from tests.torch_bridge.test_lower import CPU
+from tests.torch_bridge.lower.test_parts import CPU
 from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import subarray

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks
-from tests.torch_bridge.nn_helpers import (
+from tests.torch_bridge.nn.helpers import (
     check_layer,
     compare,
     same,

@@ -18,7 +18,7 @@ import xshard as xs
 from tests.nn import cases
 from tests.nn.cases import CASES, GRID, HALOS, NATTEN, PAIR, PUBLISHED, ROW, Case
 from tests.torch_bridge.helpers import assert_refused, for_each, in_ranks, on_ranks
-from tests.torch_bridge.nn_helpers import check_layer, same, scattered, sizes
+from tests.torch_bridge.nn.helpers import check_layer, same, scattered, sizes
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.testing.byte_counter import Meter
