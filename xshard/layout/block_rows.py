@@ -17,7 +17,7 @@ from xshard.layout.partition import (
     Sizes,
     all_owned_rows,
     cut_nested,
-    everywhere,
+    for_every_block,
     misfit,
     owned_rows,
 )
@@ -72,8 +72,8 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
     return tuple(itertools.chain.from_iterable(spans))
 
 
-all_held_rows = everywhere(held_rows)
-all_row_spans = everywhere(row_spans)
+all_held_rows = for_every_block(held_rows)
+all_row_spans = for_every_block(row_spans)
 
 
 def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
