@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,17 +130,16 @@ class Layout(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that the layout names, shards first."""
-        tagged_axes = [axis for _, axes in self.tags for axis in axes]
-        return (*self.cut_axes, *tagged_axes)
+        return self.cut_axes + self.tagged(*parser.TAGS)
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """Every axis that shards a dim."""
-        return tuple(axis for dim in self.dims for axis in dim.axes)
+        return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
     def tagged(self, *kinds: str) -> tuple[str, ...]:
         """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
-        return tuple(axis for kind, axes in self.tags if kind in kinds for axis in axes)
+        return tuple(chain.from_iterable(axes for kind, axes in self.tags if kind in kinds))
 
     def role(self, axis: str) -> tuple[object, ...]:
         """Return what the layout uses an axis for; equal roles mean equal use.
@@ -203,7 +203,8 @@ class Layout(Pictured):
     def named(self, names: Sequence[str]) -> Layout:
         """Return the layout with these names for its dims."""
         pairs = zip(self.dims, names, strict=True)
-        return replace(self, dims=tuple(replace(dim, name=name) for dim, name in pairs))
+        renamed = [replace(dim, name=name) for dim, name in pairs]
+        return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
         """Replace `...` by dims `_0`, `_1`, ... for an array of `ndim` dims.
@@ -396,7 +397,7 @@ def check_form(
         text: The user's text, which errors show; by default the layout's own.
         side: The part of the text that has this layout.
     """
-    axes = [axis for dim in dims for axis in dim.axes]
+    axes = list(chain.from_iterable(dim.axes for dim in dims))
     for _, tagged_axes in tags:
         axes.extend(tagged_axes)
     if len(set(axes)) != len(axes):
@@ -468,4 +469,4 @@ def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
 
 def _factor_axes(axes: tuple[str, ...], factors: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """List the factors of all axes in order."""
-    return tuple(factor for axis in axes for factor in factors[axis])
+    return tuple(chain.from_iterable(factors[axis] for axis in axes))
