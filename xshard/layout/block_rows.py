@@ -21,9 +21,10 @@ from xshard.layout.partition import (
     misfit,
     owned_rows,
 )
-from xshard.layout.runs import FILL, Numbers, Run, Runs, as_runs, n_rows, row_numbers, unrolled
+from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
+from xshard.notation.row_arrays import Numbers
 
 
 class RowSpan(NamedTuple):

@@ -22,8 +22,9 @@ from xshard.layout.runs import (
     row_numbers,
     select,
 )
-from xshard.notation.maps import NamedMap, Numbers, Owners
+from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
+from xshard.notation.row_arrays import Numbers
 
 Sizes = tuple[int, ...]
 Ints = Sequence[int]  # a size, or a coordinate, per axis

@@ -17,12 +17,11 @@ from xshard.layout.runs import (
     Run,
     Runs,
     as_runs,
-    counted,
     expanded,
     pieces,
     row_numbers,
 )
-from xshard.notation.maps import Numbers, unique_rows
+from xshard.notation.row_arrays import Numbers, counted, unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one; of more, one period is counted
 LONGEST_PERIOD = 2**62  # longer than any dim, and the largest that int64 holds safely

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.errors import ShapeError
+from xshard.notation.row_arrays import Numbers, counted
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
@@ -83,7 +85,6 @@ class Rows:
 
 Runs = tuple[Run, ...] | Rows  # the rows of one block, in local order
 AllRuns = tuple[Runs, ...]  # of every block
-Numbers = NDArray[np.int64]
 Intervals = NDArray[np.int64]  # [intervals, 2]: start, stop
 
 
@@ -293,15 +294,6 @@ def expanded(table: Numbers) -> Pieces:
     )
 
 
-def counted(counts: Numbers, first: Numbers | int = 0) -> Numbers:
-    """Count up for each entry, one after the other: counts 2 3 -> 0 1 0 1 2.
-
-    With `first`, each entry counts from its own first number: counts 2 3, first 5 0 -> 5 6 0 1 2.
-    """
-    ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts - first, counts)
-
-
 def check_pieces(count: int, most: int = MOST_PIECES) -> None:
     """Raise ShapeError for a block of more than `most` pieces."""
     if count > most:
@@ -333,7 +325,7 @@ def met(a: Pieces, b: Pieces) -> Overlaps:
 # ---- rows that two blocks share
 
 
-@lru_cache(maxsize=65536)
+@layout_cache(maxsize=65536)
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     """Find the rows that two blocks share, as segments in the order of `dst`, merged.
 
